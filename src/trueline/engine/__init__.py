@@ -1,0 +1,1 @@
+"""Engines start, kill and watch single processes; everything elastic is above them."""

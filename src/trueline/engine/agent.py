@@ -1,0 +1,233 @@
+"""The agent of the local engine: a zygote that has torch imported and forks a process whenever it is asked.
+
+A fresh interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds, so
+a replacement steps in at once. The agent is the parent of what it forks, so it sees every exit with its code; it
+speaks newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. It keeps
+one thread only and never starts gRPC or a tensor operation: both break in a forked child.
+
+Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
+Replies are one line each; after "watch", one line for every process known and for every change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from trueline.engine import lifeline
+from trueline.engine.contract import Kind, ProcessSpec, Seen
+
+
+class Request(msgspec.Struct, kw_only=True):
+    op: str
+    spec: ProcessSpec | None = None
+    ref: str = ""
+    grace_s: float = 0.0
+
+
+class Agent:
+    """One thread, one selector: requests, exits and kill deadlines."""
+
+    def __init__(self, path: str) -> None:
+        self.seen: dict[str, Seen] = {}
+        self.deadlines: dict[str, float] = {}
+        self.watchers: set[socket.socket] = set()
+        self.buffers: dict[socket.socket, bytes] = {}
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(path)
+        self.listener.listen()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.wake, self.waker = socket.socketpair()
+        self.waker.setblocking(False)
+        self.wake.setblocking(False)
+        self.selector.register(self.wake, selectors.EVENT_READ)
+        self.life = int(os.environ.get(lifeline.VARIABLE, "-1"))
+        if self.life >= 0:
+            self.selector.register(self.life, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self.waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while True:
+            for key, _ in self.selector.select(self._patience()):
+                if key.fileobj is self.listener:
+                    self._accept()
+                elif key.fileobj is self.wake:
+                    self.wake.recv(4096)
+                elif key.fileobj == self.life:
+                    return
+                elif isinstance(key.fileobj, socket.socket):
+                    self._receive(key.fileobj)
+            self._reap()
+            self._overdue(time.monotonic())
+
+    def _patience(self) -> float | None:
+        if not self.deadlines:
+            return None
+        return max(0.0, min(self.deadlines.values()) - time.monotonic())
+
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        connection.setblocking(False)
+        self.buffers[connection] = b""
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        *lines, rest = (self.buffers[connection] + data).split(b"\n")
+        self.buffers[connection] = rest
+        for line in lines:
+            self._answer(connection, msgspec.json.decode(line, type=Request))
+
+    def _drop(self, connection: socket.socket) -> None:
+        self.watchers.discard(connection)
+        if self.buffers.pop(connection, None) is not None:
+            self.selector.unregister(connection)
+            connection.close()
+
+    def _send(self, connection: socket.socket, message: object) -> None:
+        try:
+            connection.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError:  # the reader is gone or does not read: it reconnects and asks again
+            self._drop(connection)
+
+    def _answer(self, connection: socket.socket, request: Request) -> None:
+        if request.op == "add" and request.spec is not None:
+            self._add(request.spec)
+        elif request.op == "kill":
+            self._kill(request.ref, request.grace_s)
+        elif request.op == "watch":
+            self.watchers.add(connection)
+            for seen in tuple(self.seen.values()):
+                self._send(connection, seen)
+            return
+        self._send(connection, list(self.seen.values()) if request.op == "list" else {"ok": True})
+
+    def _publish(self, seen: Seen) -> None:
+        self.seen[seen.ref] = seen
+        for watcher in tuple(self.watchers):
+            self._send(watcher, seen)
+
+    def _add(self, spec: ProcessSpec) -> None:
+        if spec.ref in self.seen:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._become(spec)
+        self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
+
+    def _become(self, spec: ProcessSpec) -> None:
+        """The child's whole life; never returns."""
+        code = 1
+        try:
+            self._let_go()
+            _take_over(spec)
+            module, _, function = spec.entry.partition(":")
+            code = getattr(importlib.import_module(module), function)() or 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:  # noqa: BLE001  the process boundary: report all, then end
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _let_go(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.selector.close()
+        for connection in (self.listener, self.wake, self.waker, *self.buffers):
+            connection.close()
+
+    def _kill(self, ref: str, grace_s: float) -> None:
+        seen = self.seen.get(ref)
+        if seen is None or not seen.alive:
+            return
+        if grace_s > 0:
+            self.deadlines.setdefault(ref, time.monotonic() + grace_s)
+        os.kill(seen.pid, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+
+    def _overdue(self, now: float) -> None:
+        for ref in [ref for ref, at in self.deadlines.items() if at <= now]:
+            del self.deadlines[ref]
+            self._kill(ref, 0.0)
+
+    def end(self) -> None:
+        """Kills what still runs and waits for it, so that nobody is left when the agent has gone."""
+        for seen in self.seen.values():
+            if seen.alive:
+                os.kill(seen.pid, signal.SIGKILL)
+        for seen in self.seen.values():
+            if seen.alive:
+                os.waitpid(seen.pid, 0)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            ref = next((seen.ref for seen in self.seen.values() if seen.pid == pid and seen.alive), None)
+            if ref is not None:
+                self.deadlines.pop(ref, None)
+                self._publish(exited(ref, pid, os.waitstatus_to_exitcode(status)))
+
+
+def exited(ref: str, pid: int, code: int) -> Seen:
+    """What to say of an exit; `code` is negative for a signal, as in subprocess."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return Seen(ref=ref, kind=Kind.EXITED, pid=pid, signal=-code, reason=f"killed by {name}")
+    return Seen(ref=ref, kind=Kind.EXITED, pid=pid, code=code, reason=f"exit code {code}")
+
+
+def _take_over(spec: ProcessSpec) -> None:
+    os.setsid()
+    Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+    os.environ.update(spec.env)
+    lifeline.watch_in_thread()
+
+
+def main() -> None:
+    """`python -m trueline.engine.agent SOCKET [MODULE ...]`: imports the modules, serves until the lifeline ends."""
+    path, *modules = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = Agent(path)
+    for module in modules:
+        importlib.import_module(module)
+    agent.run()
+    Path(path).unlink(missing_ok=True)
+    agent.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The engine of one machine: an asyncio client of the agent (`engine/agent.py`), which forks the processes.
+
+Several clients may be connected, and a client that comes back (a restarted master) finds what runs by `list`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from trueline.engine import lifeline
+from trueline.engine.contract import ProcessSpec, Seen
+
+
+class LocalEngine:
+    """Talks to the agent that listens on the Unix socket `path`. Raises OSError when no agent does."""
+
+    def __init__(self, path: str, *, patience_s: float = 60.0) -> None:
+        self.path = path
+        self.patience_s = patience_s
+        """How long to wait for an agent that is still importing torch."""
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        deadline = asyncio.get_running_loop().time() + self.patience_s
+        while True:
+            try:
+                return await asyncio.open_unix_connection(self.path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(0.02)
+
+    async def _ask(self, *requests: dict[str, object]) -> list[bytes]:
+        reader, writer = await self._connect()
+        try:
+            for request in requests:
+                writer.write(msgspec.json.encode(request) + b"\n")
+            await writer.drain()
+            replies = [await reader.readline() for _ in requests]
+            if not all(replies):
+                raise ConnectionResetError(f"the engine's agent at {self.path} went away")
+            return replies
+        finally:
+            writer.close()
+
+    async def add(self, specs: Sequence[ProcessSpec]) -> None:
+        if specs:
+            await self._ask(*({"op": "add", "spec": spec} for spec in specs))
+
+    async def kill(self, ref: str, *, grace_s: float = 0.0) -> None:
+        await self._ask({"op": "kill", "ref": ref, "grace_s": grace_s})
+
+    async def list(self) -> list[Seen]:
+        (reply,) = await self._ask({"op": "list"})
+        return msgspec.json.decode(reply, type=list[Seen])
+
+    async def watch(self) -> AsyncIterator[Seen]:
+        reader, writer = await self._connect()
+        try:
+            writer.write(b'{"op":"watch"}\n')
+            await writer.drain()
+            while line := await reader.readline():
+                yield msgspec.json.decode(line, type=Seen)
+        finally:
+            writer.close()
+
+
+def start_agent(path: Path, *, preload: Sequence[str], life: int, log: Path) -> subprocess.Popen[bytes]:
+    """Starts the agent process on the socket `path`. `life` is the reading end of the launcher's lifeline pipe."""
+    env = {
+        **os.environ,
+        lifeline.VARIABLE: str(life),
+        "PYTHONUNBUFFERED": "1",
+        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
+    }
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "trueline.engine.agent", str(path), *preload],
+            env=env,
+            pass_fds=(life,),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )

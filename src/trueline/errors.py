@@ -1,0 +1,163 @@
+"""Every error that Trueline raises on purpose, in one tree.
+
+    TruelineError                 code, message, hint; crosses processes as these three strings
+    ├── UsageError                a flag, argument or path that the caller has to correct
+    ├── RecipeError               a blank of the recipe is missing, misspelt or of the wrong kind
+    ├── DataError                 records that cannot be listed or read
+    ├── StorageError              a disk that is full, read-only or torn; nothing half-written stays behind
+    ├── PortInUse                 another process listens where a server was to listen
+    ├── TrainError                a job that cannot go on
+    │   ├── StateLost             no process holds the job's state and no checkpoint does
+    │   └── RecordsMiscounted     the ledger and the plan disagree: the job stops rather than lie
+    ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
+    ├── CaptureError              no program could be emitted
+    │   └── NotProven             a program was emitted and disagrees with the eager model
+    ├── BundleError               a bundle that is torn, tampered with, or of an unknown schema
+    ├── RegistryError             a model, version or alias that is not in the registry
+    └── RequestError              one request is refused; the server goes on
+        ├── NotFound              404: no such model, version or path
+        ├── MethodNotAllowed      405
+        ├── TooLarge              413: body or tensor over its bound
+        ├── UnsupportedMedia      415: a content type or encoding that nobody here reads
+        ├── Overloaded            429: the queue is full; come back after `retry_after_s`
+        ├── NotReady              503: the model is loading or draining
+        └── DeadlineExceeded      504: no answer within the request's deadline
+
+A message gives the value, what was expected, and (in `hint`) what to do next. Classes exist where a caller
+can do something different, not for every message.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TruelineError(Exception):
+    """Root of the tree. `str()` is the message; `hint` is the next act, printed on its own line."""
+
+    code = "error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(TruelineError):
+    code = "usage"
+    exit_code = 2
+
+
+class RecipeError(TruelineError):
+    code = "recipe"
+
+
+class DataError(TruelineError):
+    code = "data"
+
+
+class StorageError(TruelineError):
+    code = "storage"
+
+
+class PortInUse(TruelineError):
+    code = "port_in_use"
+
+
+class TrainError(TruelineError):
+    code = "train"
+
+
+class StateLost(TrainError):
+    code = "state_lost"
+
+
+class RecordsMiscounted(TrainError):
+    code = "records_miscounted"
+
+
+class CheckpointError(TruelineError):
+    code = "checkpoint"
+
+
+class CaptureError(TruelineError):
+    code = "capture"
+
+
+class NotProven(CaptureError):
+    code = "not_proven"
+
+
+class BundleError(TruelineError):
+    code = "bundle"
+
+
+class RegistryError(TruelineError):
+    code = "registry"
+
+
+class RequestError(TruelineError):
+    """One request is refused with `status`; the message goes to the client, so it names no path of the server."""
+
+    code = "bad_request"
+    status = 400
+
+
+class NotFound(RequestError):
+    code = "not_found"
+    status = 404
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
+    status = 405
+
+
+class TooLarge(RequestError):
+    code = "too_large"
+    status = 413
+
+
+class UnsupportedMedia(RequestError):
+    code = "unsupported_media"
+    status = 415
+
+
+class Overloaded(RequestError):
+    code = "overloaded"
+    status = 429
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class NotReady(RequestError):
+    code = "not_ready"
+    status = 503
+
+
+class DeadlineExceeded(RequestError):
+    code = "deadline_exceeded"
+    status = 504
+
+
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """The name most like `word`, or None when nothing is like it: for "did you mean" in messages.
+
+    >>> closest("optimzer", ["model", "optimizer"])
+    'optimizer'
+    """
+    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, `none` when there are none.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    """
+    return ", ".join(names) or "none"

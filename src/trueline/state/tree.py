@@ -1,0 +1,75 @@
+"""A nested state as JSON and tensors, without pickle.
+
+`encode` takes what `state_dict()` of models, optimizers and schedulers returns (dicts, lists, tuples, numbers,
+strings, None, tensors, numpy arrays) and splits it into a skeleton that JSON can hold and a list of tensors;
+`decode` puts them together again. The same two halves are written into checkpoints and sent to joining workers.
+Anything else is refused by name: a state that only pickle can hold would run code when it is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueline.errors import CheckpointError
+
+Skeleton = Any
+"""None, bool, int, float, str, or one of {"t": i}, {"n": i}, {"l": [..]}, {"u": [..]}, {"d": [[key, value], ..]}."""
+
+
+def encode(tree: Any) -> tuple[Skeleton, list[torch.Tensor]]:
+    """Splits `tree`; the tensors are the very ones in it (not copies), in order of their index.
+
+    >>> encode({"step": 3, "betas": (0.9, 0.99)})
+    ({'d': [['step', 3], ['betas', {'u': [0.9, 0.99]}]]}, [])
+    """
+    tensors: list[torch.Tensor] = []
+    return _encode(tree, tensors, "state"), tensors
+
+
+def _encode(node: Any, tensors: list[torch.Tensor], where: str) -> Skeleton:
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, torch.Tensor):
+        tensors.append(node.detach())
+        return {"t": len(tensors) - 1}
+    if isinstance(node, np.ndarray):
+        tensors.append(torch.from_numpy(node))
+        return {"n": len(tensors) - 1}
+    if isinstance(node, np.generic):
+        return node.item()
+    if isinstance(node, list | tuple):
+        items = [_encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(node)]
+        return {"l" if isinstance(node, list) else "u": items}
+    if isinstance(node, dict):
+        return {"d": [[_key(key, where), _encode(node[key], tensors, f"{where}.{key}")] for key in node]}
+    raise CheckpointError(
+        f"{where} is a {type(node).__name__}, which a checkpoint cannot hold without pickle",
+        hint="keep tensors, arrays, numbers, strings, lists and dicts in state_dict()",
+    )
+
+
+def _key(key: Any, where: str) -> str | int:
+    if isinstance(key, str | int) and not isinstance(key, bool):
+        return key
+    raise CheckpointError(f"{where} has the key {key!r} of type {type(key).__name__}; expected a string or an integer")
+
+
+def decode(skeleton: Skeleton, tensors: list[torch.Tensor]) -> Any:
+    """The tree again. Raises CheckpointError when skeleton and tensors do not belong together."""
+    if not isinstance(skeleton, dict):
+        return skeleton
+    ((kind, body),) = skeleton.items()
+    if kind in ("t", "n"):
+        if not 0 <= body < len(tensors):
+            raise CheckpointError(f"the state names tensor {body}, but there are {len(tensors)}")
+        return tensors[body] if kind == "t" else tensors[body].numpy()
+    if kind == "l":
+        return [decode(item, tensors) for item in body]
+    if kind == "u":
+        return tuple(decode(item, tensors) for item in body)
+    if kind == "d":
+        return {key: decode(value, tensors) for key, value in body}
+    raise CheckpointError(f"the state has a node of the unknown kind '{kind}'")

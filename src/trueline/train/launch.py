@@ -1,0 +1,168 @@
+"""The launcher of a local job: it starts the agent and the master, keeps them running, and tells what happens.
+
+    trueline train ── lifeline ──▶ agent (zygote) ──fork──▶ workers
+                   └─ lifeline ──▶ master ◀──────gRPC────── workers
+
+A master that dies is started again on the same port and adopts the workers. When the launcher ends, by whatever
+means, the lifeline ends with it and so do all its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from trueline import errors, events, files
+from trueline.engine import lifeline
+from trueline.engine.local import start_agent
+from trueline.train import settings as job_settings
+from trueline.train.settings import JobSettings
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+PRELOAD = ("trueline.train.worker", "trueline.train.warm")
+POLL_S = 0.1
+MAX_MASTER_RESTARTS = 10
+
+
+class LocalJob:
+    """Runs the job whose settings are in `job_dir`. Use as a context: leaving it leaves no process behind."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self.job_dir = job_dir
+        self.settings: JobSettings = job_settings.load(job_dir)
+        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self.socket = self.scratch / "agent"
+        self.life, self._life_end = os.pipe()
+        self.restarts = 0
+        self._port = 0
+        self._said: queue.Queue[pb.Event] = queue.Queue()
+        self._seen = 0
+        self._closing = False
+
+    def __enter__(self) -> LocalJob:
+        logs = self.job_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
+        (self.job_dir / "master.json").unlink(missing_ok=True)
+        self.agent = start_agent(self.socket, preload=PRELOAD, life=self.life, log=logs / "agent.log")
+        self.master = self._start_master()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        os.close(self._life_end)  # the end of every process of the job
+        for process in (self.master, self.agent):
+            process.wait()
+        os.close(self.life)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _start_master(self) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "trueline.train.master",
+            str(self.job_dir),
+            "--agent",
+            str(self.socket),
+        ]
+        with (self.job_dir / "logs" / "master.log").open("ab") as log:
+            return subprocess.Popen(
+                [*command, "--port", str(self._port)],
+                env={**os.environ, lifeline.VARIABLE: str(self.life), "GRPC_VERBOSITY": "NONE"},
+                pass_fds=(self.life,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _address(self) -> str:
+        """Where the master listens, once it does."""
+        file = self.job_dir / "master.json"
+        while not file.exists():
+            if self.master.poll() is not None:
+                raise errors.TrainError(
+                    f"the master ended with exit code {self.master.returncode} before it listened",
+                    hint=f"see {self.job_dir / 'logs' / 'master.log'}",
+                )
+            time.sleep(0.01)  # the master's own start takes some 200 ms
+        address: str = json.loads(file.read_text())["address"]
+        self._port = int(address.rpartition(":")[2])
+        return address
+
+    @contextlib.contextmanager
+    def _stub(self) -> Any:
+        with grpc.insecure_channel(self._address(), options=[("grpc.enable_http_proxy", 0)]) as channel:
+            yield pb_grpc.MasterStub(channel)
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {(self.job_dir / 'secret').read_text()}"),)
+
+    def run(self) -> dict[str, Any]:
+        """Follows the job to its end and returns the summary. Raises what made it fail."""
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
+        while True:
+            try:
+                event = self._said.get(timeout=POLL_S)
+            except queue.Empty:
+                self._keep_alive()
+                continue
+            fields = json.loads(event.fields)
+            if event.name == "job.failed":
+                raise _error(fields)
+            events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
+            if event.name == "job.finished":
+                summary: dict[str, Any] = json.loads(fields["summary"])
+                return summary
+
+    def _follow(self) -> None:
+        """Brings the master's events, of every life of the master, in order."""
+        while not self._closing:
+            seen = 0
+            with contextlib.suppress(grpc.RpcError, errors.TrainError), self._stub() as master:
+                for event in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
+                    self._said.put(event)
+            time.sleep(0.05)  # the master is away; it is being started again
+
+    def _keep_alive(self) -> None:
+        if self.agent.poll() is not None:
+            raise errors.TrainError(
+                f"the engine's agent ended with exit code {self.agent.returncode}",
+                hint=f"see {self.job_dir / 'logs' / 'agent.log'}; go on with --resume",
+            )
+        if self.master.poll() is None:
+            return
+        self.restarts += 1
+        if self.restarts > MAX_MASTER_RESTARTS:
+            raise errors.TrainError(
+                f"the master died {self.restarts} times; last exit code {self.master.returncode}",
+                hint=f"see {self.job_dir / 'logs' / 'master.log'}; go on with --resume",
+            )
+        events.emit("master.lost", code=self.master.returncode, restarts=self.restarts)
+        self.master = self._start_master()
+
+
+def _error(fields: dict[str, Any]) -> errors.TruelineError:
+    """The error that a job failed with, of the class its code names."""
+    kinds = {kind.code: kind for kind in _kinds(errors.TruelineError)}
+    kind = kinds.get(fields["code"], errors.TrainError)
+    return kind(f"the job failed: {fields['why']}", hint=fields.get("hint", ""))
+
+
+def _kinds(kind: type[errors.TruelineError]) -> list[type[errors.TruelineError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]

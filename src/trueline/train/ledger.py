@@ -1,0 +1,165 @@
+"""The ledger: which records have been applied, kept inside the replicated state.
+
+Every step carries a few extra numbers through the same allreduce as the gradients: how many records each worker
+contributed, a digest of which ones, the generation and the step. All members see the same sums, compare them with
+the plan of the step before they touch the parameters, and only then apply it. So a step is either applied with
+exactly its records or not at all, and the counts testify to what the gradients held, not to what was planned.
+Where the records are few enough, a tally rides along too: one counter for each record, summed by the allreduce.
+
+Words of one worker (float32; sums stay below 2**24, where float32 is exact):
+
+    0 records, low 12 bits     2 digest, low 12 bits     4 generation mod 4096     6 wish to regroup
+    1 records, high bits       3 digest, high 12 bits    5 step mod 4096           7 records x mean loss
+
+Torch-free: the master uses it to know what an epoch's digest has to be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.errors import RecordsMiscounted
+
+WORDS = 8
+DIGEST_BITS = 24
+_MASK = (1 << DIGEST_BITS) - 1
+
+Ints = npt.NDArray[np.int64]
+
+
+def digest(records: Ints) -> int:
+    """A 24-bit digest of a set of record ids that does not depend on their order; digests of parts add up.
+
+    Mixer: splitmix64 (Steele, Lea, Flood 2014).
+
+    >>> (digest(np.array([5, 7])) + digest(np.array([1]))) % 2**24 == digest(np.array([7, 1, 5]))
+    True
+    """
+    z = records.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return int(np.bitwise_and(z, np.uint64(_MASK)).sum(dtype=np.uint64)) & _MASK
+
+
+def digest_of_all(num_records: int) -> int:
+    """The digest of the records 0 to num_records - 1, in pieces of a million."""
+    total = 0
+    for start in range(0, num_records, 1 << 20):
+        total += digest(np.arange(start, min(start + (1 << 20), num_records), dtype=np.int64))
+    return total & _MASK
+
+
+def words(count: int, digest: int, generation: int, step: int, *, wish: bool) -> list[float]:
+    """The first seven words of one worker; the eighth, records x mean loss, is the worker's to fill in."""
+    return [
+        float(count & 4095),
+        float(count >> 12),
+        float(digest & 4095),
+        float(digest >> 12),
+        float(generation & 4095),
+        float(step & 4095),
+        float(wish),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """The words of all workers, summed."""
+
+    count: int
+    digest: int
+    wishes: int
+    loss: float
+    """Mean over the step's records."""
+
+
+def check(summed: list[float], *, workers: int, plan: Ints, plan_digest: int, generation: int, step: int) -> Sums:
+    """Compares the sums of `workers` workers with the plan of the step. Raises RecordsMiscounted."""
+    low, high, digest_low, digest_high, generations, steps, wishes = (round(word) for word in summed[:7])
+    count = low + (high << 12)
+    found = (digest_low + (digest_high << 12)) & _MASK
+    same_step = steps == workers * (step & 4095) and generations == workers * (generation & 4095)
+    if count != len(plan) or found != plan_digest or not same_step:
+        raise RecordsMiscounted(
+            f"step {step} of generation {generation}: the gradients hold {count} records with digest {found:06x}, "
+            f"the plan has {len(plan)} with digest {plan_digest:06x}; the step was not applied",
+            hint="this is a defect of Trueline or of a changing data set; please report it with the job's logs",
+        )
+    return Sums(count=count, digest=found, wishes=wishes, loss=summed[7] / max(count, 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """What has been applied so far. It travels with the parameters: into checkpoints and to joining workers."""
+
+    num_records: int
+    steps: int = 0
+    """Optimizer steps applied in the job."""
+    epoch_steps: int = 0
+    epoch_records: int = 0
+    epoch_digest: int = 0
+    tally: npt.NDArray[np.int32] | None = None
+    """Applications of each record in the current epoch, as counted by the gradients; None: too many records."""
+    certificates: list[dict[str, int]] = field(default_factory=list)
+
+    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None) -> None:
+        """Enters an applied step. `tally` is how often each record was in it."""
+        self.steps += 1
+        self.epoch_steps += 1
+        self.epoch_records += sums.count
+        self.epoch_digest = (self.epoch_digest + sums.digest) & _MASK
+        if self.tally is not None and tally is not None:
+            self.tally += tally
+
+    def close_epoch(self, epoch: int) -> dict[str, int]:
+        """Ends epoch `epoch` with its certificate and begins the next one."""
+        certificate = {
+            "epoch": epoch,
+            "steps": self.epoch_steps,
+            "records": self.epoch_records,
+            "digest": self.epoch_digest,
+            "tally_min": -1 if self.tally is None else int(self.tally.min()),
+            "tally_max": -1 if self.tally is None else int(self.tally.max()),
+        }
+        self.certificates.append(certificate)
+        self.epoch_steps = self.epoch_records = self.epoch_digest = 0
+        if self.tally is not None:
+            self.tally[:] = 0
+        return certificate
+
+    def as_tree(self) -> dict[str, Any]:
+        return {
+            "num_records": self.num_records,
+            "steps": self.steps,
+            "epoch_steps": self.epoch_steps,
+            "epoch_records": self.epoch_records,
+            "epoch_digest": self.epoch_digest,
+            "tally": None if self.tally is None else self.tally.copy(),
+            "certificates": [dict(certificate) for certificate in self.certificates],
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> Ledger:
+        found = dict(tree)
+        if found["tally"] is not None:
+            found["tally"] = np.array(found["tally"], dtype=np.int32)
+        return cls(**found)
+
+
+def certificate_faults(certificate: dict[str, int], *, num_records: int, steps: int, expected_digest: int) -> list[str]:
+    """What a certificate shows to be wrong with an epoch: nothing, when every record was applied exactly once."""
+    faults = []
+    if certificate["records"] != num_records:
+        faults.append(f"{certificate['records']} records were applied, the data set has {num_records}")
+    if certificate["steps"] != steps:
+        faults.append(f"{certificate['steps']} steps were applied, the epoch has {steps}")
+    if certificate["digest"] != expected_digest:
+        faults.append(f"the digest of the applied records is {certificate['digest']:06x}, not {expected_digest:06x}")
+    if certificate["tally_min"] != -1 and (certificate["tally_min"], certificate["tally_max"]) != (1, 1):
+        faults.append(f"records were applied {certificate['tally_min']} to {certificate['tally_max']} times")
+    return faults

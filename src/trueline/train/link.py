@@ -1,0 +1,235 @@
+"""A worker's line to the master: views come in, progress goes out, and the master may be away for a while.
+
+The seam is `Link`; `Solo` is the same for a process that trains alone (a notebook, a plain script). Training needs the
+master only when the membership changes, so every call waits for one that is being restarted. A worker that the master
+has given up is fenced: it ends at once, before it can touch a checkpoint or a peer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+FENCED_EXIT = 76
+HEARTBEAT_S = 0.5
+REPORT_S = 0.05
+"""Reports are gathered for so long; the log may be behind the truth by that much."""
+RETRY_S = 0.05
+
+
+class Link(Protocol):
+    ref: str
+
+    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
+        """Says that this worker can train; views arrive from now on."""
+        ...
+
+    def newest(self) -> pb.View | None: ...
+
+    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
+        """The newest view if its generation is above `after`, else None after `timeout_s`."""
+        ...
+
+    def enter(self, generation: int, step: int) -> pb.Plan: ...
+
+    def finish(self, generation: int, step: int) -> pb.Plan: ...
+
+    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+        """Reports a step without waiting."""
+        ...
+
+    def flush(self) -> None:
+        """Waits until everything reported so far is in the master's log."""
+        ...
+
+    def saved(self, step: int, path: str, digest: str) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def broken(self, generation: int, what: str) -> None: ...
+
+    def fail(self, what: str, detail: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MasterLink:
+    """The gRPC client. `cut` is called in the watching thread with a generation below which groups are to be cut."""
+
+    def __init__(self, address: str, secret: str, ref: str, cut: Callable[[int], None]) -> None:
+        self.ref = ref
+        self._cut = cut
+        self._metadata = (("authorization", f"Bearer {secret}"),)
+        options = [("grpc.keepalive_time_ms", 20000), ("grpc.initial_reconnect_backoff_ms", 50),
+                   ("grpc.min_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
+                   ("grpc.enable_http_proxy", 0)]  # fmt: skip
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._master = pb_grpc.MasterStub(self._channel)
+        self._news = threading.Condition()
+        self._view: pb.View | None = None
+        self._generation, self._step = -1, -1
+        self._applied: deque[pb.Applied] = deque()
+        self._certificates: deque[pb.Certificate] = deque()
+        self._sending = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+
+    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
+        hello = pb.Hello(ref=self.ref, store=store, num_records=num_records, total_steps=total_steps)
+        threading.Thread(target=self._watch, args=(hello,), name="views", daemon=True).start()
+        threading.Thread(target=self._report, name="reports", daemon=True).start()
+
+    def _watch(self, hello: pb.Hello) -> None:
+        while not self._closed:
+            try:
+                for view in self._master.Watch(hello, metadata=self._metadata):
+                    with self._news:
+                        self._view = view
+                        self._news.notify_all()
+                    self._cut(view.cut_below)
+            except grpc.RpcError as error:
+                self._fence_or_wait(error)
+            time.sleep(RETRY_S)  # the master is away: ask again until it is back
+
+    def newest(self) -> pb.View | None:
+        return self._view
+
+    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
+        with self._news:
+            self._news.wait_for(lambda: self._view is not None and self._view.generation > after, timeout_s)
+            return self._view if self._view is not None and self._view.generation > after else None
+
+    def enter(self, generation: int, step: int) -> pb.Plan:
+        plan: pb.Plan = self._call(self._master.Enter, pb.Entry(ref=self.ref, generation=generation, step=step))
+        return plan
+
+    def finish(self, generation: int, step: int) -> pb.Plan:
+        plan: pb.Plan = self._call(self._master.Finish, pb.Entry(ref=self.ref, generation=generation, step=step))
+        return plan
+
+    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+        self._applied.append(applied)
+        if certificate is not None:
+            self._certificates.append(certificate)
+        self._generation, self._step = generation, step
+        if len(self._applied) == 1 or certificate is not None:
+            self._wake.set()
+
+    def _report(self) -> None:
+        while not self._closed:
+            self._wake.wait(HEARTBEAT_S)
+            self._wake.clear()
+            self._send()
+            time.sleep(REPORT_S)  # gathers reports; a heartbeat needs no precision
+
+    def flush(self) -> None:
+        self._send()
+
+    def _send(self) -> None:
+        with self._sending:
+            applied, certificates = list(self._applied), list(self._certificates)
+            message = pb.Progress(
+                ref=self.ref,
+                generation=self._generation,
+                step=self._step,
+                applied=applied,
+                certificates=certificates,
+            )
+            self._call(self._master.Report, message)
+            for _ in applied:
+                self._applied.popleft()
+            for _ in certificates:
+                self._certificates.popleft()
+
+    def saved(self, step: int, path: str, digest: str) -> None:
+        self._call(self._master.Saved, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
+
+    def leave(self) -> None:
+        self._call(self._master.Leave, pb.Worker(ref=self.ref))
+
+    def broken(self, generation: int, what: str) -> None:
+        self._call(self._master.Broken, pb.Fault(ref=self.ref, generation=generation, what=what))
+
+    def fail(self, what: str, detail: str) -> None:
+        self._call(self._master.Fail, pb.Fault(ref=self.ref, what=what, detail=detail))
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        while True:
+            try:
+                return method(request, metadata=self._metadata)
+            except grpc.RpcError as error:
+                self._fence_or_wait(error)
+                time.sleep(RETRY_S)  # the master is away: ask again until it is back
+
+    def _fence_or_wait(self, error: grpc.RpcError) -> None:
+        """Returns when the master may come back; ends the process when it wants nothing of this worker."""
+        code = error.code()
+        away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+        if self._closed or code in away:
+            return
+        details = error.details()
+        sys.stderr.write(f"worker.fenced ref={self.ref} code={code.name} why={details!r}\n")
+        sys.stderr.flush()
+        os._exit(FENCED_EXIT)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._channel.close()
+
+
+class Solo:
+    """A world of one process and no master: one view, one plan, nobody to tell."""
+
+    def __init__(self) -> None:
+        self.ref = "worker-0.0"
+        self._store = ""
+        self._view: pb.View | None = None
+        self.steps: list[pb.Applied] = []
+
+    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
+        self._store = store
+        self._view = pb.View(generation=1, members=[self.ref], cut_below=1, reason="alone")
+
+    def newest(self) -> pb.View | None:
+        return self._view
+
+    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
+        return self._view if self._view is not None and self._view.generation > after else None
+
+    def enter(self, generation: int, step: int) -> pb.Plan:
+        return pb.Plan(source=0, steps=[step], store=self._store)
+
+    def finish(self, generation: int, step: int) -> pb.Plan:
+        return pb.Plan(finished=True)
+
+    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+        self.steps.append(applied)
+
+    def flush(self) -> None:
+        return
+
+    def saved(self, step: int, path: str, digest: str) -> None:
+        return
+
+    def leave(self) -> None:
+        return
+
+    def broken(self, generation: int, what: str) -> None:
+        raise RuntimeError(what)
+
+    def fail(self, what: str, detail: str) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,1 @@
+"""What crosses process boundaries: the protos and their generated code (`make protos`)."""
