@@ -235,7 +235,10 @@ class Elastic:
             self._group.close()
             view = self._next_view(after)
             if self._link.ref not in view.members:
-                raise SystemExit(0)  # a planned departure: the others go on without this worker
+                if self._view.generation >= 0:
+                    raise SystemExit(0)  # a planned departure: the others go on without this worker
+                after = view.generation  # a newcomer whom this view does not hold yet
+                continue
             self._link.flush()
             plan = self._link.enter(view.generation, self.steps if self._holds_state else -1)
             after = view.generation
@@ -248,7 +251,7 @@ class Elastic:
             view = self._link.wait_view(after, PATIENCE_S)
             if view is not None:
                 return view
-            if after >= 0:
+            if self._view.generation >= 0:
                 self._link.broken(after, "a collective failed and no peer is known to be dead")
 
     def _formed(self, view: pb.View, plan: pb.Plan) -> bool:
@@ -274,6 +277,7 @@ class Elastic:
 
     def _finished(self) -> bool:
         """True when every member has applied the last step; False after a regroup for one that has not."""
+        self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
         self._link.flush()
         if self._keeper is not None:
             self._keeper.wait()

@@ -48,6 +48,10 @@ class Link(Protocol):
         """Reports a step without waiting."""
         ...
 
+    def certify(self, certificates: list[pb.Certificate]) -> None:
+        """Reports the certificates of the state at hand again: whoever reported them first may have died with it."""
+        ...
+
     def flush(self) -> None:
         """Waits until everything reported so far is in the master's log."""
         ...
@@ -124,6 +128,9 @@ class MasterLink:
         self._generation, self._step = generation, step
         if len(self._applied) == 1 or certificate is not None:
             self._wake.set()
+
+    def certify(self, certificates: list[pb.Certificate]) -> None:
+        self._certificates.extend(certificates)
 
     def _report(self) -> None:
         while not self._closed:
@@ -215,6 +222,9 @@ class Solo:
 
     def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
         self.steps.append(applied)
+
+    def certify(self, certificates: list[pb.Certificate]) -> None:
+        return
 
     def flush(self) -> None:
         return

@@ -36,7 +36,15 @@ class Policy:
     start_s: float = 180.0
     """A worker that is not ready so long after its start is given up."""
     max_failures: int = 3
-    """So many deaths of one slot in a row without a step between them end the job."""
+    """So many deaths of one slot in a row, without one step of the job between them, end the job."""
+
+    def delay_s(self, failures: int) -> float:
+        """How long a slot stays empty after so many deaths in a row before its first step.
+
+        >>> [Policy(workers=1).delay_s(n) for n in (0, 1, 2, 3, 99)]
+        [0.0, 0.0, 0.5, 1.0, 30.0]
+        """
+        return 0.0 if failures < 2 else float(min(30.0, 0.25 * 2 ** min(failures - 1, 8)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,17 @@ class Member:
     steps: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Deaths of one slot in a row before its first step."""
+
+    count: int
+    since_step: int
+    """Steps that the job had applied at the first of them."""
+    until: float
+    """When the slot may be filled again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     phase: Phase = "gathering"
@@ -64,7 +83,7 @@ class State:
     """Started and not ready yet: ref -> when it was started."""
     incarnations: Mapping[int, int] = field(default_factory=dict)
     """Next incarnation of each slot."""
-    failures: Mapping[int, int] = field(default_factory=dict)
+    failures: Mapping[int, Failures] = field(default_factory=dict)
     committed: int = 0
     """Steps known to be applied."""
     checkpoint: str = ""
@@ -235,8 +254,9 @@ def _heard(state: State, ref: str, now: float) -> State:
 
 
 def _fill(state: State, now: float, policy: Policy) -> Decision:
-    """Starts a worker in every slot that has none."""
+    """Starts a worker in every slot that has none and does not have to wait."""
     taken = {parse_ref(ref)[1] for ref in (*state.members, *state.pending)}
+    taken |= {slot for slot, failures in state.failures.items() if failures.until > now}
     starts: list[Action] = []
     pending, incarnations = dict(state.pending), dict(state.incarnations)
     for slot in (slot for slot in range(policy.workers) if slot not in taken):
@@ -297,16 +317,19 @@ def _gone(state: State, event: Gone, now: float, policy: Policy) -> Decision:
     slot = parse_ref(ref)[1]
     member = state.members.get(ref)
     progressed = member is not None and (member.steps > 0 or member.leaving)
-    failures = {**state.failures, slot: 0 if progressed else state.failures.get(slot, 0) + 1}
+    before = state.failures.get(slot, Failures(0, state.committed, now))
+    count = 0 if progressed else before.count + 1
+    since = before.since_step if count > 1 else state.committed
+    failures = Failures(count, since, now + policy.delay_s(count))
     in_view = ref in state.view
     state = replace(
         state,
         members={other: m for other, m in state.members.items() if other != ref},
         pending={other: at for other, at in state.pending.items() if other != ref},
-        failures=failures,
+        failures={**state.failures, slot: failures},
     )
-    if failures[slot] >= policy.max_failures:
-        why = f"worker slot {slot} died {failures[slot]} times in a row before its first step; last: {event.why}"
+    if count >= policy.max_failures and since == state.committed:
+        why = f"worker slot {slot} died {count} times in a row before its first step; last: {event.why}"
         return Decision(replace(state, phase="failed"), (FailJob("train", why),))
     actions: tuple[Action, ...] = ()
     if in_view:
@@ -396,6 +419,10 @@ def _tick(state: State, now: float, policy: Policy) -> Decision:
         actions += [Kill(ref, why), *decision.actions]
     if state.phase == "gathering" and state.members:
         decision = _gather(state, now, policy)
+        state = decision.state
+        actions += decision.actions
+    if state.phase in ("gathering", "running") and state.incarnations:
+        decision = _fill(state, now, policy)
         state = decision.state
         actions += decision.actions
     return Decision(state, tuple(actions))
