@@ -195,7 +195,9 @@ class Master(pb_grpc.MasterServicer):
         while not self.stopped.is_set():
             with contextlib.suppress(OSError):  # the launcher restarts a dead agent; leases go on meanwhile
                 async for seen in self.engine.watch():
-                    if not seen.alive:
+                    if seen.alive:
+                        self.say("worker.running", worker=seen.ref, pid=seen.pid)
+                    else:
                         self._gone(seen.ref, seen.reason)
             await asyncio.sleep(TICK_S)
 

@@ -1,0 +1,62 @@
+"""Promises of the master's log."""
+
+import pytest
+
+from trueline.errors import StorageError
+from trueline.train.account import Account
+from trueline.train.journal import Journal, replay
+from trueline.wire import train_pb2 as pb
+
+VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3, "reason": "all are ready"}
+
+
+def commit(step, **changes):
+    return {"step": step, "generation": 3, "records": 64, "digest": 5, "loss": 0.5, "workers": 2, "gap_ms": 0.0, **changes}
+
+
+def test_a_master_that_comes_back_knows_generation_members_incarnations_and_progress(tmp_path):
+    journal = Journal(tmp_path / "log")
+    journal.append(("START", {"ref": "worker-0.0"}), ("START", {"ref": "worker-1.0"}), ("START", {"ref": "worker-1.1"}))
+    journal.append(("VIEW", VIEW), ("COMMIT", commit(0)), ("COMMIT", commit(1)), ("CKPT", {"step": 2, "path": "/c"}))
+    journal.close()
+    state, rows = replay(Journal(tmp_path / "log").rows(), now=100.0)
+    assert (state.generation, state.view, state.committed) == (3, ("worker-0.0", "worker-1.1"), 2)
+    assert (dict(state.incarnations), state.checkpoint, state.checkpoint_step) == ({0: 1, 1: 2}, "/c", 2)
+    assert state.members["worker-0.0"].seen_at == 100.0
+    assert Account(rows).logged == 2
+
+
+def test_a_truncation_takes_back_what_the_survivors_never_applied(tmp_path):
+    journal = Journal(tmp_path / "log")
+    journal.append(("VIEW", VIEW), *(("COMMIT", commit(step)) for step in range(5)), ("TRUNCATE", {"steps": 3}))
+    state, rows = replay(journal.rows(), now=0.0)
+    assert (state.committed, Account(rows).logged) == (3, 3)
+
+
+def test_a_journal_that_cannot_be_opened_is_a_clear_error(tmp_path):
+    with pytest.raises(StorageError, match="cannot be opened"):
+        Journal(tmp_path)
+
+
+def progress(*steps, digest=5):
+    applied = [pb.Applied(step=step, generation=3, records=64, digest=digest, workers=2) for step in steps]
+    return pb.Progress(ref="worker-0.0", generation=3, step=steps[-1] + 1, applied=applied)
+
+
+def test_a_step_that_several_workers_report_is_logged_once():
+    account = Account([])
+    assert [body["step"] for _, body in account.report(progress(0, 1))[0]] == [0, 1]
+    assert account.report(progress(0, 1)) == ([], "")
+    assert [body["step"] for _, body in account.report(progress(1, 2))[0]] == [2]
+
+
+def test_two_workers_that_report_different_records_for_a_step_raise_the_alarm():
+    account = Account([])
+    account.report(progress(0))
+    assert account.report(progress(0, digest=6))[1] == "two workers report different records for step 0"
+
+
+def test_workers_that_see_different_data_are_found_out():
+    account = Account([])
+    assert account.accept(100, 10)[0] == ""
+    assert account.accept(101, 11)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
