@@ -10,8 +10,8 @@
     │   ├── StateLost             no process holds the job's state and no checkpoint does
     │   └── RecordsMiscounted     the ledger and the plan disagree: the job stops rather than lie
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
-    ├── CaptureError              no program could be emitted
-    │   └── NotProven             a program was emitted and disagrees with the eager model
+    ├── CaptureError              a model that cannot be called, named or emitted
+    │   └── NotProven             a format asked for has no program, or one that disagrees with the eager model
     ├── BundleError               a bundle that is torn, tampered with, or of an unknown schema
     ├── RegistryError             a model, version or alias that is not in the registry
     └── RequestError              one request is refused; the server goes on

@@ -1,0 +1,121 @@
+"""A bundle in words, for `trueline inspect`: what it takes and gives, what was proven, where it came from.
+
+Pure: text in the terminal and JSON for machines come from the same values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from trueline.bundle.read import Bundle
+from trueline.bundle.schema import Evidence
+from trueline.bundle.signature import Dim, TensorSpec
+
+
+def describe(bundle: Bundle) -> str:
+    """The bundle as aligned plain text."""
+    manifest = bundle.manifest
+    parts = [
+        _aligned([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
+        "signature\n" + _aligned(_signature_rows(bundle), indent=2),
+        "programs\n" + _aligned(_program_rows(bundle), indent=2),
+        "evidence\n" + _aligned(_evidence_rows(bundle.evidence()), indent=2),
+        "golden examples\n" + _aligned([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
+        "lineage\n" + _aligned(_lineage_rows(bundle.lineage()), indent=2),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_json(bundle: Bundle) -> dict[str, Any]:
+    """The same as values that JSON can hold."""
+    return {
+        "path": str(bundle.path),
+        "manifest": msgspec.to_builtins(bundle.manifest),
+        "evidence": [msgspec.to_builtins(one) for one in bundle.evidence()],
+        "lineage": bundle.lineage(),
+    }
+
+
+def dim_text(name: str, dim: Dim) -> str:
+    """A proven range in words.
+
+    >>> dim_text("batch", Dim(min=1, max=6))
+    'batch from 1 to 6'
+    """
+    upper = "up, no bound" if dim.max is None else f"to {dim.max}"
+    step = "" if dim.multiple_of == 1 else f", multiples of {dim.multiple_of}"
+    return f"{name} from {dim.min} {upper}{step}"
+
+
+def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
+    signature = bundle.signature
+    rows = [("input", *_spec_row(spec)) for spec in signature.inputs]
+    rows += [("output", *_spec_row(spec)) for spec in signature.outputs]
+    free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
+    return rows + [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
+
+
+def _spec_row(spec: TensorSpec) -> tuple[str, str, str]:
+    return spec.name, spec.datatype, "[" + ", ".join(map(str, spec.shape)) + "]"
+
+
+def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("format", "file", "size", "probes", "max error", "verdict", "sha256")]
+    for program in bundle.manifest.programs:
+        entry = bundle.manifest.files[program.file]
+        verdict = "proven" if program.proven else "not proven"
+        served = ", served" if program.format == bundle.manifest.serve else ""
+        error = f"{program.max_abs_error:.2g}"
+        size = f"{entry.size} B"
+        rows.append(
+            (
+                program.format,
+                program.file,
+                size,
+                str(program.probes),
+                error,
+                verdict + served,
+                entry.sha256[:12],
+            )
+        )
+    return rows
+
+
+def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("format", "probe", "verdict", "max error", "reason")]
+    for one in evidence:
+        error = "" if one.max_abs_error is None else f"{one.max_abs_error:.2g}"
+        rows.append((one.format, one.probe, one.verdict, error, one.reason))
+    counts = Counter(row[2] for row in rows[1:])
+    rows.append(("total", ", ".join(f"{count} {verdict}" for verdict, count in counts.items())))
+    return rows
+
+
+def _lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for key, value in lineage.items():
+        if isinstance(value, dict) and value:
+            rows += _lineage_rows(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            rows += [row for i, one in enumerate(value) for row in _lineage_rows(one, f"{prefix}{key}.{i}.")]
+        else:
+            rows.append((prefix + key, "none" if value in (None, [], {}) else str(value)))
+    return rows
+
+
+def _shapes(tensors: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in tensors.items())
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, indent: int = 0) -> str:
+    columns = max(len(row) for row in rows)
+    widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(columns)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append(" " * indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)

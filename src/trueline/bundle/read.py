@@ -1,0 +1,156 @@
+"""Opening: a bundle is what was sealed, to the byte, or an error that names the file at fault.
+
+Reads without torch and runs nothing. Every file is digested on open; after that the bundle is only read
+through the names in its manifest. A packed bundle (one file) is unpacked first, into a folder that lives
+as long as the Bundle does, or into `cache`, where the next process finds it again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trueline import files
+from trueline.bundle import golden as golden_files
+from trueline.bundle import schema, unpack
+from trueline.bundle.golden import Golden
+from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry
+from trueline.bundle.signature import Signature
+from trueline.errors import BundleError, listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Bundle:
+    """A verified bundle on disk."""
+
+    path: Path
+    manifest: BundleManifest
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def signature(self) -> Signature:
+        return self.manifest.signature
+
+    def program(self, format: str | None = None) -> ProgramEntry:
+        """The program in `format`, or the one to serve.
+
+        Raises BundleError that lists the formats there are.
+        """
+        wanted = format or self.manifest.serve
+        for entry in self.manifest.programs:
+            if entry.format == wanted:
+                return entry
+        found = listed(entry.format for entry in self.manifest.programs)
+        raise BundleError(f"bundle {self.path} has no program in format '{wanted}' (has: {found})")
+
+    def program_path(self, format: str | None = None) -> Path:
+        """The file of `program(format)`."""
+        return self.path / self.program(format).file
+
+    def golden(self) -> tuple[Golden, ...]:
+        """The golden examples as numpy arrays."""
+        inputs = (self.path / schema.GOLDEN_INPUTS).read_bytes()
+        outputs = (self.path / schema.GOLDEN_OUTPUTS).read_bytes()
+        return golden_files.decode(self.manifest.golden, inputs, outputs, str(self.path))
+
+    def evidence(self) -> Iterator[Evidence]:
+        """Every comparison that was made, in order."""
+        path = self.path / schema.EVIDENCE
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield msgspec.json.decode(line, type=Evidence)
+                except msgspec.DecodeError as error:
+                    raise BundleError(f"{path} line {number} is no evidence: {error}") from error
+
+    def lineage(self) -> dict[str, Any]:
+        """Recipe, data, checkpoint, certificates, versions, parent."""
+        path = self.path / schema.LINEAGE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise BundleError(f"{path} is no lineage: {error}") from error
+
+
+def open_bundle(path: Path, *, cache: Path | None = None) -> Bundle:
+    """Opens and verifies the bundle at `path`, a folder or a packed file.
+
+    Raises BundleError, StorageError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return open_folder(path)
+    if not path.exists():
+        raise BundleError(f"there is no bundle at {path}", hint="`trueline capture` makes one")
+    if cache is not None:
+        return open_folder(unpack.unpack_once(path, Path(cache)))
+    folder = Path(tempfile.mkdtemp(prefix="trueline-bundle-"))
+    try:
+        bundle = open_folder(unpack.unpack(path, folder / "bundle"))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(bundle, shutil.rmtree, folder, ignore_errors=True)
+    return bundle
+
+
+def open_folder(folder: Path) -> Bundle:
+    """Opens and verifies a bundle that is a folder. Raises BundleError."""
+    manifest = schema.decode(_read_manifest(folder), str(folder / schema.MANIFEST))
+    found = _walk(folder)
+    for name in sorted(found - manifest.files.keys()):
+        raise BundleError(f"{folder / name} does not belong to the bundle", hint="remove it, or copy the bundle again")
+    for name, entry in manifest.files.items():
+        if name not in found:
+            raise BundleError(f"{folder / name} is missing from the bundle", hint=schema.AGAIN)
+        _check_file(folder / name, entry)
+    return Bundle(path=folder, manifest=manifest)
+
+
+def _read_manifest(folder: Path) -> bytes:
+    path = folder / schema.MANIFEST
+    try:
+        found = path.lstat()
+    except FileNotFoundError as error:
+        raise BundleError(f"{folder} is no bundle: it has no {schema.MANIFEST}") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size > schema.MANIFEST_BYTES:
+        raise BundleError(f"{path} is not a regular file of at most {schema.MANIFEST_BYTES} bytes")
+    return path.read_bytes()
+
+
+def _walk(folder: Path) -> set[str]:
+    """Names of all files but the manifest. A link or device anywhere is an error: it may lead outside."""
+    found = set()
+    for root, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            path = Path(root, name)
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise BundleError(f"{path} is a link or a device; a bundle holds plain files only")
+            if stat.S_ISREG(mode):
+                found.add(path.relative_to(folder).as_posix())
+    return found - {schema.MANIFEST}
+
+
+def _check_file(path: Path, entry: schema.FileEntry) -> None:
+    size = path.stat().st_size
+    if size != entry.size:
+        raise BundleError(f"{path} has {size} bytes, sealed were {entry.size}: it is torn", hint=schema.AGAIN)
+    if files.sha256_file(path) != entry.sha256:
+        raise BundleError(f"{path} was changed after it was sealed: its SHA-256 does not match", hint=schema.AGAIN)

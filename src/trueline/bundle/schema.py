@@ -1,0 +1,174 @@
+"""The words of `bundle.json`, and the digest that binds them.
+
+    my-model.bundle/
+      bundle.json                  this schema; says the SHA-256 and size of every other file
+      programs/model.onnx          one file for each program that was proven
+      programs/model.pt2
+      golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
+      golden/outputs.safetensors   "1/logits", "4/logits": what the eager model answered
+      evidence.jsonl               one line for each comparison that was made
+      lineage.json                 where the model came from
+
+Pure: no torch, no files. The digest is taken over the manifest's canonical form (keys sorted, no spaces,
+the digest itself empty), and so covers every file through the table: one digest names one bundle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trueline import files
+from trueline.bundle.signature import Signature
+from trueline.errors import BundleError
+
+SCHEMA = 1
+MANIFEST = "bundle.json"
+EVIDENCE = "evidence.jsonl"
+LINEAGE = "lineage.json"
+GOLDEN_INPUTS = "golden/inputs.safetensors"
+GOLDEN_OUTPUTS = "golden/outputs.safetensors"
+MANIFEST_BYTES = 16 * 2**20
+"""No manifest is larger; a reader takes no more than this into memory before it knows what it reads."""
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file of the bundle has to be, to the byte."""
+
+    sha256: str
+    size: int
+
+
+class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to run the model. Its digest stands in the files table under `file`."""
+
+    format: str
+    file: str
+    proven: bool
+    seconds: float
+    """Time to emit and prove it."""
+    probes: int
+    max_abs_error: float
+    """Largest difference from the eager model over all probes inside the proven range."""
+    versions: dict[str, str]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The head of the lineage; `lineage.json` holds the whole."""
+
+    recipe: str
+    recipe_digest: str
+    checkpoint_digest: str | None = None
+    step: int | None = None
+    parent: str | None = None
+    """Digest of the bundle that this one was made from."""
+
+
+class BundleManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`bundle.json`."""
+
+    schema: int
+    name: str
+    created: str
+    signature: Signature
+    programs: tuple[ProgramEntry, ...]
+    serve: str
+    """Format of the program to serve."""
+    golden: tuple[str, ...]
+    """Names of the golden cases, in order."""
+    files: dict[str, FileEntry]
+    lineage: Summary
+    digest: str = ""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One comparison: a program against the eager model on one probe."""
+
+    format: str
+    against: str
+    probe: str
+    origin: Literal["given", "made"]
+    """`given`: records of the user; `made`: values that the prober made up."""
+    inputs_sha256: str
+    shapes: dict[str, tuple[int, ...]]
+    verdict: Literal["agrees", "disagrees", "outside", "unanswered"]
+    """`outside`: beyond the range, so that the session refuses it; `unanswered`: the eager model raised."""
+    reason: str = ""
+    max_abs_error: float | None = None
+    max_rel_error: float | None = None
+    tolerance: str = ""
+    versions: dict[str, str] = {}
+
+
+class _Head(msgspec.Struct):
+    """Just enough of any manifest, of any age, to say which schema it follows."""
+
+    schema: int
+
+
+def canonical(manifest: BundleManifest) -> bytes:
+    """The bytes that the digest is taken over."""
+    return msgspec.json.encode(msgspec.structs.replace(manifest, digest=""), order="sorted")
+
+
+def with_digest(manifest: BundleManifest) -> BundleManifest:
+    """`manifest` with its own digest filled in."""
+    return msgspec.structs.replace(manifest, digest=files.sha256_bytes(canonical(manifest)))
+
+
+def encode(manifest: BundleManifest) -> bytes:
+    """The manifest as the text of `bundle.json`."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def decode(text: bytes, where: str) -> BundleManifest:
+    """The manifest in `text`.
+
+    Raises BundleError that names `where` when it is torn, edited or of another schema.
+    """
+    try:
+        head = msgspec.json.decode(text, type=_Head)
+        if head.schema != SCHEMA:
+            raise BundleError(
+                f"{where} follows bundle schema {head.schema}, this Trueline reads schema {SCHEMA}",
+                hint="open it with the Trueline that wrote it, or capture the model again",
+            )
+        manifest = msgspec.json.decode(text, type=BundleManifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"{where} is torn or no bundle manifest: {error}", hint=AGAIN) from error
+    if with_digest(manifest).digest != manifest.digest:
+        raise BundleError(f"{where} was changed after it was sealed: its digest does not match", hint=AGAIN)
+    _check_sense(manifest, where)
+    return manifest
+
+
+AGAIN = "copy the bundle again from where it was made, or capture the model again"
+
+
+def _check_sense(manifest: BundleManifest, where: str) -> None:
+    formats = [program.format for program in manifest.programs]
+    if manifest.serve not in formats:
+        raise BundleError(f"{where} serves format '{manifest.serve}', but holds: {', '.join(formats) or 'none'}")
+    named = [program.file for program in manifest.programs] + [
+        GOLDEN_INPUTS,
+        GOLDEN_OUTPUTS,
+        EVIDENCE,
+        LINEAGE,
+    ]
+    for name in named:
+        if name not in manifest.files:
+            raise BundleError(f"{where} names {name}, which its table of files does not hold")
+    for name in manifest.files:
+        check_name(name, where)
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuses a name that is not a plain relative path inside the bundle. Raises BundleError."""
+    parts = name.split("/")
+    strange = any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable()
+    if strange or name == MANIFEST or len(name) > 255:
+        raise BundleError(
+            f"{where} names the file {name!r}, which is not a plain path inside the bundle",
+            hint="do not use this bundle: it was not made by Trueline",
+        )

@@ -1,0 +1,116 @@
+"""What a program takes and gives: names, dtypes and symbolic shapes, and the check of a request against
+them.
+
+Pure and torch-free: the same check runs in every Session, in the server, and in tests. Dtypes carry the
+names of the Open Inference Protocol (BOOL, INT8..INT64, UINT8..UINT64, FP16, FP32, FP64). A dimension is
+a number or the name of a symbol; a symbol has a proven range, and all dimensions with one name are equal
+within one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from trueline.errors import RequestError, closest, listed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+
+NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"INT{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+}
+DATATYPES: dict[np.dtype[np.generic], str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+
+
+class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The proven range of one symbol:
+
+    `min` <= size <= `max` (None: no upper bound), a multiple of `multiple_of`.
+    """
+
+    min: int = 1
+    max: int | None = None
+    multiple_of: int = 1
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One input or output. `shape` holds numbers and symbol names, e.g. `("batch", 8, 8)`."""
+
+    name: str
+    datatype: str
+    shape: tuple[int | str, ...]
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        return NUMPY_DTYPES[self.datatype]
+
+
+class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Inputs, outputs and the proven range of every symbol in their shapes."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: dict[str, Dim]
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Refuses inputs outside the proven range.
+
+        Raises RequestError that names input, value and expectation.
+        """
+        wanted = {spec.name for spec in self.inputs}
+        if inputs.keys() != wanted:
+            self._refuse_names(inputs.keys(), wanted)
+        sizes: dict[str, tuple[int, str]] = {}
+        for spec in self.inputs:
+            self._check_one(spec, inputs[spec.name], sizes)
+
+    def _refuse_names(self, found: object, wanted: set[str]) -> None:
+        names = set(found)  # type: ignore[call-overload]
+        for name in sorted(names - wanted):
+            near = closest(name, wanted)
+            raise RequestError(
+                f"unexpected input '{name}' (the model takes: {listed(sorted(wanted))})",
+                hint=f"did you mean '{near}'?" if near else "",
+            )
+        raise RequestError(f"missing input '{min(wanted - names)}' (the model takes: {listed(sorted(wanted))})")
+
+    def _check_one(self, spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) -> None:
+        if array.dtype != spec.dtype:
+            found = DATATYPES.get(array.dtype, str(array.dtype))
+            raise RequestError(f"input '{spec.name}' has datatype {found}, expected {spec.datatype}")
+        if array.ndim != len(spec.shape):
+            raise RequestError(
+                f"input '{spec.name}' has {array.ndim} dimensions {list(array.shape)}, "
+                f"expected {len(spec.shape)}: {list(spec.shape)}"
+            )
+        for axis, (size, want) in enumerate(zip(array.shape, spec.shape, strict=True)):
+            if isinstance(want, int):
+                if size != want:
+                    raise RequestError(f"input '{spec.name}' has size {size} in dimension {axis}, expected {want}")
+            else:
+                self._check_symbol(spec.name, axis, size, want, sizes)
+
+    def _check_symbol(self, name: str, axis: int, size: int, symbol: str, sizes: dict[str, tuple[int, str]]) -> None:
+        dim = self.dims[symbol]
+        if size < dim.min or (dim.max is not None and size > dim.max) or size % dim.multiple_of:
+            upper = "" if dim.max is None else f" and at most {dim.max}"
+            step = "" if dim.multiple_of == 1 else f" and a multiple of {dim.multiple_of}"
+            raise RequestError(
+                f"input '{name}' has size {size} in dimension {axis} ({symbol}), "
+                f"proven only for sizes of at least {dim.min}{upper}{step}"
+            )
+        earlier = sizes.setdefault(symbol, (size, name))
+        if earlier[0] != size:
+            raise RequestError(
+                f"input '{name}' has size {size} in dimension {axis} ({symbol}), "
+                f"but input '{earlier[1]}' has {earlier[0]}; they must be equal"
+            )

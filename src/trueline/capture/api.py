@@ -1,0 +1,109 @@
+"""`capture`: checkpoint in, bundle out, and nothing in it that was not proven.
+
+    model + example ──observe──▶ eager answers and the way the code took
+        └─export─▶ program ──judge──▶ proven | refused, with the user's line
+                                 └─seal─▶ bundle
+
+Knows the order of the steps and the rule which refusals are errors; how a format is emitted and what a
+proof is, runtime/ knows. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trueline import events, files
+from trueline.capture.attempt import Attempt, Captured
+from trueline.errors import NotProven, UsageError, closest, listed
+from trueline.runtime.session import FORMATS, Format
+
+if TYPE_CHECKING:
+    from trueline.capture.ladder import Rung
+    from trueline.recipe.contract import Recipe
+
+
+def capture(
+    recipe: Recipe,
+    checkpoint: Path | None,
+    out: Path,
+    *,
+    formats: Sequence[str] | None = FORMATS,
+    overwrite: bool = False,
+) -> Captured:
+    """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
+
+    Every format asked for has to be proven; with `formats=None` all are tried and one is enough. Without
+    a checkpoint the model is captured as the recipe makes it. Raises NotProven or CaptureError with the
+    user's file and line where it is known, UsageError, RecipeError, CheckpointError, StorageError;
+    nothing is then left at `out`.
+    """
+    wanted = _checked(formats)
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out} exists already", hint="choose another name, or ask to overwrite it")
+    from trueline.capture import sealing, subject
+    from trueline.capture.ladder import climb
+
+    events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
+    model = subject.prepare(recipe, checkpoint)
+    work = _workplace(out)
+    try:
+        rungs = climb(model, wanted, work)
+        _require(rungs, every=formats is not None, name=recipe.name)
+        bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
+    return Captured(path=out, digest=bundle.digest, programs=tuple(rung.attempt for rung in rungs))
+
+
+def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
+    if formats is None:
+        return FORMATS
+    for name in formats:
+        if name not in FORMATS:
+            near = closest(name, FORMATS)
+            raise UsageError(
+                f"there is no program format '{name}' (there are: {listed(FORMATS)})",
+                hint=f"did you mean '{near}'?" if near else "",
+            )
+    if not formats:
+        raise UsageError(f"name at least one format (there are: {listed(FORMATS)})")
+    return tuple(name for name in FORMATS if name in formats)
+
+
+def _workplace(out: Path) -> Path:
+    """A folder on the disk of `out`, so that the room that is needed is looked for where it will be
+    needed.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent))
+    except OSError as error:
+        raise files.storage_error(error, out) from error
+
+
+def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
+    refused = [rung for rung in rungs if rung.attempt.verdict == "refused"]
+    if not refused or (not every and len(refused) < len(rungs)):
+        return
+    first = refused[0].attempt
+    others = "" if len(refused) == 1 else f" (refused too: {listed(one.attempt.format for one in refused[1:])})"
+    place = f"; see {first.line}" if first.line else ""
+    raise NotProven(
+        f"{first.format} program of '{name}' is not proven: {first.why}{place}{others}", hint=_advice(rungs, first)
+    )
+
+
+def _advice(rungs: Sequence[Rung], first: Attempt) -> str:
+    if first.line:
+        return (
+            "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "
+            "torch.cond"
+        )
+    proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
+    return f"these formats are proven, ask for them alone: {listed(proven)}" if proven else ""

@@ -1,0 +1,103 @@
+"""From proven rungs to a bundle: golden examples, lineage, and the choice of what to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
+from trueline.bundle import seal as seal_bundle
+from trueline.capture.ladder import Rung
+from trueline.capture.subject import Subject
+from trueline.capture.versions import versions
+from trueline.runtime.calling import BATCH
+from trueline.runtime.probes import rows
+from trueline.runtime.session import FORMATS
+from trueline.state.checkpoint import read_manifest
+
+if TYPE_CHECKING:
+    from trueline.recipe.contract import Recipe
+
+GOLDEN_SIZES = (1, 2, 5)
+
+
+def seal(
+    recipe: Recipe,
+    checkpoint: Path | None,
+    subject: Subject,
+    rungs: Sequence[Rung],
+    out: Path,
+    *,
+    overwrite: bool,
+) -> Bundle:
+    """Seals the proven rungs at `out`."""
+    proven = [rung for rung in rungs if rung.attempt.verdict == "proven"]
+    signature = next(rung.signature for rung in proven if rung.signature is not None)
+    lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
+    contents = Contents(
+        name=recipe.name,
+        signature=signature,
+        programs=[(_entry(rung), rung.folder) for rung in proven],
+        serve=min((rung.attempt.format for rung in proven), key=FORMATS.index),
+        golden=_golden(subject, signature),
+        evidence=[one for rung in rungs for one in rung.evidence],
+        lineage=lineage,
+        summary=summary,
+    )
+    return seal_bundle(out, contents, overwrite=overwrite)
+
+
+def _entry(rung: Rung) -> ProgramEntry:
+    return ProgramEntry(
+        format=rung.attempt.format,
+        file=rung.file,
+        proven=True,
+        seconds=round(rung.attempt.seconds, 3),
+        probes=rung.attempt.probes,
+        max_abs_error=rung.attempt.max_abs_error,
+        versions=rung.versions,
+    )
+
+
+def _golden(subject: Subject, signature: Signature) -> list[Golden]:
+    upper = signature.dims[BATCH].max
+    sizes = [size for size in GOLDEN_SIZES if upper is None or size <= upper]
+    found = []
+    for size in sizes:
+        inputs = rows(subject.eager.example, size)
+        found.append(Golden(case=f"batch-{size}", inputs=inputs, outputs=subject.eager.run(inputs)))
+    return found
+
+
+def _lineage(
+    recipe: Recipe, checkpoint: Path | None, subject: Subject, rungs: Sequence[Rung]
+) -> tuple[dict[str, Any], Summary]:
+    manifest = read_manifest(checkpoint) if checkpoint is not None else {}
+    lineage: dict[str, Any] = {
+        "recipe": {"name": recipe.name, "digest": recipe.digest},
+        "data": subject.data,
+        "checkpoint": _checkpoint(manifest),
+        "certificates": manifest.get("certificates") or [],
+        "attempts": [_attempt(rung) for rung in rungs],
+        "versions": versions(),
+        "parent": None,
+    }
+    summary = Summary(
+        recipe=recipe.name,
+        recipe_digest=recipe.digest,
+        checkpoint_digest=manifest.get("digest"),
+        step=manifest.get("step"),
+    )
+    return lineage, summary
+
+
+def _checkpoint(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    kept = ("digest", "step", "created", "recipe", "progress")
+    return {key: manifest[key] for key in kept if key in manifest} or None
+
+
+def _attempt(rung: Rung) -> dict[str, Any]:
+    """`line` stays out: it names a path of the machine that captured."""
+    attempt = rung.attempt
+    return {"format": attempt.format, "verdict": attempt.verdict, "why": attempt.why}

@@ -1,0 +1,94 @@
+"""Emits ONNX from an exported program. Apart from `onnx.py`, because opening a program must not import
+torch.
+
+What the exporter writes about its own machine (stack traces with paths, names of classes) is taken out: a
+bundle goes to production, and equal models should give equal bytes. The proven range goes in as metadata,
+so that other tools can read what ONNX itself cannot express.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import onnx_ir
+import torch
+
+from trueline import files
+from trueline.errors import CaptureError
+from trueline.runtime.export import Exported
+from trueline.runtime.quiet import quiet
+
+FILE = "programs/model.onnx"
+EXTERNAL_BYTES = 1_500_000_000
+"""Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
+
+
+def emit(exported: Exported, folder: Path) -> Path:
+    """Writes `folder/programs/model.onnx`;
+
+    returns its path. Raises CaptureError when an operator has no translation.
+    """
+    signature = exported.signature
+    try:
+        with quiet():
+            program = torch.onnx.export(
+                exported.program,
+                (),
+                dynamo=True,
+                input_names=[spec.name for spec in signature.inputs],
+                output_names=[spec.name for spec in signature.outputs],
+                verbose=False,
+            )
+    except Exception as error:
+        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
+    if program is None:
+        raise CaptureError("torch.onnx returned no program")
+    _clean(program.model, exported)
+    path = folder / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        program.save(str(path), external_data=exported.weight_bytes > EXTERNAL_BYTES)
+    except OSError as error:
+        raise files.storage_error(error, path) from error
+    return path
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _clean(model: onnx_ir.Model, exported: Exported) -> None:
+    model.producer_name, model.producer_version = "trueline", None
+    model.metadata_props.clear()
+    model.doc_string = None
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        _clean_graph(graph, exported.symbols)
+    signature = msgspec.json.encode(exported.signature, order="sorted")
+    model.metadata_props["trueline.signature"] = signature.decode()
+
+
+def _clean_graph(graph: onnx_ir.Graph, symbols: dict[str, str]) -> None:
+    graph.metadata_props.clear()
+    graph.doc_string = None
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        _clean_value(value, symbols)
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            _clean_value(value, symbols)
+
+
+def _clean_value(value: Any, symbols: dict[str, str]) -> None:
+    value.metadata_props.clear()
+    value.doc_string = None
+    if value.shape is not None:
+        value.shape = onnx_ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+
+
+def _dimension(dim: Any, symbols: dict[str, str]) -> Any:
+    """torch names a symbol s77; the signature names it batch."""
+    return dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim)

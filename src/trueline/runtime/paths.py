@@ -1,0 +1,143 @@
+"""Which way did the user's code go? Two calls that went different ways show a branch that a tracer would
+freeze.
+
+While a call runs, every instruction of the user's own Python code is noted (`sys.settrace` with opcode
+events: it works on every Python that Trueline supports, and sees a one-line `a if c else b` that line
+events would miss). Code of torch, of the standard library and of Trueline is not noted. Only this thread
+is watched.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+MAX_EVENTS = 200_000
+"""What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
+
+Event = tuple[int, CodeType, int]
+"""Number of the call within the watched call, its code, offset of the instruction that runs next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.source}"
+
+
+@contextmanager
+def watching() -> Iterator[list[Event]]:
+    """Notes the way that user code takes in this thread while the block runs."""
+    events: list[Event] = []
+    before = sys.gettrace()
+    sys.settrace(_tracer(events))
+    try:
+        yield events
+    finally:
+        sys.settrace(before)
+
+
+def _tracer(events: list[Event]) -> Callable[[FrameType, str, Any], Any]:
+    calls = 0
+
+    def entered(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal calls
+        if not is_users(frame.f_code.co_filename):
+            return None
+        calls += 1
+        number = calls
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode" and len(events) < MAX_EVENTS:
+                events.append((number, frame.f_code, frame.f_lasti))
+            return stepped
+
+        return stepped
+
+    return entered
+
+
+def _roots() -> tuple[str, ...]:
+    own = Path(__file__).resolve().parent.parent
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    return (str(own) + "/", *(library.rstrip("/") + "/" for library in libraries), "<")
+
+
+_ROOTS = _roots()
+_LIBRARIES = ("/torch/", "/numpy/", "/onnxscript/", "/onnx_ir/", "/onnxruntime/")
+_users: dict[str, bool] = {}
+
+
+def is_users(file: str) -> bool:
+    """Whether `file` is code that the user wrote or chose, as against torch, the standard library and
+    Trueline.
+    """
+    found = _users.get(file)
+    if found is None:
+        in_site = "/site-packages/" in file
+        known = in_site and any(library in file for library in _LIBRARIES)
+        found = _users[file] = not known and (in_site or not file.startswith(_ROOTS))
+    return found
+
+
+def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:
+    """The line at which two ways part; None when they are the same."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return _before(one, i, {a[0], b[0]})
+    if len(one) != len(other):
+        shorter, longer = sorted((one, other), key=len)
+        return _before(longer, len(shorter), {longer[len(shorter)][0]})
+    return None
+
+
+def _before(events: Sequence[Event], index: int, calls: set[int]) -> Place | None:
+    """Line of the last instruction before `index` in one of `calls`:
+
+    the jump. Else of any call: the one that led there.
+    """
+    earlier = events[:index]
+    for wanted in (calls, None):
+        for number, code, offset in reversed(earlier):
+            if wanted is None or number in wanted:
+                return _place(code, offset)
+    return None
+
+
+def _place(code: CodeType, offset: int) -> Place:
+    line = next((line for start, end, line in code.co_lines() if start <= offset < end and line), None)
+    return Place(file=code.co_filename, line=line or code.co_firstlineno)
+
+
+def users_line(error: BaseException) -> Place | None:
+    """The innermost line of the user's code that `error`, or what caused it, came through."""
+    seen: BaseException | None = error
+    while seen is not None:
+        places = [place for place in _places(seen.__traceback__) if is_users(place.file)]
+        if places:
+            return places[-1]
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _places(trace: TracebackType | None) -> Iterator[Place]:
+    while trace is not None:
+        yield Place(file=trace.tb_frame.f_code.co_filename, line=trace.tb_lineno)
+        trace = trace.tb_next

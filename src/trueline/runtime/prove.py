@@ -1,0 +1,223 @@
+"""The proof: a program answers as the eager model does on every probe inside the range that it claims.
+
+`observe` asks the eager model once, `judge` asks a program the same and compares; `prove` does both. A
+probe that the signature refuses is outside the claim and is recorded as such: the Session that serves
+will refuse it in the same words. Nothing here knows a program format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trueline.bundle.schema import Evidence
+from trueline.errors import RequestError
+from trueline.runtime import compare, paths
+from trueline.runtime.probes import Probe
+from trueline.runtime.session import Session
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+    from trueline.runtime.paths import Event, Place
+
+Progress = Callable[[int, int], None]
+"""Called with probes done and probes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the eager model answered on a probe, or why it did not, and the way its code took."""
+
+    probe: Probe
+    outputs: dict[str, Array] | None
+    error: str
+    way: Sequence[Event]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The verdict over all probes, with one piece of evidence for each."""
+
+    format: str
+    proven: bool
+    reason: str
+    """Empty when proven; else the smallest probe that disagrees, and how."""
+    disagreeing: str
+    """Name of that probe."""
+    evidence: tuple[Evidence, ...]
+    max_abs_error: float
+    """Over the probes that agree."""
+
+
+def prove(
+    program: Session, eager: Session, probes: Iterable[Probe], *, versions: Mapping[str, str] | None = None
+) -> Proof:
+    """Proves `program` against `eager` on `probes`."""
+    return judge(program, observe(eager, probes), versions=versions)
+
+
+def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
+    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised."""
+    seen: list[Observation] = []
+    for probe in probes:
+        one = _observe_one(eager, probe)
+        same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
+        seen.append(one if same is None else replace(one, way=same))  # most go one way: keep it once
+    return tuple(seen)
+
+
+def _observe_one(eager: Session, probe: Probe) -> Observation:
+    with paths.watching() as way:
+        try:
+            outputs, error = eager.run(probe.inputs), ""
+        except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
+            outputs, error = (
+                None,
+                f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
+            )
+    return Observation(probe=probe, outputs=outputs, error=error, way=way)
+
+
+def hidden_state(observations: Sequence[Observation]) -> str:
+    """Why the eager model is no function of its inputs;
+
+    empty when no probe shows it. Equal inputs, other answers.
+    """
+    answers: dict[str, Observation] = {}
+    for seen in observations:
+        earlier = answers.setdefault(_digest(seen.probe.inputs), seen)
+        if earlier.outputs is None or seen.outputs is None:
+            continue
+        found = compare.compare(earlier.outputs, seen.outputs)
+        if not found.agrees:
+            return f"the model answers differently when it is asked the same again: {found.reason}"
+    return ""
+
+
+def judge(
+    program: Session,
+    observations: Sequence[Observation],
+    *,
+    versions: Mapping[str, str] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Proof:
+    """Asks `program` every probe that the eager model was asked, and compares."""
+    evidence = []
+    for done, seen in enumerate(observations, 1):
+        evidence.append(_judge_one(program, seen, dict(versions or {})))
+        progress(done, len(observations))
+    reason, disagreeing = hidden_state(observations), ""
+    wrong = [(seen.probe.num_records, one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
+    if wrong and not reason:
+        _, worst = min(wrong, key=lambda pair: pair[0])
+        reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
+    if not reason and not any(one.verdict == "agrees" for one in evidence):
+        reason = "no probe could be compared: each is outside the program's range, or the eager model raises"
+    errors = [one.max_abs_error for one in evidence if one.verdict == "agrees" and one.max_abs_error is not None]
+    return Proof(
+        format=program.format,
+        proven=not reason,
+        reason=reason,
+        disagreeing=disagreeing,
+        evidence=tuple(evidence),
+        max_abs_error=max(errors, default=0.0),
+    )
+
+
+def _bad(one: Evidence) -> bool:
+    """A given record that the eager model cannot answer at some size counts:
+
+    the program would claim that size.
+    """
+    return one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
+
+
+def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) -> Evidence:
+    probe = seen.probe
+    found: compare.Comparison | None = None
+    try:
+        program.signature.check(probe.inputs)
+    except RequestError as refused:
+        verdict, reason = "outside", refused.message
+    else:
+        if seen.outputs is None:
+            verdict, reason = "unanswered", f"the eager model raises {seen.error}"
+        else:
+            found = _asked(program, probe, seen.outputs)
+            verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
+    return Evidence(
+        format=program.format,
+        against="eager",
+        probe=probe.name,
+        origin=probe.origin,
+        inputs_sha256=_digest(probe.inputs),
+        shapes={name: tuple(array.shape) for name, array in probe.inputs.items()},
+        verdict=verdict,  # type: ignore[arg-type]
+        reason=reason,
+        max_abs_error=found.max_abs_error if found else None,
+        max_rel_error=found.max_rel_error if found else None,
+        tolerance=_tolerance(seen.outputs) if found else "",
+        versions=versions,
+    )
+
+
+def _asked(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
+    try:
+        answer = program.run(probe.inputs)
+    except Exception as error:  # noqa: BLE001 - whatever a runtime raises where eager answers is a disagreement
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return compare.refusal(f"the program raises {type(error).__name__}: {first}")
+    found = compare.compare(expected, answer)
+    misfit = _misfit(program, probe, answer) if found.agrees else ""
+    return compare.refusal(misfit) if misfit else found
+
+
+def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
+    """Why the answer has not the shape that the signature promises (`x.squeeze()` at batch 1); empty when it has."""
+    sizes = {
+        symbol: size
+        for spec in program.signature.inputs
+        for symbol, size in zip(spec.shape, probe.inputs[spec.name].shape, strict=True)
+    }
+    for spec in program.signature.outputs:
+        shape = answer[spec.name].shape
+        wanted = [sizes.get(dim) if isinstance(dim, str) else dim for dim in spec.shape]
+        fits = len(shape) == len(wanted) and all(w is None or w == s for w, s in zip(wanted, shape, strict=True))
+        if not fits:
+            return f"output '{spec.name}' has shape {list(shape)}, the signature promises {list(spec.shape)}"
+    return ""
+
+
+def _tolerance(outputs: Mapping[str, Array] | None) -> str:
+    dtypes = dict.fromkeys(array.dtype for array in (outputs or {}).values())
+    return ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
+
+
+def _digest(inputs: Mapping[str, Array]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(inputs.items()):
+        digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
+    """The line where two probes part, with the names of the two; None when all took the same way.
+
+    The probe that disagrees is held against one that went another way, of the same batch size if there is
+    one: then it is the values that steer the branch, not the shape.
+    """
+    suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
+    for suspect in suspects:
+        ranked = sorted(observations, key=lambda seen: seen.probe.num_records != suspect.probe.num_records)
+        for other in ranked:
+            if other.outputs is None:
+                continue  # its way was cut short by what it raised
+            place = paths.divergence(other.way, suspect.way)
+            if place is not None:
+                return place, other.probe.name, suspect.probe.name
+    return None

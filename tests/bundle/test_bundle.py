@@ -1,0 +1,352 @@
+"""A bundle is what was sealed, to the byte, or an error that names the file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from trueline import files
+from trueline.bundle import (
+    Contents,
+    Dim,
+    Evidence,
+    Golden,
+    ProgramEntry,
+    Signature,
+    Summary,
+    TensorSpec,
+    open_bundle,
+    pack,
+    seal,
+    unpack,
+)
+from trueline.bundle.describe import describe, to_json
+from trueline.bundle.schema import canonical
+from trueline.errors import BundleError, StorageError, UsageError
+
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", datatype="FP32", shape=("batch", 3)),),
+    outputs=(TensorSpec(name="y", datatype="FP32", shape=("batch",)),),
+    dims={"batch": Dim(min=1, max=6)},
+)
+
+
+def contents(folder: Path) -> Contents:
+    (folder / "programs").mkdir(parents=True)
+    (folder / "programs" / "model.onnx").write_bytes(b"a program, as far as a bundle cares")
+    entry = ProgramEntry(
+        format="onnx",
+        file="programs/model.onnx",
+        proven=True,
+        seconds=1.5,
+        probes=1,
+        max_abs_error=1e-7,
+        versions={"torch": "2.13"},
+    )
+    evidence = Evidence(
+        format="onnx",
+        against="eager",
+        probe="batch 1, zeros",
+        origin="made",
+        inputs_sha256="0" * 64,
+        shapes={"x": (1, 3)},
+        verdict="agrees",
+        max_abs_error=1e-7,
+    )
+    golden = [
+        Golden(case=f"batch-{n}", inputs={"x": np.ones((n, 3), np.float32)}, outputs={"y": np.ones(n, np.float32)})
+        for n in (1, 4)
+    ]
+    return Contents(
+        name="digits",
+        signature=SIGNATURE,
+        programs=[(entry, folder)],
+        serve="onnx",
+        golden=golden,
+        evidence=[evidence],
+        lineage={"recipe": {"name": "digits", "digest": "ab"}, "certificates": [{"step": 1}], "parent": None},
+        summary=Summary(recipe="digits", recipe_digest="ab"),
+    )
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    seal(tmp_path / "digits.bundle", contents(tmp_path / "work"))
+    return tmp_path / "digits.bundle"
+
+
+ALL_FILES = [
+    "bundle.json",
+    "programs/model.onnx",
+    "golden/inputs.safetensors",
+    "golden/outputs.safetensors",
+    "evidence.jsonl",
+    "lineage.json",
+]
+
+
+def reseal(folder: Path, change: dict[str, object]) -> None:
+    """What an attacker who knows the format does: edits the manifest and mends its digest."""
+    raw = json.loads((folder / "bundle.json").read_text()) | change
+    manifest = open_bundle(folder).manifest
+    edited = msgspec.convert({**raw, "digest": ""}, type(manifest))
+    (folder / "bundle.json").write_text(json.dumps({**raw, "digest": files.sha256_bytes(canonical(edited))}))
+
+
+def test_what_was_sealed_is_what_is_opened(sealed: Path) -> None:
+    bundle = open_bundle(sealed)
+    assert bundle.signature == SIGNATURE
+    assert bundle.program_path().read_bytes() == b"a program, as far as a bundle cares"
+    assert [golden.case for golden in bundle.golden()] == ["batch-1", "batch-4"]
+    assert bundle.golden()[1].inputs["x"].shape == (4, 3)
+    assert [one.probe for one in bundle.evidence()] == ["batch 1, zeros"]
+    assert bundle.lineage()["certificates"] == [{"step": 1}]
+    assert len(bundle.digest) == 64
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_changed_byte_is_an_error_that_names_the_file(sealed: Path, name: str) -> None:
+    content = bytearray((sealed / name).read_bytes())
+    content[len(content) // 2] ^= 0x20
+    (sealed / name).write_bytes(content)
+    with pytest.raises(BundleError, match=name):
+        open_bundle(sealed)
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_torn_file_is_an_error_that_names_it(sealed: Path, name: str) -> None:
+    content = (sealed / name).read_bytes()
+    (sealed / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(BundleError, match=name):
+        open_bundle(sealed)
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_missing_file_is_an_error_that_names_it(sealed: Path, name: str) -> None:
+    (sealed / name).unlink()
+    with pytest.raises(BundleError, match=name):
+        open_bundle(sealed)
+
+
+def opened_or_why(folder: Path) -> object:
+    """The manifest, or the name of the file that the error names."""
+    try:
+        return open_bundle(folder).manifest
+    except BundleError as error:
+        return next((name for name in ALL_FILES if name in error.message), error.message)
+
+
+def test_every_single_changed_byte_of_the_manifest_is_noticed_or_changes_nothing(sealed: Path) -> None:
+    path = sealed / "bundle.json"
+    original, meant = path.read_bytes(), open_bundle(sealed).manifest
+    for position in range(0, len(original), 7):
+        changed = bytearray(original)
+        changed[position] ^= 0x01
+        path.write_bytes(changed)
+        assert opened_or_why(sealed) in (meant, "bundle.json")
+
+
+def test_a_schema_of_another_time_is_refused_with_its_number(sealed: Path) -> None:
+    (sealed / "bundle.json").write_text('{"schema": 7, "anything": []}')
+    with pytest.raises(BundleError, match="schema 7"):
+        open_bundle(sealed)
+
+
+def test_a_file_that_does_not_belong_is_refused(sealed: Path) -> None:
+    (sealed / "programs" / "extra.pkl").write_bytes(b"cos\nsystem\n.")
+    with pytest.raises(BundleError, match=r"extra\.pkl"):
+        open_bundle(sealed)
+
+
+def test_a_link_is_refused_even_when_what_it_points_to_is_right(sealed: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    (sealed / "lineage.json").rename(target)
+    (sealed / "lineage.json").symlink_to(target)
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        open_bundle(sealed)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a//b", "a/../b", ".", "a\\b", "bundle.json", "a\nb"])
+def test_a_path_that_leads_outside_is_refused(sealed: Path, name: str) -> None:
+    table = json.loads((sealed / "bundle.json").read_text())["files"]
+    reseal(sealed, {"files": {**table, name: {"sha256": "0" * 64, "size": 1}}})
+    with pytest.raises(BundleError, match="not a plain path"):
+        open_bundle(sealed)
+
+
+def test_a_program_that_the_table_does_not_hold_is_refused(sealed: Path) -> None:
+    programs = json.loads((sealed / "bundle.json").read_text())["programs"]
+    reseal(sealed, {"programs": [{**programs[0], "file": "../../bin/sh"}]})
+    with pytest.raises(BundleError, match="table of files"):
+        open_bundle(sealed)
+
+
+def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is no bundle"):
+        open_bundle(tmp_path)
+
+
+def test_an_unknown_format_is_answered_with_the_formats_there_are(sealed: Path) -> None:
+    with pytest.raises(BundleError, match="has: onnx"):
+        open_bundle(sealed).program("torch_export")
+
+
+def test_a_bundle_needs_a_golden_example(tmp_path: Path) -> None:
+    without = contents(tmp_path / "work")
+    with pytest.raises(UsageError, match="golden"):
+        seal(tmp_path / "b", Contents(**{f: getattr(without, f) for f in without.__slots__} | {"golden": []}))
+    assert not (tmp_path / "b").exists()
+
+
+def test_overwriting_replaces_a_bundle_and_nothing_else(sealed: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="exists already"):
+        seal(sealed, contents(tmp_path / "again"))
+    assert seal(sealed, contents(tmp_path / "more"), overwrite=True).name == "digits"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="no bundle"):
+        seal(tmp_path / "home", contents(tmp_path / "third"), overwrite=True)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+def test_a_full_disk_while_sealing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    given = contents(tmp_path / "work")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(StorageError, match="no room left"):
+            seal(tmp_path / "digits.bundle", given)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["work"]
+
+
+def test_a_full_disk_while_replacing_keeps_the_old_bundle(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_bundle(sealed).digest
+    given = contents(sealed.parent / "again")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StorageError):
+            seal(sealed, given, overwrite=True)
+    assert open_bundle(sealed).digest == before
+
+
+def test_packing_and_unpacking_gives_the_same_bundle(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    bundle = open_bundle(packed)
+    assert bundle.digest == open_bundle(sealed).digest
+    assert open_bundle(unpack(packed, tmp_path / "again")).digest == bundle.digest
+    assert stat.S_IMODE(bundle.program_path().stat().st_mode) & 0o111 == 0
+
+
+def test_equal_bundles_pack_to_equal_bytes(sealed: Path, tmp_path: Path) -> None:
+    first = pack(sealed, tmp_path / "one.zip").read_bytes()
+    os.utime(sealed / "lineage.json", (0, 0))
+    assert pack(sealed, tmp_path / "two.zip").read_bytes() == first
+
+
+def test_a_packed_bundle_is_unpacked_once_into_a_cache(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    first = open_bundle(packed, cache=tmp_path / "cache").path
+    assert open_bundle(packed, cache=tmp_path / "cache").path == first
+    (first / "lineage.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        open_bundle(packed, cache=tmp_path / "cache")
+
+
+def test_the_temporary_folder_of_a_packed_bundle_goes_when_the_bundle_does(sealed: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(pack(sealed, tmp_path / "digits.zip"))
+    folder = bundle.path
+    assert folder.exists()
+    del bundle
+    assert not folder.exists()
+
+
+def repacked(packed: Path, name: str, content: bytes, *, mode: int = 0) -> Path:
+    """The packed bundle with one more member, or with a member's content replaced."""
+    out = packed.with_name("evil.zip")
+    with zipfile.ZipFile(packed) as source, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.infolist():
+            if member.filename != name:
+                target.writestr(member.filename, source.read(member))
+        added = zipfile.ZipInfo(name)
+        added.external_attr = mode << 16
+        target.writestr(added, content)
+    return out
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "programs/../../escaped", "extra.txt", "programs/"])
+def test_a_packed_file_that_the_table_does_not_name_never_reaches_the_disk(
+    sealed: Path, tmp_path: Path, name: str
+) -> None:
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), name, b"")
+    with pytest.raises(BundleError, match="no plain file of the bundle"):
+        unpack(evil, tmp_path / "inner" / "out")
+    assert not list(tmp_path.rglob("*escaped*"))
+    assert not (tmp_path / "inner" / "out").exists()
+
+
+def test_a_packed_link_is_refused(sealed: Path, tmp_path: Path) -> None:
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", b"/etc/passwd", mode=stat.S_IFLNK | 0o777)
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        unpack(evil, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"0" * 30_000_000])
+def test_a_packed_file_of_another_length_is_torn_and_a_bomb_is_not_unpacked(
+    sealed: Path, tmp_path: Path, content: bytes
+) -> None:
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", content)
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        unpack(evil, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_manifest_that_is_a_bomb_is_refused_before_it_is_read(sealed: Path, tmp_path: Path) -> None:
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), "bundle.json", b" " * 20_000_000)
+    with pytest.raises(BundleError, match="more than"):
+        unpack(evil, tmp_path / "out")
+
+
+def test_a_torn_packed_bundle_is_an_error(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    content = packed.read_bytes()
+    packed.write_bytes(content[: len(content) - 40])
+    with pytest.raises(BundleError, match=r"digits\.zip"):
+        open_bundle(packed)
+
+
+def test_a_changed_byte_in_a_packed_bundle_is_an_error_that_names_the_file(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    content = packed.read_bytes()
+    packed.write_bytes(content.replace(b"as far as a bundle cares", b"as far as a bundle Cares"))
+    with pytest.raises(BundleError, match=r"digits\.zip|model\.onnx"):
+        open_bundle(packed)
+
+
+def test_the_description_says_what_is_taken_proven_and_where_it_came_from(sealed: Path) -> None:
+    text = describe(open_bundle(sealed))
+    for word in ("batch from 1 to 6", "FP32", "[batch, 3]", "proven, served", "batch 1, zeros", "recipe.digest"):
+        assert word in text
+    assert json.loads(json.dumps(to_json(open_bundle(sealed))))["manifest"]["name"] == "digits"
+
+
+def test_the_bundle_room_imports_no_torch() -> None:
+    code = "import sys, trueline.bundle, trueline.bundle.describe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+"""Probes leave the example's ground in every direction that a float allows, and in none that an id forbids."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trueline.runtime.probes import make_probes, rows
+
+EXAMPLE = {
+    "x": np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),
+    "ids": np.array([[3, 9], [4, 4], [7, 5]], np.int64),
+    "mask": np.array([[True], [False], [True]]),
+}
+
+
+def test_the_usual_sizes_and_those_asked_for_are_probed_with_given_records() -> None:
+    given = {probe.num_records for probe in make_probes(EXAMPLE, sizes=(6, 7)) if probe.origin == "given"}
+    assert given == {1, 2, 3, 4, 6, 7, 8, 17, 32}
+
+
+def test_equal_arguments_give_equal_probes_and_another_seed_others() -> None:
+    def content(seed: int) -> list[tuple[str, bytes]]:
+        return [(probe.name, probe.inputs["x"].tobytes()) for probe in make_probes(EXAMPLE, seed=seed)]
+
+    assert content(0) == content(0)
+    assert content(0) != content(1)
+
+
+def test_integers_and_masks_stay_inside_what_the_example_shows() -> None:
+    for probe in make_probes(EXAMPLE):
+        assert probe.inputs["ids"].min() >= 3
+        assert probe.inputs["ids"].max() <= 9
+        assert probe.inputs["ids"].dtype == np.int64
+        assert probe.inputs["mask"].dtype == np.bool_
+
+
+def test_float_values_turn_their_sign_vanish_and_grow() -> None:
+    found = {probe.name: probe.inputs["x"] for probe in make_probes(EXAMPLE)}
+    assert (found["batch 3, zeros"] == 0).all()
+    assert (found["batch 3, negated"] == -EXAMPLE["x"]).all()
+    assert np.abs(found["batch 3, times 1000"]).max() == 6000
+    assert all(array.dtype == np.float32 for array in found.values())
+
+
+def test_the_example_is_asked_first_and_last() -> None:
+    probes = make_probes(EXAMPLE)
+    for probe in (probes[0], probes[-1]):
+        assert all((probe.inputs[name] == EXAMPLE[name]).all() for name in EXAMPLE)
+
+
+def test_names_of_probes_are_unique() -> None:
+    names = [probe.name for probe in make_probes(EXAMPLE, sizes=(1, 2, 300))]
+    assert len(names) == len(set(names))
+
+
+def test_rows_start_again_when_there_are_fewer() -> None:
+    assert rows(EXAMPLE, 4)["x"].tolist() == [[1, -2], [3, 4], [5, 6], [1, -2]]
+
+
+def test_one_record_of_bare_numbers_is_enough() -> None:
+    assert {probe.num_records for probe in make_probes({"x": np.array([1.5])})} >= {1, 2, 17}

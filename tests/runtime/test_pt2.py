@@ -1,0 +1,187 @@
+"""Opening a program runs no code, whoever wrote the archive."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import Mlp
+from torch import nn
+
+from trueline.errors import BundleError, CaptureError
+from trueline.runtime import export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.export import Exported
+from trueline.runtime.session import open_session
+
+
+@pytest.fixture(scope="module")
+def exported() -> Exported:
+    eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
+    return export.export(eager.module, eager.calling)
+
+
+def rewritten(path: Path, member: str, change: Callable[[bytes], bytes]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    root = next(iter(found)).split("/")[0]
+    found[f"{root}/{member}"] = change(found.get(f"{root}/{member}", b""))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in found.items():
+            archive.writestr(name, content)
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    def apply(content: bytes) -> bytes:
+        program = json.loads(content)
+        change(program)
+        return json.dumps(program).encode()
+
+    return apply
+
+
+def first_node(program: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = program["graph_module"]["graph"]["nodes"][0]
+    return found
+
+
+def symbol(program: dict[str, Any], text: str) -> None:
+    for value in program["graph_module"]["graph"]["tensor_values"].values():
+        for size in value["sizes"]:
+            if "as_expr" in size:
+                size["as_expr"]["expr_str"] = text
+
+
+def spec(program: dict[str, Any], text: str) -> None:
+    program["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = text
+
+
+class Tagged(torch.Tensor):
+    """A subclass, which torch stores as a pickle."""
+
+
+EVIL = "__import__('os').system('touch pwned')"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda program: program.update(guards_code=[EVIL]),
+        lambda program: symbol(program, EVIL),
+        lambda program: symbol(program, "Symbol('x').__class__"),
+        lambda program: symbol(program, "lambdify(1, 2)"),
+        lambda program: symbol(program, "(lambda: 1)()"),
+        lambda program: first_node(program).update(target="torch.hub.load"),
+        lambda program: first_node(program).update(target="torch.ops.aten.from_file.default"),
+        lambda program: first_node(program).update(target="_operator.call"),
+        lambda program: first_node(program).update(target="#mine.op"),
+        lambda program: first_node(program).update(metadata={"torch_fn": "a;b"}),
+        lambda program: spec(
+            program,
+            '[1, {"type": "collections.defaultdict", "context": '
+            '"{\\"default_factory_module\\": \\"antigravity\\"}", "children_spec": []}]',
+        ),
+        lambda program: spec(program, "[1"),
+    ],
+)
+def test_a_graph_that_torch_would_turn_into_code_is_refused_before_torch_reads_it(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
+) -> None:
+    path = export.emit(exported, tmp_path)
+    rewritten(path, "models/model.json", edited(change))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.export, "load", lambda *_: pytest.fail("torch was given the archive"))
+    with pytest.raises(BundleError, match=r"model\.json"):
+        open_session("torch_export", path, exported.signature)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [
+        ("data/sample_inputs/model.pt", b"cos\nsystem\n(S'touch pwned'\ntR."),
+        ("data/constants/custom_obj_0", b"\x80\x02."),
+        ("data/constants/opaque_obj_0", b"\x80\x02."),
+        ("data/weights/weight_0.pkl", b"\x80\x02."),
+        ("data/aotinductor/model/a.so", b"\x7fELF"),
+        ("extra/setup.py", b"print()"),
+        (
+            "data/weights/model_weights_config.json",
+            b'{"config": {"w": {"path_name": "weight_0", "use_pickle": true}}}',
+        ),
+    ],
+)
+def test_a_member_that_may_be_a_pickle_or_code_is_refused_by_its_name(
+    exported: Exported, tmp_path: Path, member: str, content: bytes
+) -> None:
+    path = export.emit(exported, tmp_path)
+    rewritten(path, member, lambda _: content)
+    with pytest.raises(BundleError) as refused:
+        open_session("torch_export", path, exported.signature)
+    assert member in refused.value.message
+
+
+def test_a_torn_archive_is_an_error_that_names_it(exported: Exported, tmp_path: Path) -> None:
+    path = export.emit(exported, tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BundleError, match=r"model\.pt2"):
+        open_session("torch_export", path, exported.signature)
+
+
+def test_equal_models_give_equal_bytes_in_both_formats(tmp_path: Path) -> None:
+    found = []
+    for turn in ("one", "two"):
+        torch.manual_seed(0)
+        eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
+        made = export.export(eager.module, eager.calling)
+        found.append([emit(made, tmp_path / turn).read_bytes() for emit in (onnx_emit.emit, export.emit)])
+    assert found[0] == found[1]
+
+
+def test_programs_name_no_path_of_the_machine_that_made_them(exported: Exported, tmp_path: Path) -> None:
+    for emit in (onnx_emit.emit, export.emit):
+        content = emit(exported, tmp_path).read_bytes()
+        assert b"models.py" not in content
+        assert b"site-packages" not in content
+
+
+def test_an_onnx_program_carries_the_proven_range_and_the_signatures_names(exported: Exported, tmp_path: Path) -> None:
+    import onnx
+
+    model = onnx.load(onnx_emit.emit(exported, tmp_path))
+    assert '"batch"' in {prop.key: prop.value for prop in model.metadata_props}["trueline.signature"]
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    onnx.checker.check_model(model)
+
+
+def test_large_weights_lie_in_a_file_of_their_own_beside_the_program(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_emit, "EXTERNAL_BYTES", 10)
+    path = onnx_emit.emit(exported, tmp_path)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+    session = open_session("onnx", path, exported.signature)
+    assert session.run({"x": np.zeros((2, 8), np.float32)})["output"].shape == (2, 4)
+
+
+def test_weights_that_only_a_pickle_can_hold_are_refused_when_they_are_emitted(tmp_path: Path) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    eager = EagerSession(Holder(), torch.zeros(3, 8))
+    made = export.export(eager.module, eager.calling)
+    made.program.state_dict["module.weight"] = nn.Parameter(torch.ones(8).as_subclass(Tagged))
+    with pytest.raises(CaptureError, match="pickle"):
+        export.emit(made, tmp_path)
+    assert not list(tmp_path.rglob("*.pt2"))
