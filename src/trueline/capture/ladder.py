@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def _prove(format: Format, path: Path, exported: Exported, observations: Sequenc
     session = open_session(format, path, exported.signature)
 
     def progress(done: int, total: int) -> None:
-        events.emit("proof.advanced", level=logging.DEBUG, format=format, done=done, total=total)
+        events.emit("proof.advanced", format=format, done=done, total=total)
 
     return judge(session, observations, versions=versions(), progress=progress)
 

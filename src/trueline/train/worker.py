@@ -18,6 +18,7 @@ from trueline.errors import CheckpointError, TruelineError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.train import settings as job_settings
+from trueline.train.calls import call
 from trueline.train.elastic import Elastic, connect
 from trueline.train.keeper import Keeper
 from trueline.train.settings import JobSettings
@@ -83,15 +84,6 @@ def train(recipe: Recipe, job: Elastic) -> None:
     model = job.model
     for batch in job:
         job.step(recipe.loss(call(model, batch.inputs), batch.labels).mean())
-
-
-def call(model: torch.nn.Module, inputs: Any) -> Any:
-    """The model on `inputs` as a Source gives them: a tuple or list are positional arguments, a dict keywords."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
 
 
 def _leave_on_sigterm(job: Elastic) -> None:

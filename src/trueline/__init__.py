@@ -1,0 +1,72 @@
+"""One line from an eager PyTorch model to production, proven at every hand-over.
+
+    import trueline
+
+    recipe = trueline.load_recipe("recipe.py")
+    result = trueline.train(recipe, workers="3")
+    trueline.capture(recipe, result.checkpoint, "digits.bundle")
+
+Importing this package imports no torch: each verb is looked up when it is first used (PEP 562). A verb that
+shares its name with a room (train, capture, serve) is the room's package itself, which is callable; see
+`_verbs`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trueline.bundle.read import open_bundle as inspect
+    from trueline.capture.api import capture as capture
+    from trueline.line import ship
+    from trueline.recipe.load import load_recipe
+    from trueline.registry import register
+    from trueline.serve.api import serve as serve
+    from trueline.train.api import train as train
+    from trueline.train.elastic import Elastic
+    from trueline.train.evaluate import evaluate
+    from trueline.train.predict import predict
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Elastic": "trueline.train.elastic:Elastic",
+    "capture": "trueline.capture",
+    "evaluate": "trueline.train.evaluate:evaluate",
+    "inspect": "trueline.bundle.read:open_bundle",
+    "load_recipe": "trueline.recipe.load:load_recipe",
+    "predict": "trueline.train.predict:predict",
+    "register": "trueline.registry:register",
+    "serve": "trueline.serve",
+    "ship": "trueline.line:ship",
+    "train": "trueline.train",
+}
+
+__all__ = [
+    "Elastic",
+    "__version__",
+    "capture",
+    "evaluate",
+    "inspect",
+    "load_recipe",
+    "predict",
+    "register",
+    "serve",
+    "ship",
+    "train",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'trueline' has no attribute '{name}'")
+    module, _, attribute = _WHERE[name].partition(":")
+    found = importlib.import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -1,0 +1,23 @@
+"""A room that is also a verb: `trueline.train(...)` runs, `trueline.train.api` is still the package's module.
+
+A room's `__init__` calls `make_callable(__name__)`; calling the package then calls the function of the same
+name in its `api` module, imported at the call. Why not otherwise: docs/decisions/0005-verbs-and-rooms.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Verb(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        api = importlib.import_module(f"{self.__name__}.api")
+        return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+def make_callable(name: str) -> None:
+    """Lets the module `name` be called, as the function of its own name in `name.api`."""
+    sys.modules[name].__class__ = _Verb

@@ -1,0 +1,133 @@
+"""Events as progress: bars on a terminal, now and then a line everywhere else. Always on stderr.
+
+Knows the names of a few events and nothing of who emits them: an event it does not know is one line, and a
+field that is missing is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TextIO
+
+from trueline import events
+from trueline.events import Field
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_COUNTS = {
+    "step.applied": ("training", "step", "total"),
+    "probe.done": ("proving", "done", "total"),
+    "proof.advanced": ("proving", "done", "total"),
+}
+"""Events that count: what the bar is called, and the fields that hold how far it is and where it ends."""
+_ENDS = {"job.finished", "program.proven", "program.refused", "bundle.sealed"}
+_SHARE = 0.1
+"""Of the way between two lines of a count where there is no terminal."""
+
+
+@dataclass(slots=True)
+class Sparse:
+    """Which events of a count deserve a line: the first, each further tenth, the last."""
+
+    _next: dict[str, float] = field(default_factory=dict)
+
+    def due(self, name: str, done: float, total: float | None) -> bool:
+        """True when `done` has come to the next mark of `name`."""
+        if done >= self._next.get(name, 0.0):
+            step = total * _SHARE if total else 100.0
+            self._next[name] = (done // step + 1) * step
+            return True
+        return total is not None and done >= total
+
+    def forget(self, name: str) -> None:
+        self._next.pop(name, None)
+
+
+def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, float, float | None] | None:
+    """What the bar is called, how far it is and its end, for an event that counts."""
+    if name not in _COUNTS:
+        return None
+    label, done_key, total_key = _COUNTS[name]
+    done, total = fields.get(done_key), fields.get(total_key)
+    if not isinstance(done, int | float):
+        return None
+    return label, float(done), float(total) if isinstance(total, int | float) and total else None
+
+
+def detail(fields: Mapping[str, Field]) -> str:
+    """The fields beside the count, as short text: `loss=0.31 workers=3 records_per_s=5120`."""
+    shown = {key: fields[key] for key in ("format", "loss", "workers", "records_per_s") if fields.get(key) is not None}
+    return events.render("", shown).strip()
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[None]:
+    """Shows the events of this process on stderr while the block runs."""
+    stream = stream or sys.stderr
+    if quiet:
+        yield
+    elif stream.isatty():
+        with _Bars(stream) as bars, events.listening(bars.hear):
+            yield
+    else:
+        with events.listening(_Lines(stream).hear):
+            yield
+
+
+class _Lines:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._sparse = Sparse()
+
+    def hear(self, name: str, fields: dict[str, Field]) -> None:
+        count = counted(name, fields)
+        if count is not None and not self._sparse.due(name, count[1], count[2]):
+            return
+        if name in _ENDS:
+            for other in _COUNTS:
+                self._sparse.forget(other)
+        self._stream.write(events.render(name, fields) + "\n")
+        self._stream.flush()
+
+
+class _Bars:
+    """One bar for each kind of count; other events scroll by above them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress: Progress = Progress(
+            *columns, TextColumn("{task.fields[detail]}"), console=Console(file=self._stream), transient=True
+        )
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def hear(self, name: str, fields: dict[str, Field]) -> None:
+        count = counted(name, fields)
+        if count is None:
+            if name in _ENDS:
+                self._clear()
+            self._progress.console.print(events.render(name, fields), style="dim", markup=False, highlight=False)
+            return
+        label, done, total = count
+        if label not in self._tasks:
+            self._tasks[label] = self._progress.add_task(label, total=total, detail="")
+        self._progress.update(self._tasks[label], completed=done, total=total, detail=detail(fields))
+
+    def _clear(self) -> None:
+        for task in self._tasks.values():
+            self._progress.remove_task(task)
+        self._tasks.clear()

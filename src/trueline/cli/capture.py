@@ -1,0 +1,68 @@
+"""`trueline capture`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trueline.cli._progress import progress
+from trueline.cli.options import checkpoint_path, json_option, quiet_option, recipe_argument, say, verb
+
+_EXAMPLES = """
+trueline capture digits/recipe.py runs/digits-1
+    every format is emitted and proven; writes digits.bundle
+
+trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digits.bundle --overwrite
+    ONNX only, in place of an older bundle
+"""
+
+
+@verb("capture", examples=_EXAMPLES)
+@recipe_argument
+@click.argument("checkpoint")
+@click.option("--out", metavar="BUNDLE", help="The bundle to write; NAME.bundle if left out.")
+@click.option("--format", "formats", multiple=True, metavar="NAME", help="onnx or torch_export; repeatable, else all.")
+@click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
+@click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
+@json_option
+@quiet_option
+def command(
+    recipe: str,
+    checkpoint: str,
+    out: str | None,
+    formats: tuple[str, ...],
+    any_format: bool,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Turn a checkpoint into a bundle of proven programs.
+
+    They run without the model's code. Each is compared with the eager model on other batch sizes, other
+    values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
+    model that is the reason, and nothing is written. CHECKPOINT is a checkpoint or the folder of a job.
+    """
+    from trueline.capture.api import capture
+    from trueline.errors import UsageError
+    from trueline.recipe.load import load_recipe
+    from trueline.runtime.session import FORMATS
+
+    if formats and any_format:
+        raise UsageError("--any tries all formats; leave --format out")
+    found = load_recipe(recipe)
+    with progress(quiet=quiet):
+        captured = capture(
+            found,
+            checkpoint_path(checkpoint),
+            Path(out or f"{found.name}.bundle"),
+            formats=None if any_format else formats or FORMATS,
+            overwrite=overwrite,
+        )
+    lines = [f"{one.format}: {one.verdict}" + (f" ({one.why})" if one.why else "") for one in captured.programs]
+    facts = {
+        "path": str(captured.path),
+        "digest": captured.digest,
+        "programs": [{"format": one.format, "verdict": one.verdict, "why": one.why} for one in captured.programs],
+    }
+    say("\n".join([*lines, f"bundle: {captured.path}"]), facts, as_json=as_json)

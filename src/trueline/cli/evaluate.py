@@ -1,0 +1,42 @@
+"""`trueline evaluate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from trueline.cli._progress import progress
+from trueline.cli.options import checkpoint_path, json_option, quiet_option, recipe_argument, say, verb
+from trueline.recipe.contract import MODES
+
+if TYPE_CHECKING:
+    from trueline.recipe.contract import Mode
+
+_EXAMPLES = """
+trueline evaluate digits/recipe.py runs/digits-1
+    loss and metrics of the job's newest checkpoint over the evaluation records
+
+trueline evaluate digits/recipe.py runs/digits-1 --mode training --json
+    the same over the training records, for a script
+"""
+
+
+@verb("evaluate", examples=_EXAMPLES)
+@recipe_argument
+@click.argument("checkpoint")
+@click.option("--mode", type=click.Choice(MODES), default="evaluation", show_default=True, help="Which records.")
+@json_option
+@quiet_option
+def command(recipe: str, checkpoint: str, mode: str, as_json: bool, quiet: bool) -> None:
+    """Measure a checkpoint over all evaluation records.
+
+    Says the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch.
+    CHECKPOINT is a checkpoint, or the folder of a job, which stands for its newest one.
+    """
+    from trueline.recipe.load import load_recipe
+    from trueline.train.evaluate import evaluate
+
+    with progress(quiet=quiet):
+        found = evaluate(load_recipe(recipe), checkpoint_path(checkpoint), mode=cast("Mode", mode))
+    say(found.as_text(), found.as_dict(), as_json=as_json)

@@ -1,0 +1,39 @@
+"""`trueline inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trueline.cli.options import json_option, say, tracking_option, verb
+
+_EXAMPLES = """
+trueline inspect digits.bundle
+    signature, proven range, programs, every comparison, lineage
+
+trueline inspect models:/digits@champion --json
+    the same of a registered bundle, for a script
+"""
+
+
+@verb("inspect", examples=_EXAMPLES)
+@click.argument("bundle")
+@tracking_option
+@json_option
+def command(bundle: str, tracking_uri: str | None, as_json: bool) -> None:
+    """Say what a bundle takes, gives and was proven for.
+
+    Every file is verified against its digest first; nothing in the bundle is run. BUNDLE is a folder, a
+    packed file, or a registered model, models:/NAME@ALIAS or models:/NAME/VERSION.
+    """
+    from trueline.bundle import describe
+    from trueline.bundle.read import open_bundle
+
+    path = Path(bundle)
+    if bundle.startswith("models:"):
+        from trueline.registry import resolve
+
+        path = resolve(bundle, tracking_uri=tracking_uri).path
+    found = open_bundle(path)
+    say(describe.describe(found), describe.to_json(found), as_json=as_json)

@@ -1,0 +1,46 @@
+"""`trueline predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from trueline.cli._progress import progress
+from trueline.cli.options import checkpoint_path, json_option, quiet_option, recipe_argument, say, verb
+from trueline.recipe.contract import MODES
+
+if TYPE_CHECKING:
+    from trueline.recipe.contract import Mode
+
+_EXAMPLES = """
+trueline predict digits/recipe.py runs/digits-1 --out answers.parquet
+    the eager model of the job's newest checkpoint answers for dataset("prediction")
+
+trueline predict digits/recipe.py digits.bundle --out answers.parquet --mode evaluation
+    the bundle's proven program answers for the evaluation records
+"""
+
+
+@verb("predict", examples=_EXAMPLES)
+@recipe_argument
+@click.argument("source")
+@click.option("--out", required=True, metavar="FILE", help="Parquet file to write, in the order of the records.")
+@click.option("--mode", type=click.Choice(MODES), default="prediction", show_default=True, help="Which records.")
+@json_option
+@quiet_option
+def command(recipe: str, source: str, out: str, mode: str, as_json: bool, quiet: bool) -> None:
+    """Write the model's outputs for many records to a file.
+
+    SOURCE is a checkpoint (or the folder of a job), which the eager model runs, or a bundle, whose proven
+    program runs without the model's code. The recipe gives the records: dataset("prediction") unless --mode
+    says otherwise.
+    """
+    from trueline.recipe.load import load_recipe
+    from trueline.train.predict import predict
+
+    with progress(quiet=quiet):
+        found = predict(load_recipe(recipe), checkpoint_path(source), Path(out), mode=cast("Mode", mode))
+    facts = {"records": found.records, "path": str(found.path)}
+    say(f"{found.records} records: {found.path}", facts, as_json=as_json)

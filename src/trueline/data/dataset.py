@@ -1,0 +1,162 @@
+"""Records from a map-style torch Dataset: what a researcher has already.
+
+Items are `(inputs, label)`; a batch is what torch's own `default_collate` makes of them. In prediction mode
+an item may be the inputs alone. A record that cannot be read is an error that names it, never a record left
+out. torch is imported when the first batch is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from trueline.data.source import Batch, Unit, check_indices
+from trueline.errors import DataError
+
+if TYPE_CHECKING:
+    from trueline.data.source import Indices
+    from trueline.recipe.contract import Mode
+
+_SAMPLES = 8
+
+
+class MapStyle(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class DatasetSource:
+    """A Source over `dataset`, which is asked for its length once."""
+
+    def __init__(self, dataset: MapStyle, *, mode: Mode) -> None:
+        self._dataset = dataset
+        self._mode = mode
+        self._kind = type(dataset).__qualname__
+        try:
+            self._num_records = len(dataset)
+        except (TypeError, NotImplementedError) as error:
+            raise DataError(f"dataset {self._kind} does not know its length: {error}") from error
+        if self._num_records < 1:
+            raise DataError(f"dataset {self._kind} for {mode} has no records")
+
+    @property
+    def num_records(self) -> int:
+        return self._num_records
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return (Unit(uri=f"dataset:{self._kind}", offset=0, count=self._num_records),)
+
+    def read(self, indices: Indices) -> Batch:
+        check_indices(indices, self._num_records, f"dataset {self._kind}")
+        wanted = [int(index) for index in indices]
+        items = self._items(wanted)
+        pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]
+        inputs = self._collate([pair[0] for pair in pairs], wanted, "inputs")
+        if pairs[0][1] is None:
+            return Batch(inputs, None)
+        return Batch(inputs, self._collate([pair[1] for pair in pairs], wanted, "labels"))
+
+    def fingerprint(self) -> str:
+        """Over type, length and a few items, read twice with seeded random numbers.
+
+        Of items that differ nevertheless (augmented by a generator of their own) only the form counts.
+        """
+        digest = hashlib.sha256(f"{self._kind}:{self._num_records}".encode())
+        for index in sorted({round(at) for at in np.linspace(0, self._num_records - 1, _SAMPLES)}):
+            first, again = self._seeded_item(index), self._seeded_item(index)
+            one, other = b"".join(_bytes_of(first)), b"".join(_bytes_of(again))
+            digest.update(one if one == other else b"".join(_bytes_of(first, content=False)))
+        return digest.hexdigest()
+
+    def _seeded_item(self, index: int) -> Any:
+        with _seeded():
+            return self._item(index)
+
+    def _items(self, wanted: list[int]) -> Sequence[Any]:
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is None:
+            return [self._item(index) for index in wanted]
+        try:
+            items: Sequence[Any] = many(wanted)
+        except Exception as error:
+            for index in wanted:
+                self._item(index)
+            raise self._unreadable(f"records {wanted}", error) from error
+        if len(items) != len(wanted):
+            raise DataError(f"dataset {self._kind} gave {len(items)} items for {len(wanted)} indices")
+        return items
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise self._unreadable(f"record {index}", error) from error
+
+    def _unreadable(self, what: str, error: Exception) -> DataError:
+        return DataError(f"{what} of dataset {self._kind} cannot be read: {type(error).__name__}: {error}")
+
+    def _pair(self, index: int, item: Any) -> tuple[Any, Any]:
+        if isinstance(item, tuple | list) and len(item) == 2:
+            return item[0], item[1]
+        if self._mode == "prediction":
+            return (item[0] if isinstance(item, tuple | list) and len(item) == 1 else item), None
+        count = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+        raise DataError(
+            f"record {index} of dataset {self._kind} is a {type(item).__name__}{count}, expected (inputs, label)",
+            hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
+        )
+
+    def _collate(self, values: list[Any], wanted: list[int], what: str) -> Any:
+        from torch.utils.data import default_collate
+
+        try:
+            return default_collate(values)
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{what} of records {wanted[:8]} of dataset {self._kind} do not make a batch: {error}",
+                hint="all records of one batch need equal shapes and types; pad or crop them in the dataset",
+            ) from error
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """The global random generators at a fixed seed within the block, and as they were after it."""
+    import torch
+
+    ours, theirs = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(theirs)
+
+
+def _bytes_of(value: Any, *, content: bool = True) -> Iterator[bytes]:
+    """What `value` is, for a digest; with `content` false only types, shapes and lengths."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from _bytes_of(value[key], content=content)
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)}:".encode()
+        for one in value:
+            yield from _bytes_of(one, content=content)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if content:
+            yield np.ascontiguousarray(value).tobytes()
+    else:
+        yield type(value).__name__.encode()
+        if content and isinstance(value, int | float | str | bytes | bool):
+            yield repr(value).encode()

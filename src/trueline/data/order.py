@@ -1,0 +1,178 @@
+"""Which records form step k: pure arithmetic that every process computes alike and nobody has to store.
+
+The order of an epoch is a keyed permutation of the record numbers: a Feistel network over the smallest power
+of two that holds them, walked in a cycle until it lands inside (Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002), with splitmix64 (Steele, Lea and Flood, 2014) as the round function. Any position of
+any epoch is addressed in constant time and memory, so a billion records need no list, and progress is one
+integer. The module knows nothing of workers, files or torch. Golden values are pinned in
+`tests/data/test_order.py`: a change of the order is a change of every user's training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trueline.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Int64s = npt.NDArray[np.int64]
+    UInt64s = npt.NDArray[np.uint64]
+
+_ROUNDS = 8
+_MIN_BITS = 6
+"""A narrower network stirs too little to reach all orders evenly; a tiny source walks a few more turns."""
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_MAX_RECORDS = 1 << 62
+
+
+def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: int) -> Int64s:
+    """The records that stand at `positions` (integers in [0, num_records)) of `epoch`, int64, same shape.
+
+    For fixed seed, epoch and num_records it is a bijection of [0, num_records). Raises DataError for
+    positions outside and for an empty source.
+    """
+    wanted = _checked(positions, num_records)
+    bits = max(_MIN_BITS, (num_records - 1).bit_length())
+    keys = _round_keys(seed, epoch, num_records)
+    records = _feistel(wanted, keys, bits)
+    outside = np.flatnonzero(records >= num_records)
+    while outside.size:
+        records[outside] = _feistel(records[outside], keys, bits)
+        outside = outside[records[outside] >= num_records]
+    return records.astype(np.int64).reshape(np.shape(positions))
+
+
+def steps_per_epoch(num_records: int, global_batch: int) -> int:
+    """Optimizer steps in one epoch; the last is short when `global_batch` does not divide `num_records`."""
+    _check_sizes(num_records, global_batch)
+    return -(-num_records // global_batch)
+
+
+def locate(step: int, *, num_records: int, global_batch: int) -> tuple[int, int, int]:
+    """Where the job's step `step` (from 0, over all epochs) lies: its epoch and positions [start, stop) in
+    it.
+
+    >>> locate(3, num_records=10, global_batch=4)  # an epoch is 4 + 4 + 2
+    (1, 0, 4)
+    """
+    if step < 0:
+        raise DataError(f"step {step} does not exist; steps count from 0")
+    epoch, index = divmod(step, steps_per_epoch(num_records, global_batch))
+    start = index * global_batch
+    return epoch, start, min(start + global_batch, num_records)
+
+
+def step_records(step: int, *, seed: int, num_records: int, global_batch: int) -> Int64s:
+    """The records of the job's step `step` (from 0, over all epochs), int64, in the order of the step."""
+    epoch, start, stop = locate(step, num_records=num_records, global_batch=global_batch)
+    return record_at(np.arange(start, stop), seed=seed, epoch=epoch, num_records=num_records)
+
+
+def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+    """Cuts [0, count) into one contiguous slice for each weight, in proportion, by largest remainder.
+
+    Every positive weight gets at least one when there are enough; a weight of 0 gets an empty slice. The sums
+    are exact fractions, so all members cut alike on every machine and Python. Raises DataError for weights
+    that are negative, not finite, or all 0.
+
+    >>> split(10, [1.0, 1.0, 2.0])
+    [(0, 3), (3, 5), (5, 10)]
+    """
+    shares = _shares(count, weights)
+    slices, start = [], 0
+    for share in shares:
+        slices.append((start, start + share))
+        start += share
+    return slices
+
+
+def _shares(count: int, weights: Sequence[float]) -> list[int]:
+    exact = _exact(count, weights)
+    total = sum(exact, Fraction(0))
+    quotas = [count * weight / total for weight in exact]
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda index: shares[index] - quotas[index])
+    for index in by_remainder[: count - sum(shares)]:
+        shares[index] += 1
+    positive = [index for index, weight in enumerate(exact) if weight]
+    if count >= len(positive):
+        for index in positive:
+            if shares[index] == 0:
+                shares[max(positive, key=lambda other: shares[other])] -= 1
+                shares[index] = 1
+    return shares
+
+
+def _exact(count: int, weights: Sequence[float]) -> list[Fraction]:
+    if count < 0:
+        raise DataError(f"cannot split {count} records")
+    try:
+        exact = [Fraction(weight) for weight in weights]
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"weights {list(weights)} cannot share records: {error}") from error
+    if min(exact, default=Fraction(0)) < 0 or not any(exact):
+        raise DataError(f"weights {list(weights)} cannot share records: none may be negative, nor all 0")
+    return exact
+
+
+def _checked(positions: npt.ArrayLike, num_records: int) -> UInt64s:
+    _check_sizes(num_records, 1)
+    found = np.asarray(positions)
+    if found.size == 0:
+        return np.empty(0, np.uint64)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise DataError(f"positions are {found.dtype}, expected integers")
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high >= num_records:
+        raise DataError(f"position {low if low < 0 else high} lies outside [0, {num_records})")
+    return found.astype(np.uint64).ravel()
+
+
+def _check_sizes(num_records: int, global_batch: int) -> None:
+    if not 1 <= num_records <= _MAX_RECORDS:
+        raise DataError(f"a source of {num_records} records cannot be ordered; it needs at least one")
+    if global_batch < 1:
+        raise DataError(f"global_batch is {global_batch}, expected at least 1")
+
+
+def _round_keys(seed: int, epoch: int, num_records: int) -> list[int]:
+    state = 0
+    for part in (seed, epoch, num_records):
+        state = _splitmix(state ^ (part & _MASK))
+    return [_splitmix(state + index) for index in range(_ROUNDS)]
+
+
+def _splitmix(value: int) -> int:
+    value = (value + _GAMMA) & _MASK
+    for shift, factor in _MIX:
+        value = ((value ^ (value >> shift)) * factor) & _MASK
+    return value ^ (value >> 31)
+
+
+def _splitmix_many(values: UInt64s) -> UInt64s:
+    values = values + np.uint64(_GAMMA)
+    for shift, factor in _MIX:
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(31))
+
+
+def _feistel(values: UInt64s, keys: Sequence[int], bits: int) -> UInt64s:
+    """A keyed bijection of [0, 2**bits): the halves take turns in being stirred by the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << bits // 2) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = values >> low_bits, values & low_mask
+    for index, key in enumerate(keys):
+        if index % 2:
+            low = low ^ (_splitmix_many(high ^ np.uint64(key)) & low_mask)
+        else:
+            high = high ^ (_splitmix_many(low ^ np.uint64(key)) & high_mask)
+    return (high << low_bits) | low

@@ -1,0 +1,279 @@
+"""`trueline.ship`: the whole line in one call, from a recipe to proven answers of a server.
+
+    train ─▶ evaluate ─▶ capture ─▶ register ─▶ serve ─▶ compare
+
+Stands above the verbs and uses nothing of them that a user could not: they meet in the checkpoint, the bundle and
+the registry. The last stage asks the server for the whole held-out split over both of its faces and compares every
+answer with the eager model's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trueline import events
+from trueline.errors import NotProven, RecipeError, TruelineError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from trueline.bundle.signature import Array
+    from trueline.capture.attempt import Captured
+    from trueline.recipe.contract import Recipe
+    from trueline.registry import ModelVersion
+    from trueline.serve.api import RunningServer
+    from trueline.train.api import TrainResult
+    from trueline.train.evaluate import Evaluation
+
+Found = TypeVar("Found")
+
+STAGES = ("train", "evaluate", "capture", "register", "serve", "compare")
+ROWS = 32
+"""Records in one request of the comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the server said, against the eager model."""
+
+    url: str
+    ready_s: float
+    records: int
+    requests: int
+    max_abs_error: float
+    decisions_changed: int
+    records_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipped:
+    trained: TrainResult
+    evaluation: Evaluation
+    bundle: Path
+    digest: str
+    version: ModelVersion
+    served: Served
+    seconds: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.trained.checkpoint),
+            "job": self.trained.job_dir.name,
+            "summary": self.trained.summary.as_dict(),
+            "evaluation": self.evaluation.as_dict(),
+            "bundle": str(self.bundle),
+            "digest": self.digest,
+            "version": self.version.uri,
+            "served": {name: getattr(self.served, name) for name in self.served.__slots__},
+            "seconds": self.seconds,
+        }
+
+    def as_text(self) -> str:
+        served = self.served
+        rows = [
+            ("train", self.trained.summary.as_text().replace("\n", "\n" + " " * 11)),
+            ("evaluate", self.evaluation.as_text()),
+            ("capture", f"{self.bundle} (sha256 {self.digest[:16]}…)"),
+            ("register", f"{self.version.uri}, alias {', '.join(self.version.aliases) or 'none'}"),
+            ("serve", f"ready in {served.ready_s:.2f} s, golden examples replayed before the first request"),
+            (
+                "compare",
+                f"{served.records} held-out records over the Open Inference Protocol and /predictions: all equal the "
+                f"eager model's\n{' ' * 11}answers (largest difference {served.max_abs_error:.1e}, "
+                f"{served.decisions_changed} decisions changed)",
+            ),
+        ]
+        spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return "\n".join(f"{name:<11}{text}" for name, text in rows) + f"\n{'seconds':<11}{spent}"
+
+
+def ship(
+    recipe: str | Path | Recipe,
+    *,
+    workers: str | int = 3,
+    epochs: int | None = None,
+    out: str | Path | None = None,
+    name: str | None = None,
+    alias: str = "champion",
+    tracking_uri: str | None = None,
+    drill: bool = True,
+) -> Shipped:
+    """Takes `recipe` down the whole line and returns what each stage found.
+
+    With `drill`, one worker is killed with SIGKILL a third of the way: a job that is to survive a death is made to,
+    before anybody depends on it. Stops at the first stage that does not hold and raises its error; what was made
+    until then stays, processes do not.
+    """
+    from trueline.recipe.load import load_recipe
+
+    found = load_recipe(recipe)
+    clock = _Stages()
+    trained = clock.run("train", lambda: _train(found, recipe, workers, epochs, drill))
+    evaluation = clock.run("evaluate", lambda: _evaluate(found, trained))
+    bundle = Path(out) if out is not None else trained.job_dir / f"{found.name}.bundle"
+    captured = clock.run("capture", lambda: _capture(found, trained, bundle))
+    version = clock.run("register", lambda: _register(found, trained, evaluation, captured, name, alias, tracking_uri))
+    uri = f"models:/{version.name}@{alias}" if alias else version.uri
+    with clock.run("serve", lambda: _serve(uri, tracking_uri)) as server:
+        ready_s = clock.seconds["serve"]
+        served = clock.run("compare", lambda: _compare(found, trained, server, ready_s))
+    return Shipped(
+        trained=trained,
+        evaluation=evaluation,
+        bundle=bundle,
+        digest=captured.digest,
+        version=version,
+        served=served,
+        seconds=clock.seconds,
+    )
+
+
+class _Stages:
+    """Announces each stage and takes its time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, stage: str, work: Callable[[], Found]) -> Found:
+        events.emit("stage.started", stage=stage, number=STAGES.index(stage) + 1, of=len(STAGES))
+        began = time.monotonic()
+        found = work()
+        self.seconds[stage] = time.monotonic() - began
+        return found
+
+
+def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, drill: bool) -> TrainResult:
+    from trueline.train.api import train
+    from trueline.train.plan import JobPlan
+    from trueline.train.settings import Fault, parse_workers
+
+    defaults = recipe.defaults
+    plan = JobPlan(
+        num_records=recipe.source("training").num_records,
+        global_batch=defaults.global_batch,
+        epochs=epochs or defaults.epochs,
+        seed=defaults.seed,
+    )
+    enough = parse_workers(str(workers))[1] > 1
+    faults = [Fault(step=plan.total_steps // 3, slot=1)] if drill and enough else []
+    return train(recipe if recipe.path else given, workers=workers, epochs=epochs, faults=faults)
+
+
+def _evaluate(recipe: Recipe, trained: TrainResult) -> Evaluation:
+    from trueline.train.evaluate import evaluate
+
+    return evaluate(recipe, trained.checkpoint)
+
+
+def _capture(recipe: Recipe, trained: TrainResult, out: Path) -> Captured:
+    from trueline.capture.api import capture
+
+    return capture(recipe, trained.checkpoint, out)
+
+
+def _register(
+    recipe: Recipe,
+    trained: TrainResult,
+    evaluation: Evaluation,
+    captured: Captured,
+    name: str | None,
+    alias: str,
+    tracking_uri: str | None,
+) -> ModelVersion:
+    from trueline.registry import RunFacts, register
+
+    facts = trained.summary.as_dict()
+    gaps = [regroup["gap_ms"] for regroup in facts["regroups"]]
+    run = RunFacts(
+        params={key: facts[key] for key in ("epochs", "global_batch", "steps", "records", "workers_started")},
+        metrics={
+            "loss": evaluation.loss,
+            **evaluation.metrics,
+            "train_seconds": facts["seconds"],
+            "regroup_max_ms": max(gaps, default=0.0),
+        },
+        tags={"job": trained.job_dir.name, "recipe": recipe.name},
+    )
+    return register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=run)
+
+
+def _serve(uri: str, tracking_uri: str | None) -> RunningServer:
+    from trueline.serve.api import start
+
+    return start(uri, tracking_uri=tracking_uri)
+
+
+def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> Served:
+    import httpx
+    import numpy as np
+
+    from trueline.runtime.compare import compare
+    from trueline.runtime.eager import EagerSession
+    from trueline.state.checkpoint import load_model
+
+    model = load_model(recipe, trained.checkpoint)
+    records = recipe.source("evaluation")
+    worst, changed, requests = 0.0, 0, 0
+    began = time.monotonic()
+    with httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as client:
+        for start in range(0, records.num_records, ROWS):
+            indices = np.arange(start, min(start + ROWS, records.num_records), dtype=np.int64)
+            eager = EagerSession(model, records.read(indices).inputs)
+            expected = eager.run(eager.example)
+            for face in (_ask_inference_protocol, _ask_torchserve):
+                found = compare(expected, face(client, server.model, eager))
+                requests += 1
+                worst, changed = max(worst, found.max_abs_error), changed + found.decisions_changed
+                if not found.agrees:
+                    raise NotProven(
+                        f"the server's answers to records {start} to {indices[-1]} differ: {found.reason}",
+                        hint="keep the bundle and the log for a report; nothing was put into service",
+                    )
+            events.emit("comparison.advanced", done=start + len(indices), total=records.num_records)
+    if not requests:
+        raise RecipeError("dataset('evaluation') has no records to compare the server's answers on")
+    return Served(
+        url=server.url,
+        ready_s=ready_s,
+        records=records.num_records,
+        requests=requests,
+        max_abs_error=worst,
+        decisions_changed=changed,
+        records_per_s=2 * records.num_records / (time.monotonic() - began),
+    )
+
+
+def _ask_inference_protocol(client: httpx.Client, model: str, eager: Any) -> dict[str, Array]:
+    import numpy as np
+
+    specs = {spec.name: spec for spec in eager.signature.inputs}
+    inputs = [
+        {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
+        for name, array in eager.example.items()
+    ]
+    answer = _posted(client, f"/v2/models/{model}/infer", {"inputs": inputs})
+    dtypes = {spec.name: spec.dtype for spec in eager.signature.outputs}
+    return {
+        output["name"]: np.array(output["data"], dtype=dtypes[output["name"]]).reshape(output["shape"])
+        for output in answer["outputs"]
+    }
+
+
+def _ask_torchserve(client: httpx.Client, model: str, eager: Any) -> dict[str, Array]:
+    import numpy as np
+
+    answer = _posted(client, f"/predictions/{model}", {name: array.tolist() for name, array in eager.example.items()})
+    outputs = eager.signature.outputs
+    named = {outputs[0].name: answer} if len(outputs) == 1 else answer
+    return {spec.name: np.array(named[spec.name], dtype=spec.dtype) for spec in outputs}
+
+
+def _posted(client: httpx.Client, path: str, body: Any) -> Any:
+    answer = client.post(path, json=body)
+    if answer.status_code != 200:
+        raise TruelineError(f"the server answered {answer.status_code} to POST {path}: {answer.text[:300]}")
+    return answer.json()

@@ -1,0 +1,1 @@
+"""The recipe: what a researcher writes, found, checked and turned into one value. Imports no torch."""

@@ -1,0 +1,277 @@
+"""The check of every blank: present, callable, called with what it takes, spelt as it is spelt.
+
+Pure but for reading source lines. It collects all that is wrong before it raises, so that one run of the
+command shows one list. A public function whose name is nearly that of an undefined blank is taken for a
+misspelling: training silently without the scheduler that somebody wrote as `sheduler` would be worse than a
+refusal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+from trueline import files
+from trueline.errors import RecipeError, listed
+from trueline.recipe.contract import BLANKS, Blank, Defaults, Recipe
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_LABELS = {"label", "labels", "target", "targets", "y_true"}
+_OUTPUTS = {"output", "outputs", "prediction", "predictions", "pred", "preds", "logits", "y_pred"}
+_REQUIRED_CUTOFF = 0.6
+_OPTIONAL_CUTOFF = 0.85
+"""How alike (difflib's ratio) a name must be to be a misspelling. A required blank that is missing is an
+error anyway; a helper that merely sounds like an optional one must not be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a recipe's file or object defines, before any of it is believed."""
+
+    values: Mapping[str, Any]
+    where: str
+    """For messages: the path as the user gave it, or what kind of object it is."""
+    module: str
+    """Name of the module whose own functions are candidates for misspellings; empty: every function is."""
+    default_name: str
+    path: Path | None
+    """Set when loading this file again gives the same recipe."""
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    text: str
+    hint: str
+
+
+def fill(found: Found) -> Recipe:
+    """The Recipe that `found` describes. Raises RecipeError with everything that is wrong with it."""
+    problems: list[Problem] = []
+    filled: dict[str, Any] = {}
+    for blank in BLANKS:
+        value, spelling = _defined(blank, found.values)
+        if spelling is None:
+            problems += _absent(blank, found)
+        else:
+            problems += _misfit(blank, spelling, value)
+            filled[blank.name] = _ours(blank, spelling, value)
+    values, wrong = _plain_values(found)
+    problems += wrong
+    name = found.values.get("name", found.default_name)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        hint = 'set name = "..." at the top level of the recipe'
+        problems.append(Problem(f"its name {name!r} has to consist of letters, digits and _ . -", hint))
+    if problems:
+        raise _error(found.where, problems)
+    return Recipe(name=name, digest=found.digest, path=found.path, defaults=Defaults(**values), **filled)
+
+
+def _error(where: str, problems: list[Problem]) -> RecipeError:
+    hint = "; ".join(dict.fromkeys(problem.hint for problem in problems if problem.hint))
+    if len(problems) == 1:
+        return RecipeError(f"{where}: {problems[0].text}", hint=hint)
+    lines = "".join(f"\n  {number}. {problem.text}" for number, problem in enumerate(problems, 1))
+    return RecipeError(f"{where} has {len(problems)} problems:{lines}", hint=hint)
+
+
+def _defined(blank: Blank, values: Mapping[str, Any]) -> tuple[Any, str | None]:
+    for spelling in (blank.name, *blank.aliases):
+        if values.get(spelling) is not None:
+            return values[spelling], spelling
+    return None, None
+
+
+def _absent(blank: Blank, found: Found) -> Iterator[Problem]:
+    cutoff = _REQUIRED_CUTOFF if blank.required else _OPTIONAL_CUTOFF
+    candidates = dict(_own_functions(found))
+    near = _nearest(blank, candidates, cutoff)
+    want = f"`{blank.form}` ({blank.meaning})"
+    if near:
+        at = _place(candidates[near])
+        text = f"blank '{blank.name}' is not defined, but '{near}'{at} is; expected {want}"
+        yield Problem(text, f"rename '{near}' to '{blank.name}', or to '_{near}' if it is a helper")
+    elif blank.required:
+        text = f"blank '{blank.name}' is missing; expected {want}; found {listed(sorted(candidates))}"
+        yield Problem(text, "")
+
+
+def _own_functions(found: Found) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public functions that the recipe defines itself and that are no blanks."""
+    known = {name for blank in BLANKS for name in (blank.name, *blank.aliases)}
+    for name, value in found.values.items():
+        function = isinstance(value, FunctionType | MethodType)
+        own = not found.module or getattr(value, "__module__", None) == found.module
+        if function and own and name not in known and not name.startswith("_"):
+            yield name, value
+
+
+def _nearest(blank: Blank, names: Mapping[str, object], cutoff: float) -> str | None:
+    scores = {name: max(_likeness(name, spelling) for spelling in (blank.name, *blank.aliases)) for name in names}
+    best = max(scores, key=lambda name: scores[name], default=None)
+    return best if best is not None and scores[best] >= cutoff else None
+
+
+def _likeness(one: str, other: str) -> float:
+    left, right = (name.lower().replace("_", "") for name in (one, other))
+    return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+def _misfit(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
+    what = f"'{spelling}'{_place(value)}"
+    if not callable(value):
+        yield Problem(f"{what} is {_kind(value)}, expected a function `{blank.form}`", "")
+    elif blank.name in ("model", "loss") and _is_module(value) == (blank.name == "model"):
+        kind = _kind(value) if blank.name == "model" else f"the class {value.__name__}"
+        yield Problem(f"{what} is {kind}, expected a function `{blank.form}`", _instance_hint(blank))
+    else:
+        yield from _wrong_arity(blank, what, value)
+
+
+def _is_module(value: Any) -> bool | None:
+    """True for an instance of torch.nn.Module, False for a class of them, None for anything else."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if isinstance(value, type):
+        return False if issubclass(value, torch.nn.Module) else None
+    return True if isinstance(value, torch.nn.Module) else None
+
+
+def _instance_hint(blank: Blank) -> str:
+    if blank.name == "model":
+        return "write `def model(): return ...`, so that every worker can make its own"
+    return "write `loss = torch.nn.CrossEntropyLoss()`, an instance and not its class"
+
+
+def _wrong_arity(blank: Blank, what: str, value: Callable[..., Any]) -> Iterator[Problem]:
+    signature = _signature(value)
+    if signature is None:
+        return
+    try:
+        signature.bind(*blank.arguments)
+    except TypeError as error:
+        takes = f"({', '.join(signature.parameters)})"
+        yield Problem(f"{what} takes {takes}, expected `{blank.form}`: {error}", "")
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for callables that do not tell what they take (some that are written in C)."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return None
+
+
+def _ours(blank: Blank, spelling: str, value: Any) -> Any:
+    """`value` as Trueline calls it: ElasticDL hands the labels first, we hand them last."""
+    if blank.name == "loss" and _labels_first(value):
+        return functools.partial(_swapped, value)
+    if blank.name == "metrics" and callable(value):
+        return functools.partial(_our_metrics, value, spelling != blank.name)
+    return value
+
+
+def _labels_first(function: Any) -> bool | None:
+    """What the names of the first two parameters say, None when they say nothing."""
+    signature = _signature(function) if callable(function) else None
+    names = list(signature.parameters)[:2] if signature else []
+    if len(names) == 2 and names[0] in _LABELS and names[1] not in _LABELS:
+        return True
+    return False if names and names[0] in _OUTPUTS else None
+
+
+def _swapped(function: Callable[[Any, Any], Any], outputs: Any, labels: Any) -> Any:
+    return function(labels, outputs)
+
+
+def _our_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> dict[str, Any]:
+    found = metrics()
+    if not isinstance(found, Mapping) or not all(map(callable, found.values())):
+        raise RecipeError(f"metrics() returned {_kind(found)}, expected {{name: function(outputs, labels)}}")
+    ours = {}
+    for name, function in found.items():
+        first = _labels_first(function)
+        swap = elasticdl if first is None else first
+        ours[name] = functools.partial(_swapped, function) if swap else function
+    return ours
+
+
+def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
+    names = {field.name: field.default for field in fields(Defaults)}
+    values = {name: found.values[name] for name in names if found.values.get(name) is not None}
+    problems: list[Problem] = []
+    for name, value in values.items():
+        problems += _wrong_value(name, value, names[name])
+    for other, value in found.values.items():
+        if other in names or other.startswith("_") or not other.islower() or not isinstance(value, int):
+            continue
+        near = max(names, key=lambda name: _likeness(name, other))
+        if near not in values and _likeness(near, other) >= _OPTIONAL_CUTOFF:
+            text = f"'{near}' is not set, but '{other} = {value}' is"
+            hint = f"rename '{other}' to '{near}', or to '_{other}' if it is your own"
+            problems.append(Problem(text, hint))
+    return values, problems
+
+
+def _wrong_value(name: str, value: Any, default: object) -> Iterator[Problem]:
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            yield Problem(f"{name} = {value!r} is not a truth value, expected True or False", "")
+        return
+    least = 0 if name == "seed" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        yield Problem(f"{name} = {value!r}, expected a whole number of at least {least}", "")
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _place(value: Any) -> str:
+    """` (file.py:12)` for a function of a file, otherwise nothing."""
+    code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+
+
+def blame(error: BaseException, folder: Path) -> str:
+    """`file.py:12`, the last line under `folder` that led to `error`; empty when none did."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).parents]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def source_file(found: object, values: Mapping[str, Any]) -> Path | None:
+    """The file that `found`, or else its model, was written in."""
+    for candidate in (found, type(found), *(values.get(name) for name in ("model", "CustomModel"))):
+        try:
+            name = inspect.getsourcefile(candidate)  # type: ignore[arg-type]  # anything else is a TypeError
+        except TypeError:
+            continue
+        if name and Path(name).is_file():
+            return Path(name).resolve()
+    return None
+
+
+def digest_without_file(values: Mapping[str, Any]) -> str:
+    """Stands in for the digest of a file: over the code of the blanks, e.g. of a recipe typed into a
+    prompt."""
+    parts = []
+    for blank in BLANKS:
+        value = values.get(blank.name)
+        code = getattr(value, "__code__", None)
+        if value is not None:
+            text = f"{code.co_code.hex()}:{code.co_names}" if code else type(value).__qualname__
+            parts.append(f"{blank.name}:{text}")
+    return files.sha256_bytes("\n".join(parts).encode())

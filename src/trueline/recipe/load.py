@@ -1,0 +1,195 @@
+"""From a file, an import path or an object to a Recipe whose blanks are checked.
+
+Promise: whatever is wrong with a recipe is one RecipeError that names the blank, the form it should have and
+what was found instead, all at once, before anything heavy starts. The loader itself imports no torch (the
+recipe may), and runs the recipe's top level once for each content of the file, under a name in `sys.modules`
+that follows from path and content: classes that the recipe defines can be pickled, and every process gives
+them the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from trueline import files
+from trueline.errors import RecipeError, closest, listed
+from trueline.recipe import blanks
+from trueline.recipe.blanks import Found
+from trueline.recipe.contract import Recipe
+
+_FILE = "recipe.py"
+_PREFIX = "trueline_recipe_"
+
+
+def load_recipe(source: object) -> Recipe:
+    """Loads a recipe: a `.py` file or its folder, `package.module:object`, a module, an object or a mapping.
+
+    Raises RecipeError that lists everything that is missing, misspelt or of the wrong kind.
+
+    >>> load_recipe("absent.module:recipe")
+    Traceback (most recent call last):
+    trueline.errors.RecipeError: cannot import 'absent.module': ModuleNotFoundError: No module named 'absent'
+    """
+    if isinstance(source, Recipe):
+        return source
+    if isinstance(source, Path) or (isinstance(source, str) and _looks_like_a_file(source)):
+        return blanks.fill(_from_file(Path(source)))
+    where = source if isinstance(source, str) else ""
+    found = _imported(source) if isinstance(source, str) else source
+    if isinstance(found, Recipe):
+        return found
+    return blanks.fill(_from_object(found, where))
+
+
+def _looks_like_a_file(text: str) -> bool:
+    path = Path(text)
+    return path.suffix == ".py" or "/" in text or path.is_dir() or (":" not in text and path.exists())
+
+
+def _from_file(given: Path) -> Found:
+    path = given / _FILE if given.is_dir() else given
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read the recipe {path}: {error.strerror or error}",
+            hint="`trueline init NAME` writes a recipe to start from",
+        ) from error
+    if path.suffix != ".py":
+        raise RecipeError(f"{path} is not a Python file; a recipe is a .py file with the blanks filled in")
+    module = _run(path.resolve(), content, str(path))
+    default = path.resolve().parent.name if path.name == _FILE else path.stem
+    return Found(
+        values=vars(module),
+        where=str(path),
+        module=module.__name__,
+        default_name=default,
+        path=path.resolve(),
+        digest=files.sha256_bytes(content),
+    )
+
+
+def _run(path: Path, content: bytes, shown: str) -> ModuleType:
+    key = files.sha256_bytes(str(path).encode() + b"\0" + content)[:16]
+    name = _PREFIX + key
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise RecipeError(f"{shown} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _importable(path.parent):
+            exec(compile(content, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(error, path.parent, f"recipe {shown}") from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Lets helper modules beside the recipe be imported: before all others now, after all but older recipes' later.
+
+    A function of an older recipe that imports a helper only when it is called finds the newer recipe's namesake.
+    """
+    _forget_namesakes(folder)
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+        if entry not in sys.path:
+            older = [index for index, known in enumerate(sys.path) if Path(known) in _recipe_folders()]
+            sys.path.insert(min(older, default=len(sys.path)), entry)
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Two recipes may each have a `helpers.py`: that of another recipe must not be taken for this one's."""
+    others = _recipe_folders() - {folder}
+    for entry in folder.glob("*.py"):
+        known = getattr(sys.modules.get(entry.stem), "__file__", None)
+        if known and Path(known).parent in others:
+            del sys.modules[entry.stem]
+
+
+def _recipe_folders() -> set[Path]:
+    """Folders of the recipe files that this process has loaded."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+    return {Path(module.__file__).parent for module in loaded if module.__file__}
+
+
+def _failed(error: BaseException, folder: Path, what: str) -> RecipeError:
+    place = blanks.blame(error, folder)
+    hint = f"see {place}" if place else ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        hint = f"install {error.name}, or put {error.name.split('.')[0]}.py beside the recipe"
+    if isinstance(error, SyntaxError):
+        return RecipeError(f"{what} is not valid Python, at {place}: {error.msg}", hint=hint)
+    at = f", at {place}" if place else ""
+    return RecipeError(f"{what} fails while it loads{at}: {type(error).__name__}: {error}", hint=hint)
+
+
+def _imported(text: str) -> object:
+    module_name, _, attribute = text.partition(":")
+    folder = Path.cwd()
+    try:
+        with _importable(folder):
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError | ValueError):
+            raise _no_module(text, module_name, error) from error
+        raise _failed(error, folder, f"recipe {text}") from error
+    found: object = module
+    for part in attribute.split(".") if attribute else ():
+        if not hasattr(found, part):
+            names = [name for name in dir(found) if not name.startswith("_")]
+            near = closest(part, names)
+            hint = f"did you mean '{near}'?" if near else f"it has: {listed(names)}"
+            raise RecipeError(f"'{module_name}' has no '{attribute}'", hint=hint)
+        found = getattr(found, part)
+    return found
+
+
+def _no_module(text: str, module_name: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"cannot import '{module_name or text}': {type(error).__name__}: {error}",
+        hint="give a path to a .py file, or package.module:object that Python can import from here",
+    )
+
+
+def _from_object(found: object, where: str) -> Found:
+    if isinstance(found, type):
+        found = _instance(found)
+    if isinstance(found, Mapping):
+        values = {str(key): value for key, value in found.items()}
+        module, default = "", "recipe"
+    elif isinstance(found, ModuleType):
+        values, module, default = dict(vars(found)), found.__name__, found.__name__.rpartition(".")[2]
+    else:
+        values = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+        module, default = "", type(found).__name__
+    where = where or (f"module {module}" if module else f"object of type {type(found).__name__}")
+    file = blanks.source_file(found, values)
+    digest = files.sha256_file(file) if file else blanks.digest_without_file(values)
+    return Found(values=values, where=where, module=module, default_name=default, path=None, digest=digest)
+
+
+def _instance(recipe_class: type) -> object:
+    try:
+        return recipe_class()
+    except TypeError as error:
+        raise RecipeError(
+            f"the recipe class {recipe_class.__name__} takes arguments: {error}", hint="give an instance of it"
+        ) from error

@@ -1,0 +1,144 @@
+"""What `trueline init` writes: a recipe that trains as it is, to be changed one blank after the other.
+
+With scikit-learn installed it learns handwritten digits; without, two rings of generated points. The choice
+is made here, when the file is written, so that the recipe itself has no hidden switch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueline import files
+from trueline.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+_HEAD = '''"""{title}
+
+Fill in the blanks: model, loss, optimizer and dataset are required. Try it with
+
+    trueline train {where}
+"""
+
+import torch
+{imports}from torch import nn
+from torch.utils.data import TensorDataset
+
+name = "{name}"
+epochs = {epochs}
+global_batch = 64  # records of one optimizer step, however many workers share them
+seed = 0  # decides the order of the records and the first weights
+
+
+'''
+
+_DIGITS = '''def model():
+    """A new, untrained torch.nn.Module. It is called with the inputs of a batch."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+def dataset(mode):
+    """A map-style Dataset of (inputs, label); mode is "training", "evaluation" or "prediction"."""
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    indices = order[360:] if mode == "training" else order[:360]  # 360 scans are never trained
+    return TensorDataset(images[indices], torch.tensor(digits)[indices])
+
+
+'''
+
+_RINGS = '''def model():
+    """A new, untrained torch.nn.Module. It is called with the inputs of a batch."""
+    return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def dataset(mode):
+    """A map-style Dataset of (inputs, label); mode is "training", "evaluation" or "prediction"."""
+    random = torch.Generator().manual_seed(0 if mode == "training" else 1)
+    count = 1000 if mode == "training" else 200
+    labels = torch.randint(0, 2, (count,), generator=random)
+    radius = 1.0 + labels + 0.1 * torch.randn(count, generator=random)
+    angle = 2 * torch.pi * torch.rand(count, generator=random)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points, labels)
+
+
+'''
+
+_TAIL = '''def loss(outputs, labels):
+    """The mean over the records of a batch, or one loss for each record."""
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+def optimizer(params):
+    return torch.optim.Adam(params, lr=0.003)
+
+
+def metrics():
+    """What `trueline evaluate` reports: one value for each record, or the mean of them."""
+    return {"accuracy": lambda outputs, labels: (outputs.argmax(dim=1) == labels).float()}
+
+
+# Optional blanks. Remove the comment signs of what you need.
+#
+# def scheduler(optimizer):
+#     """Advanced once for each optimizer step."""
+#     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+#
+# def examples():
+#     """Inputs to capture and prove with; evaluation records are used when it is left out."""
+#     return dataset("evaluation")[:4][0]
+#
+# Records in Parquet files: let dataset return their path, and turn a table of them into tensors here.
+#
+# def feed(records, mode):
+#     inputs = torch.from_numpy(records["x"].to_numpy())
+#     return inputs, torch.from_numpy(records["label"].to_numpy())
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The recipe's path, and what it learns, in words."""
+
+    path: Path
+    note: str
+
+
+def write_recipe(name: str, into: Path) -> Written:
+    """Writes `into/name/recipe.py`. Raises UsageError when it exists or the name is no name, StorageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"'{name}' cannot name a recipe; use letters, digits and _ . -", hint="for example `trueline init digits`"
+        )
+    path = into / name / "recipe.py"
+    if path.exists():
+        raise UsageError(f"{path} exists already and is not overwritten", hint="choose another name")
+    digits = importlib.util.find_spec("sklearn") is not None
+    files.write_atomic(path, text(name, where=str(path), digits=digits).encode())
+    note = "it learns handwritten digits"
+    if not digits:
+        note = "it learns two rings of generated points (handwritten digits need `pip install scikit-learn`)"
+    return Written(path, note)
+
+
+def text(name: str, *, where: str, digits: bool) -> str:
+    """The recipe's source."""
+    head = _HEAD.format(
+        title="Handwritten digits, 8x8 pixels, ten classes." if digits else "Points on two rings, two classes.",
+        where=where,
+        imports="from sklearn.datasets import load_digits\n" if digits else "",
+        name=name,
+        epochs=10 if digits else 20,
+    )
+    return head + (_DIGITS if digits else _RINGS) + _TAIL

@@ -1,0 +1,169 @@
+"""`resolve` and `versions`: from `models:/digits@champion` to a bundle on this disk that is the one
+registered.
+
+A version carries the digest of the bundle that was registered. Whatever the store hands out is opened,
+verified and compared with it, so a file that was exchanged in the store is an error and never an answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from trueline import files
+from trueline.bundle.read import open_bundle
+from trueline.errors import BundleError, RegistryError, StorageError, UsageError, closest, listed
+from trueline.registry import store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+|latest))")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelVersion:
+    """One version of a registered model."""
+
+    name: str
+    version: int
+    digest: str
+    """Of the bundle that was registered; empty for a version that Trueline did not make."""
+    aliases: tuple[str, ...]
+    created: str
+    run_id: str
+
+    @property
+    def uri(self) -> str:
+        return f"models:/{self.name}/{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A registered bundle on this disk, verified."""
+
+    path: Path
+    name: str
+    version: int
+    digest: str
+
+
+def versions(name: str, *, tracking_uri: str | None = None) -> list[ModelVersion]:
+    """All versions of model `name`, the newest first. Raises RegistryError that lists the models there
+    are."""
+    with store.opened(tracking_uri) as client:
+        return _versions(client, name)
+
+
+def resolve(uri: str, *, tracking_uri: str | None = None) -> Resolved:
+    """Finds the bundle of `models:/NAME@ALIAS`, `models:/NAME/VERSION` or `models:/NAME/latest`, and verifies
+    it.
+
+    From a store on this disk the bundle is used where it lies; from a server it is downloaded once, into the
+    user's cache. Raises RegistryError for what is not there, listing what is; BundleError when it is not what
+    was registered.
+    """
+    parts = _URI.fullmatch(uri)
+    if parts is None:
+        raise UsageError(f"'{uri}' names no registered model", hint="write models:/NAME@ALIAS or models:/NAME/VERSION")
+    with store.opened(tracking_uri) as client:
+        version = _pick(_versions(client, parts["name"]), parts["alias"], parts["version"])
+        if not version.digest:
+            raise RegistryError(
+                f"{version.uri} was not registered by Trueline: it has no tag {store.DIGEST_TAG}",
+                hint="register its bundle with `trueline register`",
+            )
+        path = _locate(client, version)
+    bundle = open_bundle(path)
+    if bundle.digest != version.digest:
+        raise BundleError(
+            f"the bundle of {version.uri} is not the one that was registered: its digest is {bundle.digest[:12]}, "
+            f"the registry has {version.digest[:12]}",
+            hint="register the bundle again, and find out who changed the store",
+        )
+    return Resolved(path=path, name=version.name, version=version.version, digest=version.digest)
+
+
+def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        names = [model.name for model in client.search_registered_models()]
+        near = closest(name, names)
+        raise RegistryError(
+            f"no model '{name}' is registered in {client.tracking_uri} (has: {listed(names)})",
+            hint=f"did you mean '{near}'?" if near else "`trueline register BUNDLE` adds one",
+        ) from error
+    quoted = name.replace("'", "\\'")
+    found = [
+        to_version(client.get_model_version(name, one.version))
+        for one in client.search_model_versions(f"name='{quoted}'")
+    ]
+    return sorted(found, key=lambda one: one.version, reverse=True)
+
+
+def to_version(found: Any) -> ModelVersion:
+    """Ours from MLflow's."""
+    created = datetime.fromtimestamp(found.creation_timestamp / 1000, UTC)
+    return ModelVersion(
+        name=found.name,
+        version=int(found.version),
+        digest=found.tags.get(store.DIGEST_TAG, ""),
+        aliases=tuple(found.aliases),
+        created=created.replace(microsecond=0).isoformat(),
+        run_id=found.run_id or "",
+    )
+
+
+def _pick(found: list[ModelVersion], alias: str | None, number: str | None) -> ModelVersion:
+    for version in found:
+        if number == "latest" or str(version.version) == number or (alias and alias in version.aliases):
+            return version
+    if not found:
+        raise RegistryError("the model is registered but has no versions", hint="`trueline register BUNDLE` adds one")
+    name = found[0].name
+    if alias is None:
+        has = listed(str(version.version) for version in reversed(found))
+        raise RegistryError(f"model '{name}' has no version {number} (has: {has})", hint="ask for one of these")
+    aliases = sorted(one for version in found for one in version.aliases)
+    near = closest(alias, aliases)
+    raise RegistryError(
+        f"model '{name}' has no alias '{alias}' (has: {listed(aliases)})",
+        hint=f"did you mean '{near}'?" if near else f"`trueline register --alias {alias}` sets it",
+    )
+
+
+def _locate(client: MlflowClient, version: ModelVersion) -> Path:
+    where = client.get_model_version_download_uri(version.name, str(version.version))
+    if where.startswith("models:/"):
+        where = client.get_logged_model(where.removeprefix("models:/")).artifact_location
+    parts = urlsplit(where)
+    if parts.scheme in ("", "file"):
+        return Path(unquote(parts.path)) / store.BUNDLE_FOLDER
+    return _downloaded(client, version, f"{where.rstrip('/')}/{store.BUNDLE_FOLDER}")
+
+
+def _downloaded(client: MlflowClient, version: ModelVersion, where: str) -> Path:
+    """The bundle in the cache, under its digest; of several processes that download it the first one to end
+    wins."""
+    import mlflow.artifacts
+
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "trueline" / "bundles" / version.digest
+    if not folder.exists():
+        try:
+            with files.atomic_dir(folder) as partial:
+                mlflow.artifacts.download_artifacts(where, dst_path=str(partial), tracking_uri=client.tracking_uri)
+        except StorageError:
+            if not folder.exists():
+                raise
+    return folder / store.BUNDLE_FOLDER

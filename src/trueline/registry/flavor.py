@@ -1,0 +1,97 @@
+"""A bundle as an MLflow model: `mlflow.pyfunc.load_model(...)` runs its proven program, through our Session.
+
+MLflow reads the file `MLmodel` that `describe_model` writes, and calls `_load_pyfunc` here. Nothing is
+unpickled and no code comes out of the model. Source: MLflow's "Custom flavors" and its `pyfunc`
+documentation, 3.17.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trueline import __version__
+from trueline.bundle.read import Bundle, open_bundle
+from trueline.errors import RequestError, listed
+from trueline.registry import store
+
+if TYPE_CHECKING:
+    from trueline.runtime.session import Array, Session
+
+_REQUIREMENTS = "requirements.txt"
+_PYTHON_ENV = "python_env.yaml"
+
+
+def describe_model(bundle: Bundle, folder: Path, *, model_id: str, run_id: str, where: str) -> None:
+    """Writes into `folder` what makes a logged model of it, the bundle aside, which belongs in `bundle/`."""
+    from mlflow.models import Model
+
+    # No MLflow signature: it would allow arrays or dicts of arrays but never both, and the Session checks inputs
+    # against the proven range, which MLflow's schema cannot express.
+    model = Model(artifact_path=where, run_id=run_id, model_uuid=model_id, model_id=model_id)
+    model.add_flavor(
+        "python_function",
+        loader_module=__name__,
+        data=store.BUNDLE_FOLDER,
+        python_version=platform.python_version(),
+        env={"virtualenv": _PYTHON_ENV},
+    )
+    model.add_flavor(
+        "trueline",
+        trueline_version=__version__,
+        bundle=store.BUNDLE_FOLDER,
+        digest=bundle.digest,
+        signature={
+            way: [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs]
+            for way, specs in (("inputs", bundle.signature.inputs), ("outputs", bundle.signature.outputs))
+        },
+    )
+    model.save(str(folder / "MLmodel"))
+    (folder / _REQUIREMENTS).write_text(f"trueline=={__version__}\n")
+    (folder / _PYTHON_ENV).write_text(
+        f"python: {platform.python_version()}\nbuild_dependencies:\n- pip\ndependencies:\n- -r {_REQUIREMENTS}\n"
+    )
+
+
+class BundleModel:
+    """What MLflow wraps: `predict` takes one array, or a dict of them by input name."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
+        """Outputs by name, or the array itself when there is one output. Raises RequestError as the Session
+        does.
+
+        Numbers come from MLflow's clients as 64-bit: they are cast to the signature's width, never from float
+        to int.
+        """
+        if params:
+            raise RequestError(f"the model takes no parameters, got: {listed(params)}")
+        outputs = self._session.run(self._named(model_input))
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    def _named(self, found: Any) -> dict[str, Array]:
+        specs = self._session.signature.inputs
+        if not isinstance(found, Mapping):
+            if len(specs) != 1:
+                names = listed(spec.name for spec in specs)
+                raise RequestError(f"the model takes {len(specs)} inputs ({names}); pass a dict of arrays")
+            found = {specs[0].name: found}
+        dtypes = {spec.name: spec.dtype for spec in specs}
+        named = {}
+        for name, value in found.items():
+            array = np.asarray(value)
+            dtype = dtypes.get(name, array.dtype)
+            named[str(name)] = array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind") else array
+        return named
+
+
+def _load_pyfunc(path: str) -> BundleModel:
+    from trueline.runtime.session import open_program
+
+    return BundleModel(open_program(open_bundle(Path(path))))

@@ -1,0 +1,147 @@
+"""`register`: a bundle becomes the next version of a model, together with the run that made it.
+
+    experiment (one for each model) ─▶ run: params, metrics, tags ─▶ logged model: MLmodel + bundle/
+                                                                         └─▶ version n of the model ◀─ alias
+
+The bundle is verified before anything is written, and the version appears only when all its files are stored,
+with its digest on it: a process that dies on the way leaves a run marked as running and no version.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trueline import events
+from trueline.bundle.read import Bundle, open_bundle
+from trueline.errors import UsageError
+from trueline.registry import store
+from trueline.registry.find import ModelVersion, to_version
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_MAX_PARAM = 6000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of the run that made the model; shown beside it in MLflow."""
+
+    params: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def register(
+    bundle_path: str | Path,
+    *,
+    name: str | None = None,
+    alias: str | None = "champion",
+    tracking_uri: str | None = None,
+    run: RunFacts | None = None,
+) -> ModelVersion:
+    """Registers the bundle as the next version of model `name` (the bundle's own unless given) and moves
+    `alias` to it.
+
+    `mlflow.pyfunc.load_model("models:/NAME@champion")` answers through the bundle's proven program from then
+    on. Raises BundleError before anything is written, RegistryError, UsageError.
+    """
+    bundle = open_bundle(Path(bundle_path))
+    model = bundle.name if name is None else name
+    if not model or set(model) & set("/:@"):
+        raise UsageError(f"'{model}' cannot name a registered model; use a name without / : @")
+    with store.opened(tracking_uri) as client:
+        experiment = _experiment(client, model)
+        run_id = _begin_run(client, experiment, bundle, run or RunFacts())
+        try:
+            version = _add_version(client, experiment, run_id, model, bundle)
+            if alias:
+                client.set_registered_model_alias(model, alias, version)
+        except BaseException:
+            client.set_terminated(run_id, "FAILED")
+            raise
+        client.set_terminated(run_id, "FINISHED")
+        found = to_version(client.get_model_version(model, version))
+    events.emit("model.registered", uri=found.uri, digest=found.digest, alias=alias)
+    return found
+
+
+def _experiment(client: MlflowClient, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, store.artifact_location(client, name)))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)
+    if found is None or found.lifecycle_stage != "active":
+        raise UsageError(
+            f"the experiment '{name}' was deleted in MLflow", hint="restore it, or register under another name"
+        )
+    return str(found.experiment_id)
+
+
+def _begin_run(client: MlflowClient, experiment: str, bundle: Bundle, facts: RunFacts) -> str:
+    from mlflow.entities import Metric, Param
+
+    tags = {**facts.tags, **_tags(bundle), "mlflow.source.name": "trueline", "mlflow.user": "trueline"}
+    run = client.create_run(experiment, tags=tags, run_name=f"{bundle.name}-{bundle.digest[:8]}")
+    began = run.info.start_time
+    client.log_batch(
+        run.info.run_id,
+        metrics=[Metric(key, float(value), began, 0) for key, value in facts.metrics.items()],
+        params=[Param(key, str(value)[:_MAX_PARAM]) for key, value in facts.params.items()],
+    )
+    return str(run.info.run_id)
+
+
+def _tags(bundle: Bundle) -> dict[str, str]:
+    return {
+        store.DIGEST_TAG: bundle.digest,
+        store.RECIPE_TAG: bundle.manifest.lineage.recipe_digest,
+        "trueline.formats": ",".join(program.format for program in bundle.manifest.programs),
+    }
+
+
+def _add_version(client: MlflowClient, experiment: str, run_id: str, model: str, bundle: Bundle) -> str:
+    from mlflow.entities import LoggedModelOutput
+    from mlflow.entities.logged_model_status import LoggedModelStatus
+
+    from trueline.registry import flavor
+
+    tags = _tags(bundle)
+    logged = client.create_logged_model(experiment, bundle.name, run_id, tags, model_type="trueline")
+    with tempfile.TemporaryDirectory(prefix="trueline-model-") as folder:
+        flavor.describe_model(
+            bundle, Path(folder), model_id=logged.model_id, run_id=run_id, where=logged.artifact_location
+        )
+        client.log_model_artifacts(logged.model_id, folder)
+    client.log_model_artifacts(logged.model_id, str(bundle.path), store.BUNDLE_FOLDER)
+    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+    client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
+    _ensure_model(client, model)
+    # A server resolves `models:/<id>` in its own store; in this process MLflow would look in the global one instead.
+    served = client.tracking_uri.startswith("http")
+    source = f"models:/{logged.model_id}" if served else logged.artifact_location
+    version = client.create_model_version(model, source, run_id, tags, model_id=logged.model_id)
+    link = json.dumps([{"name": model, "version": str(version.version)}])
+    client.set_logged_model_tags(logged.model_id, {"mlflow.modelVersions": link})
+    return str(version.version)
+
+
+def _ensure_model(client: MlflowClient, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise

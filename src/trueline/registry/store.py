@@ -1,0 +1,104 @@
+"""The door to MLflow: opened late, quiet, and with errors in our words.
+
+MLflow talks at INFO, counts its users over the network and looks for git; none of that is wanted here. Its
+choice of store is kept: the URI that is handed in, `MLFLOW_TRACKING_URI`, or `sqlite:///mlflow.db` in the
+current folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from trueline.errors import RegistryError
+from trueline.files import sha256_bytes
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+_SQLITE = "sqlite:///"
+
+DIGEST_TAG = "trueline.bundle_digest"
+RECIPE_TAG = "trueline.recipe_digest"
+BUNDLE_FOLDER = "bundle"
+"""Where, inside the logged model, the bundle lies."""
+
+
+@contextmanager
+def opened(tracking_uri: str | None) -> Iterator[MlflowClient]:
+    """A client of the store. What MLflow raises inside becomes RegistryError, with MLflow's first line."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    with warnings.catch_warnings(), _silenced("mlflow", "alembic"):
+        # MLflow 3.17 loads with a strategy that SQLAlchemy 2.1 deprecates; neither is ours to change.
+        warnings.filterwarnings("ignore", message=r".*``noload`` loader strategy is deprecated")
+        try:
+            with _alone(tracking_uri or mlflow.get_tracking_uri()):
+                client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+                client.search_registered_models(max_results=1)  # the other half of the store makes its tables now
+            yield client
+        except MlflowException as error:
+            raise RegistryError(
+                f"the model registry refuses: {_first_line(error)}", hint="check the tracking URI"
+            ) from error
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """One process at a time: MLflow 3.17 makes the tables of a new SQLite file as it opens; two at once tear them."""
+    database = _database(uri)
+    if database is None:
+        yield
+        return
+    key = sha256_bytes(str(database).encode())[:16]
+    with (Path(tempfile.gettempdir()) / f"trueline-mlflow-{os.getuid()}-{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _database(uri: str) -> Path | None:
+    """The file of an embedded store."""
+    if not uri.startswith(_SQLITE):
+        return None
+    return Path(uri.removeprefix(_SQLITE).partition("?")[0]).resolve()
+
+
+@contextmanager
+def _silenced(*names: str) -> Iterator[None]:
+    """Keeps progress messages of the loggers `names` back while the block runs; errors pass."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def artifact_location(client: MlflowClient, experiment: str) -> str | None:
+    """Beside the database of an embedded store, wherever the command is run; None leaves it to the server."""
+    database = _database(client.tracking_uri)
+    return None if database is None else (database.parent / "mlruns" / quote(experiment, safe="")).as_uri()

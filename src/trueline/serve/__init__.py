@@ -1,0 +1,12 @@
+"""Answers requests with the programs of bundles, over HTTP. No torch in this room.
+
+`trueline.serve(source)` runs a server here until it is told to stop; `trueline.serve.start(source)` runs one as a
+process of its own.
+"""
+
+from trueline._verbs import make_callable
+from trueline.serve.api import RunningServer, start
+
+__all__ = ["RunningServer", "start"]
+
+make_callable(__name__)

@@ -1,0 +1,39 @@
+"""The server as a process: `python -m trueline.serve BUNDLE`.
+
+One JSON line on stdout says that it is ready, or why not:
+{"event": "server.ready", "url", "port", "model", "version", "digest"} or
+{"event": "server.failed", "code", "message", "hint"}; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import uvloop
+
+from trueline.errors import TruelineError
+from trueline.serve import server
+from trueline.serve.settings import from_arguments
+
+
+def _say(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Serves until told to stop; returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        uvloop.run(server.run(from_arguments(sys.argv[1:]), _say))
+    except TruelineError as error:
+        _say({"event": "server.failed", "code": error.code, "message": error.message, "hint": error.hint})
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The verb `serve`: run a server here, or as a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+from trueline import events
+from trueline.errors import TruelineError
+from trueline.serve import child
+from trueline.serve.settings import Options, Settings, to_arguments
+
+
+def serve(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    version: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    allow_remote: bool = False,
+    threads: int = 0,
+    max_batch: int = 64,
+    max_delay_s: float = 0.0,
+    max_queue: int = 256,
+    max_body_bytes: int = 64 * 2**20,
+    tracking_uri: str | None = None,
+    drain_s: float = 30.0,
+) -> None:
+    """Serves a bundle until SIGINT or SIGTERM, then finishes what is under way and returns.
+
+    `source` is the path of a bundle, or `models:/name@alias` or `models:/name/3` of the registry. What each argument
+    means stands in `trueline.serve.settings.Settings`. Raises PortInUse, UsageError, BundleError, NotProven,
+    RegistryError; no request is answered by a version that did not pass its golden examples.
+    """
+    settings = Settings(
+        source=str(source),
+        name=name,
+        version=version,
+        host=host,
+        port=port,
+        allow_remote=allow_remote,
+        threads=threads,
+        max_batch=max_batch,
+        max_delay_s=max_delay_s,
+        max_queue=max_queue,
+        max_body_bytes=max_body_bytes,
+        tracking_uri=tracking_uri,
+        drain_s=drain_s,
+    )
+    run(settings)
+
+
+def run(settings: Settings) -> None:
+    """`serve` with its arguments as one value."""
+    import uvloop
+
+    from trueline.serve import server
+
+    uvloop.run(server.run(settings, _announce))
+
+
+def _announce(record: dict[str, Any]) -> None:
+    events.emit("server.ready", **{key: value for key, value in record.items() if key != "event"})
+
+
+@dataclass(slots=True)
+class RunningServer:
+    """A server process that is ready. It ends with `stop`, with the block, or with the process that started it."""
+
+    url: str
+    port: int
+    pid: int
+    model: str
+    version: str
+    _process: subprocess.Popen[bytes] = field(repr=False)
+
+    def stop(self, timeout_s: float = 35.0) -> int:
+        """Drains and ends the process (kills it after `timeout_s`); returns its exit code. Harmless when repeated."""
+        return child.end(self._process, timeout_s)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def start(
+    source: str | Path,
+    *,
+    port: int = 0,
+    ready_timeout_s: float = 60.0,
+    **options: Unpack[Options],
+) -> RunningServer:
+    """Starts a server process and returns when it is ready. It takes what `serve` takes; the port is a free one.
+
+    Raises what the server would have raised, with its message; TruelineError when it is not ready within
+    `ready_timeout_s`.
+    """
+    chosen = Settings(source=str(source), port=port, lifeline=True, **options)
+    command = [sys.executable, "-P", "-m", "trueline.serve", *to_arguments(chosen)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        record = child.first_record(process.stdout, ready_timeout_s)
+        if record is None or record["event"] != "server.ready":
+            raise _failure(record, process, ready_timeout_s)
+    except BaseException:
+        child.end(process, 5.0)
+        raise
+    return RunningServer(
+        url=record["url"],
+        port=record["port"],
+        pid=process.pid,
+        model=record["model"],
+        version=record["version"],
+        _process=process,
+    )
+
+
+def _failure(record: dict[str, Any] | None, process: subprocess.Popen[bytes], timeout_s: float) -> TruelineError:
+    if record is not None:
+        return child.revived(record["code"], record)
+    if process.poll() is None:
+        return TruelineError(f"the server was not ready within {timeout_s:g} s")
+    return TruelineError(
+        f"the server process ended with exit code {process.returncode} before it was ready; its log says why"
+    )

@@ -1,0 +1,54 @@
+"""What a child process says, and its end: one JSON line, errors as code, message and hint."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+from trueline.errors import TruelineError
+
+
+def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
+    """The first line, parsed; None when the process ends or `timeout_s` passes before there is one."""
+    line, until = b"", time.monotonic() + timeout_s
+    while not line.endswith(b"\n"):
+        left_s = until - time.monotonic()
+        if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
+            return None
+        piece = os.read(stdout.fileno(), 65536)
+        if not piece:
+            return None
+        line += piece
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def revived(code: str, record: Mapping[str, Any]) -> TruelineError:
+    """The error that a child wrote as `code`, and `message` and `hint` in `record`."""
+    kinds = {kind.code: kind for kind in _kinds(TruelineError)}
+    return kinds.get(code, TruelineError)(str(record["message"]), hint=str(record.get("hint", "")))
+
+
+def _kinds(root: type[TruelineError]) -> list[type[TruelineError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
+
+
+def end(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Asks the process to end, kills it after `timeout_s`, closes its pipes; returns its exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    return process.returncode

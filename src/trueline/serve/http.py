@@ -1,0 +1,88 @@
+"""A request, an answer, and who turns one into the other. Pure; the bytes on the wire are RFC 9112's."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import Protocol
+from urllib.parse import unquote
+
+JSON = b"application/json"
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: ".encode() for status in http.HTTPStatus
+}
+
+
+@dataclass(slots=True)
+class Request:
+    """One whole request. Header names are lower-case."""
+
+    method: str
+    target: bytes
+    headers: dict[bytes, bytes]
+    body: bytes | bytearray
+    keep_alive: bool = True
+    http_1_0: bool = False
+    path: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.path = path_of(self.target)
+
+
+@dataclass(slots=True)
+class Response:
+    """One whole answer; `close` ends the connection after it."""
+
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    headers: bytes = b""
+    """Further header lines, each ending in CRLF."""
+    close: bool = False
+
+
+class App(Protocol):
+    """What stands behind the connections. Neither method raises."""
+
+    def answer(self, request: Request) -> Response | asyncio.Future[Response]: ...
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        ...
+
+
+def path_of(target: bytes) -> str:
+    """The path of a request target, decoded, without its query.
+
+    >>> path_of(b"/v2/models/a%20b?x=1"), path_of(b"http://host:80/ping")
+    ('/v2/models/a b', '/ping')
+    """
+    if not target.startswith(b"/") and b"://" in target:
+        target = b"/" + target.partition(b"://")[2].partition(b"/")[2]
+    path = target.partition(b"?")[0].decode("latin-1")
+    return unquote(path, errors="replace") if "%" in path else path
+
+
+def date_line() -> bytes:
+    """The Date header of this second."""
+    return b"date: %b\r\n" % formatdate(usegmt=True).encode()
+
+
+def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
+    """The answer's bytes; a HEAD request gets the head alone."""
+    head = b"%b%b\r\ncontent-length: %d\r\n%b%b" % (
+        _STATUS_LINES[response.status],
+        response.content_type,
+        len(response.body),
+        date,
+        response.headers,
+    )
+    if close:
+        head += b"connection: close\r\n"
+    elif request is not None and request.http_1_0:
+        head += b"connection: keep-alive\r\n"
+    if request is not None and request.method == "HEAD":
+        return head + b"\r\n"
+    return b"%b\r\n%b" % (head, response.body)

@@ -1,0 +1,99 @@
+"""The metrics page: what the counters of the hot path say, in Prometheus' text. Built only when it is asked for."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trueline.serve.models import Models
+from trueline.serve.stats import Histogram, ServerStats
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ["model", "version"]
+
+
+class Collector:
+    """Reads the counters as Prometheus metrics: Trueline's own names, and TorchServe's beside them."""
+
+    def __init__(self, models: Models, stats: ServerStats) -> None:
+        self._models = models
+        self._stats = stats
+        self._host = socket.gethostname()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client at a scrape."""
+        yield from self._server()
+        yield from self._versions()
+        yield from self._torchserve()
+
+    def _server(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.metrics_core import Metric
+
+        answers = CounterMetricFamily("trueline_answers", "Answers by HTTP status.", labels=["status"])
+        by_status = dict(self._stats.by_status)
+        for status, count in sorted(by_status.items()):
+            answers.add_metric([str(status)], count)
+        yield answers
+        yield GaugeMetricFamily("trueline_ready", "1 when every version is ready.", value=float(self._models.ready))
+        for head in (2, 4, 5):
+            family = Metric(f"Requests{head}XX", f"Answers of status {head}xx, under TorchServe's name.", "unknown")
+            count = sum(n for status, n in by_status.items() if status // 100 == head)
+            family.add_sample(family.name, {"Level": "Host", "Hostname": self._host}, count)
+            yield family
+
+    def _versions(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        request = HistogramMetricFamily(
+            "trueline_request_seconds", "From a whole request to its answer.", labels=_LABELS
+        )
+        run = HistogramMetricFamily("trueline_run_seconds", "One run of the program.", labels=_LABELS)
+        rows = HistogramMetricFamily("trueline_run_rows", "Rows of one run.", labels=_LABELS)
+        waiting = GaugeMetricFamily("trueline_waiting_requests", "Requests in the queue.", labels=_LABELS)
+        failed = CounterMetricFamily("trueline_failed_requests", "Requests on which the model failed.", labels=_LABELS)
+        for version in self._models.all():
+            labels = [version.model, version.version]
+            for family, histogram in (
+                (request, version.stats.request_s),
+                (run, version.stats.batch_s),
+                (rows, version.stats.batch_rows),
+            ):
+                family.add_metric(labels, _buckets(histogram), histogram.total)
+            waiting.add_metric(labels, version.num_waiting)
+            failed.add_metric(labels, version.stats.failed)
+        yield from (request, run, rows, waiting, failed)
+
+    def _torchserve(self) -> Iterator[Metric]:
+        from prometheus_client.metrics_core import Metric
+
+        requests = Metric("ts_inference_requests_total", "Inference requests, under TorchServe's name.", "unknown")
+        latency = Metric("ts_inference_latency_microseconds", "Their time, under TorchServe's name.", "unknown")
+        for version in self._models.all():
+            labels = {"model_name": version.model, "model_version": version.version, "hostname": self._host}
+            requests.add_sample(requests.name, labels, version.stats.request_s.count)
+            latency.add_sample(latency.name, labels, version.stats.request_s.total * 1e6)
+        yield from (requests, latency)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus wants them."""
+    cells, running, found = list(histogram.cells), 0, []
+    for bound, count in zip((*histogram.bounds, float("inf")), cells, strict=True):
+        running += count
+        found.append(("+Inf" if bound == float("inf") else repr(bound), float(running)))
+    return found
+
+
+def page(collector: Collector) -> bytes:
+    """The whole page."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)

@@ -1,0 +1,240 @@
+"""Models and versions of one server: what is loading, what is ready, what failed and why.
+
+A version is ready only after its bundle's digests were checked and its golden examples were answered rightly by the
+very session that will serve. Reasons that clients can read name no path of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from trueline import events
+from trueline.bundle.read import Bundle
+from trueline.bundle.signature import Signature
+from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestError, TruelineError, listed
+from trueline.runtime.session import Session, open_program, replay
+from trueline.serve.batcher import Batcher, Policy
+from trueline.serve.plan import Plan, draw_up
+from trueline.serve.stats import VersionStats
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+    Outputs = dict[str, Array]
+
+State = Literal["loading", "ready", "failed"]
+PLATFORMS = {"onnx": "onnxruntime_onnx"}
+"""Formats that run in this process, and what the protocol calls them."""
+_PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
+
+
+class UnknownModel(NotFound):
+    """No model of this name is served."""
+
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(f"model '{model[:64]}' is not served here (serving: {listed(names)})")
+        self.model = model[:64]
+
+
+class UnknownVersion(NotFound):
+    """The model is served, this version of it is not."""
+
+    def __init__(self, model: str, version: str, versions: list[str]) -> None:
+        super().__init__(f"model '{model}' has no version '{version[:64]}' (has: {listed(versions)})")
+        self.model = model
+        self.version = version[:64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A program that has answered its golden examples, and how it is to be run."""
+
+    session: Session
+    digest: str
+    platform: str
+    golden_cases: int
+    plan: Plan
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Version:
+    """One version of a model."""
+
+    model: str
+    version: str
+    state: State = "loading"
+    reason: str = ""
+    """Why it failed, for clients to read."""
+    stats: VersionStats = field(default_factory=VersionStats)
+    _loaded: Loaded | None = None
+    _batcher: Batcher | None = None
+    _first: str = ""
+
+    @property
+    def loaded(self) -> Loaded:
+        """What is loaded. Raises NotReady."""
+        if self._loaded is None or self.state != "ready":
+            why = f": {self.reason}" if self.reason else ""
+            raise NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+        return self._loaded
+
+    @property
+    def signature(self) -> Signature:
+        return self.loaded.session.signature
+
+    @property
+    def num_waiting(self) -> int:
+        return self._batcher.num_waiting if self._batcher else 0
+
+    def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
+        """Opens the version to requests; call it on the loop."""
+        self._loaded = loaded
+        self._first = loaded.session.signature.inputs[0].name
+        self._batcher = Batcher(self._run, policy, executor, loop, on_batch=self._count_batch)
+        self.state = "ready"
+
+    def fail(self, reason: str) -> None:
+        self.state, self.reason = "failed", reason
+
+    def ask(self, inputs: Mapping[str, Array], timeout_s: float | None = None) -> Outputs | asyncio.Future[Outputs]:
+        """The outputs, at once when the run is short, else a future. Raises RequestError."""
+        loaded = self.loaded
+        assert self._batcher is not None
+        values = 0
+        for array in inputs.values():
+            values += array.size
+        if values <= loaded.plan.inline_values and self._batcher.idle:
+            began = time.perf_counter()
+            outputs = self._run(inputs)
+            self._count_batch(_rows(inputs, self._first), time.perf_counter() - began)
+            return outputs
+        loaded.session.signature.check(inputs)
+        key = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
+        return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s)
+
+    def _run(self, inputs: Mapping[str, Array]) -> Outputs:
+        try:
+            return self.loaded.session.run(inputs)
+        except RequestError as error:
+            error.message = without_paths(error.message)
+            raise
+        except Exception:
+            self.stats.failed += 1
+            raise
+
+    def _count_batch(self, rows: int, took_s: float) -> None:
+        self.stats.batch_rows.add(rows)
+        self.stats.batch_s.add(took_s)
+
+
+def _rows(inputs: Mapping[str, Array], first: str) -> int:
+    shape = inputs[first].shape
+    return shape[0] if shape else 1
+
+
+class Models:
+    """Every version that this server has, by model. The first version of a model is its default."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, dict[str, Version]] = {}
+
+    def add(self, model: str, version: str) -> Version:
+        """A new version, loading."""
+        made = Version(model=model, version=version)
+        self._versions.setdefault(model, {})[version] = made
+        return made
+
+    def find(self, model: str, version: str | None = None) -> Version:
+        """The version, or the model's default. Raises UnknownModel, UnknownVersion."""
+        versions = self._versions.get(model)
+        if versions is None:
+            raise UnknownModel(model, list(self._versions))
+        if version is None:
+            return next(iter(versions.values()))
+        found = versions.get(version)
+        if found is None:
+            raise UnknownVersion(model, version, list(versions))
+        return found
+
+    def versions(self, model: str) -> list[str]:
+        return list(self._versions[model])
+
+    def all(self) -> list[Version]:
+        return [version for versions in self._versions.values() for version in versions.values()]
+
+    @property
+    def ready(self) -> bool:
+        found = self.all()
+        return bool(found) and all(version.state == "ready" for version in found)
+
+
+def load(bundle: Bundle, *, threads: int, max_batch: int, digest: str | None = None) -> Loaded:
+    """Opens, replays and measures the program of a verified bundle. Raises BundleError, NotProven.
+
+    With `threads` 0 the program gets one thread when its runs are short, else as many as the runtime likes.
+    """
+    if digest is not None and digest != bundle.digest:
+        raise BundleError(
+            f"the registry names a bundle of digest {digest[:12]}, found is {bundle.digest[:12]}",
+            hint="the registered files were exchanged; register the bundle again",
+        )
+    if bundle.manifest.serve not in PLATFORMS:
+        raise BundleError(
+            f"the bundle serves its '{bundle.manifest.serve}' program, this server runs: {listed(PLATFORMS)}",
+            hint="capture it again with an ONNX program",
+        )
+    loaded = _load(bundle, threads or 1, max_batch)
+    if threads == 0 and not loaded.plan.inline_values and len(os.sched_getaffinity(0)) > 1:
+        loaded = _load(bundle, 0, max_batch)
+    plan = loaded.plan
+    events.emit(
+        "plan.chosen",
+        batch=plan.batch,
+        why=plan.why,
+        inline_values=plan.inline_values,
+        run_us=min(plan.latency_s.values()) * 1e6,
+    )
+    return loaded
+
+
+def _load(bundle: Bundle, threads: int, max_batch: int) -> Loaded:
+    session = open_program(bundle, threads=threads)
+    began = time.perf_counter()
+    replayed = replay(bundle, session)
+    events.emit(
+        "golden.replayed",
+        cases=len(replayed),
+        max_abs_error=max(one.max_abs_error for one in replayed.values()),
+        took_s=time.perf_counter() - began,
+    )
+    return Loaded(
+        session=session,
+        digest=bundle.digest,
+        platform=PLATFORMS[bundle.manifest.serve],
+        golden_cases=len(replayed),
+        plan=draw_up(session, bundle.golden(), max_batch=max_batch),
+    )
+
+
+def public_reason(error: TruelineError) -> str:
+    """Why a version failed, in words that name no path."""
+    if isinstance(error, NotProven):
+        return error.message
+    events.emit("version.refused", code=error.code, why=error.message)
+    return f"the bundle was refused ({error.code}); the server's log says why"
+
+
+def without_paths(message: str) -> str:
+    """`message` with file names taken out: runtimes put lines of their own sources into messages.
+
+    >>> without_paths("the program refuses these values: /src/core/gather.cc:45 index 9 is out of bounds")
+    'the program refuses these values: index 9 is out of bounds'
+    """
+    return _PATHS.sub("", message)

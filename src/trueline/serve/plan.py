@@ -1,0 +1,157 @@
+"""How a program is run: measured on this machine, with its golden examples, before it is ready.
+
+Three questions, answered by trying: may requests be run together (does an answer depend on its neighbours), how long
+does a run take, and is that short enough to run on the event loop itself. A hop to a thread and back costs about
+50 us of processor time; a run shorter than INLINE_S is cheaper without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trueline.bundle.golden import Golden
+from trueline.bundle.signature import Dim, Signature
+from trueline.runtime.compare import compare
+from trueline.runtime.session import Session
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+INLINE_S = 150e-6
+_SIZES = (1, 8, 32)
+_RUNS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one version runs. `why` says what decided about batching."""
+
+    batch: bool
+    why: str
+    max_batch: int
+    inline_values: int
+    """Requests of at most this many input values run on the event loop; 0: none does."""
+    latency_s: dict[int, float]
+    """Median time of a run by rows."""
+
+
+def batch_symbol(signature: Signature) -> tuple[str | None, str]:
+    """The symbol that counts rows in every input and output, or None and why there is none.
+
+    >>> from trueline.bundle.signature import TensorSpec
+    >>> x = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    >>> batch_symbol(Signature(inputs=(x,), outputs=(x,), dims={"batch": Dim()}))
+    ('batch', "dimension 'batch' leads every input and output")
+    """
+    heads = set()
+    for spec in (*signature.inputs, *signature.outputs):
+        head = spec.shape[0] if spec.shape else None
+        if not isinstance(head, str):
+            return None, f"'{spec.name}' has no symbolic first dimension"
+        if head in spec.shape[1:]:
+            return None, f"'{head}' stands in further dimensions of '{spec.name}'"
+        heads.add(head)
+    if len(heads) != 1:
+        return None, f"first dimensions differ: {', '.join(sorted(heads))}"
+    symbol = heads.pop()
+    return symbol, f"dimension '{symbol}' leads every input and output"
+
+
+def fit(rows: int, dim: Dim) -> int | None:
+    """The smallest allowed size of at least `rows`; None when there is none.
+
+    >>> fit(1, Dim(min=2, multiple_of=4)), fit(9, Dim(max=8))
+    (4, None)
+    """
+    size = max(rows, dim.min)
+    size += -size % dim.multiple_of
+    return None if dim.max is not None and size > dim.max else size
+
+
+def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int) -> Plan:
+    """Measures `session` with golden examples that it has already answered rightly."""
+    signature = session.signature
+    symbol, why = batch_symbol(signature)
+    if symbol is None:
+        latency = {1: median_s(session, cases[0].inputs)}
+        inline = _values(cases[0].inputs) if latency[1] < INLINE_S else 0
+        return Plan(batch=False, why=why, max_batch=1, inline_values=inline, latency_s=latency)
+    dim = signature.dims[symbol]
+    neighbours = neighbours_matter(session, cases, dim)
+    bound = max_batch if dim.max is None else min(max_batch, dim.max)
+    latency, inline = _curve(session, cases[0].inputs, dim)
+    return Plan(
+        batch=not neighbours and bound > 1,
+        why=neighbours or why,
+        max_batch=bound,
+        inline_values=inline,
+        latency_s=latency,
+    )
+
+
+def neighbours_matter(session: Session, cases: Sequence[Golden], dim: Dim) -> str:
+    """Why rows must not share a run with rows of other requests; empty when they may.
+
+    Runs pieces of the golden examples apart and together: a program that normalises or attends over its batch
+    answers otherwise in company, and the proof at capture did not ask.
+    """
+    unit = fit(1, dim)
+    pieces = [] if unit is None else _pieces(cases, unit)
+    if not pieces or unit is None:
+        return "the golden examples are too few rows to try it"
+    pieces = pieces[:4] if len(pieces) > 1 else pieces * 2
+    if dim.max is not None and len(pieces) * unit > dim.max:
+        pieces = pieces[: dim.max // unit]
+    apart = [session.run(piece) for piece in pieces]
+    together = session.run({name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]})
+    expected = {name: np.concatenate([one[name] for one in apart]) for name in apart[0]}
+    found = compare(expected, together)
+    return "" if found.agrees else f"an answer depends on its neighbours in the batch: {found.reason}"
+
+
+def _pieces(cases: Sequence[Golden], unit: int) -> list[dict[str, Array]]:
+    shapes = {name: array.shape[1:] for name, array in cases[0].inputs.items()}
+    pieces = []
+    for case in cases:
+        rows = len(next(iter(case.inputs.values())))
+        if {name: array.shape[1:] for name, array in case.inputs.items()} != shapes:
+            continue
+        for at in range(0, rows - unit + 1, unit):
+            pieces.append({name: array[at : at + unit] for name, array in case.inputs.items()})
+    return pieces
+
+
+def _curve(session: Session, inputs: Mapping[str, Array], dim: Dim) -> tuple[dict[int, float], int]:
+    latency: dict[int, float] = {}
+    inline = 0
+    for wanted in _SIZES:
+        rows = fit(wanted, dim)
+        if rows is None or rows in latency:
+            continue
+        sized = {name: np.resize(array, (rows, *array.shape[1:])) for name, array in inputs.items()}
+        latency[rows] = median_s(session, sized)
+        if latency[rows] >= INLINE_S:
+            break
+        inline = _values(sized)
+    return latency, inline
+
+
+def median_s(session: Session, inputs: Mapping[str, Array], *, budget_s: float = 0.05) -> float:
+    """Median seconds of a run, over a few runs or as many as fit into `budget_s`."""
+    session.run(inputs)
+    times: list[float] = []
+    while len(times) < _RUNS and sum(times) < budget_s:
+        began = time.perf_counter()
+        session.run(inputs)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _values(inputs: Mapping[str, Array]) -> int:
+    return sum(array.size for array in inputs.values())

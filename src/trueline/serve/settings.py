@@ -1,0 +1,83 @@
+"""What a server is told: one value, the same in a call, in a command line and in the child process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypedDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to serve one bundle."""
+
+    source: str
+    """Path of a bundle (folder or packed file), or `models:/name@alias`, `models:/name/3`."""
+    name: str | None = None
+    """The model's name in paths; the bundle's own by default."""
+    version: str | None = None
+    """The registry's, or `1`, by default."""
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0 takes a free one."""
+    allow_remote: bool = False
+    """Needed to listen on an address that other machines reach: nothing here asks who calls."""
+    threads: int = 0
+    """Threads of one run; 0: one when runs are short, else as many as the runtime likes."""
+    max_batch: int = 64
+    max_delay_s: float = 0.0
+    max_queue: int = 256
+    """Requests that may wait for a model."""
+    max_body_bytes: int = 64 * 2**20
+    tracking_uri: str | None = None
+    drain_s: float = 30.0
+    """How long requests under way may take after SIGTERM."""
+    lifeline: bool = False
+    """Stop when standard input ends: a child process that dies with its parent."""
+
+
+class Options(TypedDict, total=False):
+    """The fields of Settings that a caller of `start` may give beside source and port."""
+
+    name: str | None
+    version: str | None
+    host: str
+    allow_remote: bool
+    threads: int
+    max_batch: int
+    max_delay_s: float
+    max_queue: int
+    max_body_bytes: int
+    tracking_uri: str | None
+    drain_s: float
+
+
+def to_arguments(settings: Settings) -> list[str]:
+    """The command line that says `settings`; `from_arguments` reads it back.
+
+    >>> to_arguments(Settings(source="a.bundle", port=0))
+    ['--port=0', 'a.bundle']
+    """
+    arguments = []
+    for field in fields(Settings):
+        value = getattr(settings, field.name)
+        if field.name == "source" or value == field.default:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        arguments.append(flag if value is True else f"{flag}={value}")
+    return [*arguments, settings.source]
+
+
+def from_arguments(arguments: Sequence[str]) -> Settings:
+    """The settings in a command line."""
+    parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve one bundle.", allow_abbrev=False)
+    parser.add_argument("source")
+    for field in fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif field.name != "source":
+            kind = str if field.default is None else type(field.default)
+            parser.add_argument(flag, type=kind, default=field.default)
+    return Settings(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,49 @@
+"""Counters of the hot path: plain integers, added to on the event loop, read at a scrape."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+
+BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BOUNDS_ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+
+
+class Histogram:
+    """Counts by upper bound; the last cell is for what lies above all bounds."""
+
+    __slots__ = ("bounds", "cells", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.cells = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.cells[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.cells)
+
+
+class VersionStats:
+    """What one version of a model has done."""
+
+    __slots__ = ("batch_rows", "batch_s", "failed", "request_s")
+
+    def __init__(self) -> None:
+        self.request_s = Histogram(BOUNDS_S)
+        self.batch_s = Histogram(BOUNDS_S)
+        self.batch_rows = Histogram(BOUNDS_ROWS)
+        self.failed = 0
+
+
+class ServerStats:
+    """What the server has answered, by status."""
+
+    __slots__ = ("by_status",)
+
+    def __init__(self) -> None:
+        self.by_status: Counter[int] = Counter()

@@ -1,0 +1,70 @@
+"""The shape of TorchServe's answers: bodies, headers and exception names. Pure.
+
+Source: TorchServe 0.12's HttpRequestHandler and NettyUtils, as the contract page has them. Where Trueline differs, it
+says so in docs/guides/serve.md: overload is 429 with Retry-After, and a client's fault is never a 5xx.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from trueline.errors import RequestError
+from trueline.serve.http import JSON, Response
+from trueline.serve.models import UnknownModel, UnknownVersion
+
+_NO_CACHE = (
+    b"pragma: no-cache\r\n"
+    b"cache-control: no-cache; no-store, must-revalidate, private\r\n"
+    b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
+)
+_TYPES = {
+    404: "ResourceNotFoundException",
+    405: "MethodNotAllowedException",
+    429: "ServiceUnavailableException",
+    500: "InternalServerException",
+    503: "ServiceUnavailableException",
+    504: "RequestTimeoutException",
+}
+NO_METHOD = "Requested method is not allowed, please refer to API document."
+NO_RESOURCE = "Requested resource is not found, please refer to API document."
+
+
+def reply(status: int, body: bytes, extra: bytes = b"") -> Response:
+    """An answer with TorchServe's headers; it keeps the connection when all went well, as TorchServe does."""
+    token = os.urandom(16).hex()
+    request_id = f"x-request-id: {token[:8]}-{token[8:12]}-{token[12:16]}-{token[16:20]}-{token[20:]}\r\n"
+    return Response(status, body, JSON, request_id.encode() + _NO_CACHE + extra, close=status >= 400)
+
+
+def pretty(value: dict[str, Any]) -> bytes:
+    """JSON with two spaces and a line feed at the end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def status(word: str, code: int = 200) -> Response:
+    return reply(code, pretty({"status": word}))
+
+
+def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = b"") -> Response:
+    """TorchServe's error body."""
+    name = kind or _TYPES.get(code, "BadRequestException")
+    return reply(code, pretty({"code": code, "type": name, "message": message}), extra)
+
+
+def error(found: RequestError, extra: bytes = b"") -> Response:
+    """The answer for a refused request."""
+    if isinstance(found, UnknownModel):
+        return refusal(404, f"Model not found: {found.model}", kind="ModelNotFoundException")
+    if isinstance(found, UnknownVersion):
+        message = f"Model version: {found.version} does not exist for model: {found.model}"
+        return refusal(404, message, kind="ModelVersionNotFoundException")
+    hint = f"; {found.hint}" if found.hint else ""
+    return refusal(found.status, found.message + hint, extra=extra)
+
+
+def failed() -> Response:
+    """The answer for a request on which the model failed."""
+    return refusal(503, "Prediction failed", kind="InternalServerException")

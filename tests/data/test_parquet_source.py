@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conformance import COUNT, SourceConformance
+
+from trueline.data import parquet
+from trueline.data.parquet import ParquetSource
+from trueline.data.source import Source, as_source
+from trueline.errors import DataError
+
+
+def write(path: Path, start: int = 0, stop: int = COUNT, group: int = 7) -> Path:
+    numbers = np.arange(start, stop)
+    table = pa.table({"a": numbers.astype(np.float32), "b": 2 * numbers.astype(np.float32), "label": numbers})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=group, write_page_checksum=True)
+    return path
+
+
+def feed(records: pa.Table, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = [torch.from_numpy(records[name].to_numpy().copy()) for name in ("a", "b")]
+    return torch.stack(columns, dim=1), torch.from_numpy(records["label"].to_numpy().copy())
+
+
+class TestOneFile(SourceConformance):
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Source:
+        return as_source(str(write(tmp_path / "one.parquet")), mode="training", feed=feed, recipe="r")
+
+
+class TestFolderOfFiles(SourceConformance):
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Source:
+        write(tmp_path / "b.parquet", 60, 100, group=9)
+        write(tmp_path / "a" / "a.parquet", 0, 60, group=100)
+        (tmp_path / "_SUCCESS.parquet").touch()
+        return as_source(tmp_path, mode="training", feed=feed, recipe="r")
+
+
+class TestFileUris(SourceConformance):
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Source:
+        first, second = write(tmp_path / "z 1.parquet", 0, 30), write(tmp_path / "a 2.parquet", 30, 100)
+        return as_source([first.as_uri(), second.as_uri()], mode="training", feed=feed, recipe="r")
+
+
+class TestGlobWithACacheThatHoldsOneGroup(SourceConformance):
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Source:
+        write(tmp_path / "part-0.parquet", 0, 50)
+        write(tmp_path / "part-1.parquet", 50, 100)
+        return ParquetSource(str(tmp_path / "part-*.parquet"), feed, mode="training", cache_bytes=1)
+
+
+def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    original = parquet._decode
+    monkeypatch.setattr(parquet, "_decode", lambda group: decoded.append(group.index) or original(group))
+    source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="training")
+    assert [unit.count for unit in source.units] == [25] * 4
+    for _ in range(3):
+        source.read(np.array([99, 0, 98, 1, 1]))
+    assert sorted(decoded) == [0, 3]
+
+
+def test_the_fingerprint_changes_when_a_file_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet")
+    before = ParquetSource(path, feed, mode="training").fingerprint()
+    os.utime(path, ns=(1, 1))
+    assert ParquetSource(path, feed, mode="training").fingerprint() != before
+
+
+def test_missing_foreign_and_torn_files_are_errors_that_name_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.parquet': the file does not exist"):
+        ParquetSource(tmp_path / "absent.parquet", feed, mode="training")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no \.parquet files"):
+        ParquetSource(tmp_path / "empty", feed, mode="training")
+    foreign = tmp_path / "foreign.parquet"
+    foreign.write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=r"foreign\.parquet is not a Parquet file"):
+        ParquetSource(foreign, feed, mode="training")
+    whole = write(tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"torn\.parquet is torn"):
+        ParquetSource(tmp_path / "torn.parquet", feed, mode="training")
+    with pytest.raises(DataError, match="local paths and file://"):
+        ParquetSource("s3://bucket/train.parquet", feed, mode="training")
+    with pytest.raises(DataError, match="holds no records"):
+        ParquetSource(write(tmp_path / "none.parquet", 0, 0), feed, mode="training")
+
+
+def test_damaged_pages_and_exchanged_files_are_errors_when_they_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet")
+    content = bytearray(path.read_bytes())
+    content[60:64] = bytes(byte ^ 0xFF for byte in content[60:64])
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"one\.parquet is torn in row group 0"):
+        ParquetSource(path, feed, mode="training").read(np.array([0]))
+    source = ParquetSource(write(tmp_path / "two.parquet"), feed, mode="training")
+    write(tmp_path / "two.parquet", 0, 90)
+    with pytest.raises(DataError, match="was changed while it was in use"):
+        source.read(np.array([0]))
+    (tmp_path / "two.parquet").unlink()
+    with pytest.raises(DataError, match="cannot read"):
+        source.read(np.array([0]))
+
+
+def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": [1.5]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet has other columns than"):
+        ParquetSource(tmp_path, feed, mode="training")
+
+
+def broken(records: pa.Table, mode: str) -> Any:
+    return records["absent"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (broken, r"fails on 2 records with columns a, b, label: KeyError"),
+        (lambda records, mode: torch.ones(2), r"returned a Tensor, expected \(inputs, labels\)"),
+        (lambda records, mode: (1, 2, 3), r"returned a tuple of 3"),
+        (
+            lambda records, mode: (torch.ones(3, 2), torch.ones(2)),
+            r"inputs of feed.*shape \[3, 2\], expected 2 records",
+        ),
+        (lambda records, mode: (torch.ones(2), torch.tensor(1)), r"labels of feed"),
+        (
+            lambda records, mode: ({"x": np.ones(2)}, torch.ones(2)),
+            r"'x' in inputs of feed.*a ndarray, expected tensors",
+        ),
+        (lambda records, mode: (torch.ones(2), None), r"labels of feed.*NoneType"),
+    ],
+)
+def test_a_feed_that_gives_the_wrong_thing_is_named(tmp_path: Path, wrong: Any, words: str) -> None:
+    source = ParquetSource(write(tmp_path / "one.parquet"), wrong, mode="training")
+    with pytest.raises(DataError, match=words):
+        source.read(np.array([3, 4]))
+
+
+def test_prediction_needs_no_labels(tmp_path: Path) -> None:
+    source = ParquetSource(write(tmp_path / "one.parquet"), lambda t, m: (feed(t, m)[0], None), mode="prediction")
+    assert source.read(np.array([3])).labels is None
+
+
+def test_strings_and_missing_values_come_back_in_order(tmp_path: Path) -> None:
+    words = [None if i % 5 == 0 else f"word {i}" for i in range(40)]
+    pq.write_table(pa.table({"w": words}), tmp_path / "w.parquet", row_group_size=6)
+    source = ParquetSource(tmp_path / "w.parquet", feed, mode="training")
+    indices = np.array([39, 0, 12, 12, 25])
+    assert source.table(indices)["w"].to_pylist() == [words[i] for i in indices]
+
+
+def test_listing_needs_no_torch(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet")
+    code = (
+        "import sys; from trueline.data.parquet import ParquetSource;"
+        f"s = ParquetSource({str(path)!r}, None, mode='training'); s.table([1, 2]); s.fingerprint();"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,216 @@
+"""A bundle that is registered is found again by version and alias, whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from registry_worlds import small_bundle
+
+from trueline.errors import BundleError, RegistryError, RequestError, UsageError
+from trueline.registry import RunFacts, register, resolve, versions
+from trueline.registry import __main__ as child
+from trueline.registry.flavor import BundleModel
+from trueline.runtime.session import open_program
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with model `double`, versions 1 (alias first) and 2 (alias champion)."""
+    folder = tmp_path_factory.mktemp("registry")
+    small_bundle(folder / "two.bundle")
+    small_bundle(folder / "three.bundle", scale=3.0)
+    facts = RunFacts(params={"epochs": 3, "optimizer": "Adam"}, metrics={"accuracy": 0.98}, tags={"team": "vision"})
+    register(folder / "two.bundle", alias="first", tracking_uri=uri(folder), run=facts)
+    register(folder / "three.bundle", name="double", tracking_uri=uri(folder))
+    return folder
+
+
+def uri(folder: Path) -> str:
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def test_versions_and_aliases_lead_to_the_bundle_that_was_registered(world: Path) -> None:
+    for name, scale in (("double@first", 2.0), ("double/1", 2.0), ("double@champion", 3.0), ("double/latest", 3.0)):
+        found = resolve(f"models:/{name}", tracking_uri=uri(world))
+        x = np.ones((1, 4), np.float32)
+        from trueline.bundle import open_bundle
+
+        bundle = open_bundle(found.path)
+        assert bundle.digest == found.digest
+        assert open_program(bundle).run({"x": x})["y"].tolist() == [[scale] * 4]
+        assert found.name == "double"
+
+
+def test_versions_are_listed_newest_first_with_digest_and_aliases(world: Path) -> None:
+    newest, oldest = versions("double", tracking_uri=uri(world))
+    assert (newest.version, newest.aliases, newest.uri) == (2, ("champion",), "models:/double/2")
+    assert (oldest.version, oldest.aliases) == (1, ("first",))
+    assert len(oldest.digest) == 64
+    assert oldest.digest != newest.digest
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "hint"),
+    [
+        (
+            "models:/dubble@champion",
+            r"no model 'dubble' is registered in .*mlflow\.db \(has: double",
+            "did you mean 'double'?",
+        ),
+        ("models:/double@chanpion", r"no alias 'chanpion' \(has: champion, first\)", "did you mean 'champion'?"),
+        ("models:/double@zzz", r"no alias 'zzz'", "--alias zzz"),
+        ("models:/double/7", r"no version 7 \(has: 1, 2\)", "one of these"),
+    ],
+)
+def test_what_is_not_there_is_an_error_that_lists_what_is(world: Path, asked: str, message: str, hint: str) -> None:
+    with pytest.raises(RegistryError, match=message) as caught:
+        resolve(asked, tracking_uri=uri(world))
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("asked", ["double", "models:/double", "models:/a/b/c", "runs:/1/model", "models:/@x"])
+def test_what_names_no_registered_model_is_a_usage_error(world: Path, asked: str) -> None:
+    with pytest.raises(UsageError, match="names no registered model"):
+        resolve(asked, tracking_uri=uri(world))
+
+
+def test_the_run_holds_parameters_metrics_and_digests_and_the_model(world: Path) -> None:
+    code = f"""
+import json, mlflow
+client = mlflow.MlflowClient({uri(world)!r})
+version = client.get_model_version("double", "1")
+run = client.get_run(version.run_id)
+model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
+print(json.dumps([run.data.params, run.data.metrics, run.data.tags, run.info.status, version.tags, str(model.status), model.tags["mlflow.modelVersions"]]))
+"""
+    params, metrics, tags, status, version_tags, model, link = json.loads(
+        in_child(world, "-W", "ignore", "-c", code).stdout
+    )
+    assert params == {"epochs": "3", "optimizer": "Adam"}
+    assert metrics == {"accuracy": 0.98}
+    assert tags["team"] == "vision"
+    assert tags["trueline.bundle_digest"] == version_tags["trueline.bundle_digest"]
+    assert version_tags["trueline.recipe_digest"] == "a" * 64
+    assert (status, model) == ("FINISHED", "READY")
+    assert json.loads(link) == [{"name": "double", "version": "1"}]
+
+
+def in_child(world: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": uri(world), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    found = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=world)
+    assert found.returncode == code, found.stderr
+    return found
+
+
+def test_mlflow_loads_the_model_and_answers_through_the_proven_program(world: Path) -> None:
+    code = """
+import mlflow, numpy as np
+model = mlflow.pyfunc.load_model("models:/double@champion")
+print(model.predict(np.ones((1, 4), np.float32)).tolist())
+print(model.predict({"x": np.ones((2, 4))}).tolist())
+try:
+    model.predict(np.ones((9, 4), np.float32))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    lines = in_child(world, "-W", "ignore", "-c", code).stdout.splitlines()
+    assert lines[0] == "[[3.0, 3.0, 3.0, 3.0]]"
+    assert lines[1] == "[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]"
+    assert lines[2].startswith("RequestError input 'x' has size 9 in dimension 0 (batch), proven only for")
+
+
+def test_the_pyfunc_takes_arrays_and_dicts_and_never_floats_for_integers(tmp_path: Path) -> None:
+    model = BundleModel(open_program(small_bundle(tmp_path / "b.bundle")))
+    assert model.predict([[1.0, 2.0, 3.0, 4.0]]).tolist() == [[2.0, 4.0, 6.0, 8.0]]
+    with pytest.raises(RequestError, match="unexpected input 'z'"):
+        model.predict({"z": np.ones((1, 4))})
+    with pytest.raises(RequestError, match="takes no parameters"):
+        model.predict(np.ones((1, 4)), params={"temperature": 1})
+    with pytest.raises(RequestError, match="datatype"):
+        model.predict(np.array([["a", "b", "c", "d"]]))
+
+
+def test_a_store_that_was_tampered_with_is_an_error_and_never_an_answer(tmp_path: Path) -> None:
+    small_bundle(tmp_path / "b.bundle")
+    register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path))
+    stored = resolve("models:/double@champion", tracking_uri=uri(tmp_path)).path
+    program = stored / "programs" / "model.onnx"
+    whole = program.read_bytes()
+    program.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(BundleError, match=r"model\.onnx was changed after it was sealed"):
+        resolve("models:/double@champion", tracking_uri=uri(tmp_path))
+    for file in sorted(stored.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    stored.rmdir()
+    small_bundle(stored, scale=5.0)
+    with pytest.raises(BundleError, match="is not the one that was registered"):
+        resolve("models:/double@champion", tracking_uri=uri(tmp_path))
+
+
+def test_a_torn_bundle_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    small_bundle(tmp_path / "b.bundle")
+    (tmp_path / "b.bundle" / "lineage.json").write_text("{}")
+    with pytest.raises(BundleError):
+        register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path))
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b", "a@b", "a:b", ""])
+def test_a_name_that_no_uri_could_say_is_refused(tmp_path: Path, name: str) -> None:
+    small_bundle(tmp_path / "b.bundle")
+    with pytest.raises(UsageError, match="cannot name a registered model"):
+        register(tmp_path / "b.bundle", name=name, tracking_uri=uri(tmp_path))
+
+
+def test_the_child_process_says_one_line_of_json(world: Path) -> None:
+    good = in_child(world, "-m", "trueline.registry", "resolve", "models:/double@first")
+    (line,) = good.stdout.splitlines()
+    found = json.loads(line)
+    assert set(found) == {"path", "name", "version", "digest"}
+    assert (found["name"], found["version"]) == ("double", 1)
+    assert good.stderr == ""
+
+
+def test_the_child_process_says_its_errors_as_one_line_of_json(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert child.main(["resolve", "models:/double/9", "--tracking-uri", uri(world)]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["error"], said["message"]) == ("registry", "model 'double' has no version 9 (has: 1, 2)")
+    assert said["hint"]
+
+
+def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(world: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from trueline.registry import register, resolve;"
+        f"print(register({str(world / 'two.bundle')!r}).uri, resolve('models:/double@champion').version);"
+        "assert 'torch' not in sys.modules"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert (found.stdout, found.stderr) == ("models:/double/1 1\n", "")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"mlflow.db", "mlruns"}
+
+
+def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path: Path) -> None:
+    small_bundle(tmp_path / "b.bundle")
+    code = f"from trueline.registry import register; print(register({str(tmp_path / 'b.bundle')!r}).version)"
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": uri(tmp_path)}
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(4)
+    ]
+    answers = [one.communicate(timeout=100)[0] for one in children]
+    said = sorted(int(answer or 0) for answer in answers)
+    assert said == [1, 2, 3, 4]
+    found = versions("double", tracking_uri=uri(tmp_path))
+    assert [one.version for one in found] == [4, 3, 2, 1]
+    assert sum("champion" in one.aliases for one in found) == 1
+    for one in found:
+        assert resolve(one.uri, tracking_uri=uri(tmp_path)).digest == found[0].digest

@@ -1,0 +1,201 @@
+"""What runs together, what waits, what is refused; and the shell that does it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trueline.errors import DeadlineExceeded, Overloaded
+from trueline.serve.batcher import Batcher, Item, Policy, decide, refusal, run_batch
+
+
+def item(rows: int = 1, key: object = "k", since: float = 0.0, deadline: float | None = None) -> Item:
+    return Item({}, rows, key, 0, since, deadline)
+
+
+def test_an_idle_model_runs_what_comes_at_once() -> None:
+    one = item()
+    found = decide([one], busy=0, now=0.0, policy=Policy())
+    assert (found.run, found.reason) == ((one,), "idle")
+
+
+def test_requests_collect_while_a_run_is_under_way() -> None:
+    found = decide([item(), item()], busy=1, now=0.0, policy=Policy())
+    assert (found.run, found.wake_at, found.reason) == ((), None, "busy")
+
+
+def test_what_has_collected_runs_together_up_to_the_bound() -> None:
+    queue = [item(rows=2) for _ in range(5)]
+    assert decide(queue, busy=0, now=0.0, policy=Policy(max_batch=7)).run == tuple(queue[:3])
+
+
+def test_other_shapes_wait_for_the_next_run() -> None:
+    queue = [item(key="a"), item(key="b"), item(key="a")]
+    assert decide(queue, busy=0, now=0.0, policy=Policy()).run == (queue[0], queue[2])
+
+
+def test_a_request_larger_than_a_batch_runs_alone() -> None:
+    queue = [item(rows=100), item()]
+    assert decide(queue, busy=0, now=0.0, policy=Policy(max_batch=64)).run == (queue[0],)
+
+
+def test_a_program_without_a_batch_dimension_runs_requests_one_by_one() -> None:
+    queue = [item(), item()]
+    assert decide(queue, busy=0, now=0.0, policy=Policy(batch=False, max_delay_s=9.0)).run == (queue[0],)
+
+
+def test_with_a_delay_an_idle_model_waits_for_company_until_then() -> None:
+    policy, queue = Policy(max_delay_s=0.01, max_batch=2), [item(since=5.0)]
+    waiting = decide(queue, busy=0, now=5.004, policy=policy)
+    assert (waiting.run, waiting.wake_at, waiting.reason) == ((), 5.01, "filling")
+    assert decide(queue, busy=0, now=5.01, policy=policy).run == tuple(queue)
+    full = [item(since=5.0), item(since=5.001)]
+    assert decide(full, busy=0, now=5.002, policy=policy).run == tuple(full)
+
+
+def test_a_request_past_its_deadline_is_not_run() -> None:
+    late, fine = item(deadline=1.0), item(deadline=3.0)
+    found = decide([late, fine], busy=0, now=1.0, policy=Policy())
+    assert (found.expired, found.run) == ((late,), (fine,))
+
+
+ITEMS = st.lists(st.builds(item, rows=st.integers(1, 70), key=st.sampled_from("ab"), since=st.floats(0, 1)))
+
+
+@given(
+    queue=ITEMS, busy=st.integers(0, 2), now=st.floats(0, 2), lanes=st.integers(1, 2), delay=st.sampled_from([0, 0.5])
+)
+def test_the_oldest_request_is_never_passed_over_and_no_batch_exceeds_its_bound(
+    queue: list[Item], busy: int, now: float, lanes: int, delay: float
+) -> None:
+    policy = Policy(lanes=lanes, max_delay_s=delay)
+    found = decide(queue, busy=busy, now=now, policy=policy)
+    if found.run:
+        assert found.run[0] is queue[0]
+        assert len({one.key for one in found.run}) == 1
+        assert len(found.run) == 1 or sum(one.rows for one in found.run) <= policy.max_batch
+        assert busy < lanes
+    elif queue and busy < lanes:
+        assert found.wake_at is not None
+        assert found.wake_at > now
+
+
+def test_the_queue_is_bounded_in_requests_and_bytes() -> None:
+    policy = Policy(max_requests=2, max_bytes=100)
+    assert refusal(1, 10, 90, 0.0, policy) is None
+    assert "2 requests wait" in str(refusal(2, 10, 1, 0.0, policy))
+    assert "bytes wait" in str(refusal(1, 10, 91, 0.0, policy))
+    assert refusal(0, 0, 1000, 0.0, policy) is None
+
+
+def test_a_bad_item_fails_alone() -> None:
+    def run(inputs: Any) -> dict[str, Any]:
+        if (inputs["x"] < 0).any():
+            raise ValueError("negative")
+        return {"y": inputs["x"] * 2}
+
+    items = [{"x": np.array([value])} for value in (1, -1, 3)]
+    first, second, third = run_batch(run, items, [1, 1, 1])
+    assert isinstance(first, dict)
+    assert isinstance(third, dict)
+    assert (first["y"].tolist(), third["y"].tolist()) == ([2], [6])
+    assert isinstance(second, ValueError)
+
+
+def test_a_program_that_does_not_keep_rows_apart_is_run_one_by_one() -> None:
+    results = run_batch(lambda inputs: {"y": inputs["x"].sum()}, [{"x": np.array([1])}, {"x": np.array([2])}], [1, 1])
+    assert [int(one["y"]) for one in results if isinstance(one, dict)] == [1, 2]
+
+
+class Gate:
+    """A program that waits at a gate, and remembers the rows of its runs."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+        self.rows: list[int] = []
+
+    def run(self, inputs: Any) -> dict[str, Any]:
+        self.rows.append(len(inputs["x"]))
+        self.entered.set()
+        assert self.opened.wait(10)
+        return {"y": inputs["x"] + 1}
+
+
+def play(scene: Callable[[Batcher, Gate], Awaitable[None]], policy: Policy) -> Gate:
+    async def main() -> Gate:
+        gate = Gate()
+        with ThreadPoolExecutor(policy.lanes) as pool:
+            await scene(Batcher(gate.run, policy, pool, asyncio.get_running_loop()), gate)
+            gate.opened.set()
+        return gate
+
+    return asyncio.run(main())
+
+
+def rows(*values: float) -> dict[str, Any]:
+    return {"x": np.array(values)}
+
+
+def test_while_one_runs_the_others_are_joined_and_each_gets_its_own_rows() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        futures = [batcher.submit(rows(value, value), 2, "k") for value in (1, 2, 3)]
+        gate.opened.set()
+        answers = await asyncio.gather(*futures)
+        assert [one["y"].tolist() for one in answers] == [[2, 2], [3, 3], [4, 4]]
+
+    assert play(scene, Policy()).rows == [2, 4]
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        futures = [batcher.submit(rows(1), 1, "k") for _ in range(3)]
+        with pytest.raises(Overloaded) as caught:
+            batcher.submit(rows(1), 1, "k")
+        assert caught.value.retry_after_s >= 1
+        gate.opened.set()
+        await asyncio.gather(*futures)
+        await batcher.submit(rows(1), 1, "k")
+
+    play(scene, Policy(max_requests=2))
+
+
+def test_a_withdrawn_request_is_not_run() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        running, withdrawn, last = (batcher.submit(rows(value), 1, "k") for value in (1, 2, 3))
+        withdrawn.cancel()
+        await asyncio.sleep(0)
+        assert batcher.num_waiting == 1
+        gate.opened.set()
+        await asyncio.gather(running, last)
+
+    assert play(scene, Policy()).rows == [1, 1]
+
+
+def test_a_deadline_ends_the_waiting_whether_the_request_waits_or_runs() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        running = batcher.submit(rows(1), 1, "k", timeout_s=0.01)
+        waiting = batcher.submit(rows(2), 1, "k", timeout_s=0.01)
+        for one in (running, waiting):
+            with pytest.raises(DeadlineExceeded):
+                await one
+        assert batcher.num_waiting == 0
+
+    assert play(scene, Policy()).rows == [1]
+
+
+def test_a_delay_joins_what_comes_within_it() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        gate.opened.set()
+        futures = [batcher.submit(rows(value), 1, "k") for value in (1, 2)]
+        await asyncio.gather(*futures)
+
+    assert play(scene, Policy(max_delay_s=0.05)).rows == [2]

@@ -1,0 +1,94 @@
+"""What is tried before a version is ready, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serve_worlds as worlds
+from serve_worlds import spec
+
+from trueline.bundle import Dim, Golden, Signature
+from trueline.errors import BundleError, NotProven
+from trueline.serve.models import load
+from trueline.serve.plan import batch_symbol, draw_up, fit, neighbours_matter
+
+
+@dataclass
+class Program:
+    """A Session of one numpy function."""
+
+    signature: Signature
+    function: Callable[[Any], Any]
+    format: str = "onnx"
+
+    def run(self, inputs: Any) -> dict[str, Any]:
+        self.signature.check(inputs)
+        return {"y": self.function(inputs["x"])}
+
+
+def rows_of(dim: Dim) -> Signature:
+    return Signature(inputs=(spec("x", "batch", 2),), outputs=(spec("y", "batch", 2),), dims={"batch": dim})
+
+
+def cases(rows: int = 4) -> list[Golden]:
+    x = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+    return [Golden(case="g", inputs={"x": x}, outputs={"y": x})]
+
+
+def test_rows_that_are_answered_alike_alone_and_in_company_may_share_a_run() -> None:
+    program = Program(rows_of(Dim()), lambda x: x * 2)
+    assert neighbours_matter(program, cases(), Dim()) == ""
+    plan = draw_up(program, cases(), max_batch=64)
+    assert plan.batch
+    assert plan.max_batch == 64
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_program_that_mixes_the_rows_of_its_batch_is_never_batched(rows: int) -> None:
+    program = Program(rows_of(Dim()), lambda x: x / (1 + x.sum(axis=0, keepdims=True)))
+    plan = draw_up(program, cases(rows), max_batch=64)
+    assert not plan.batch
+    assert "depends on its neighbours" in plan.why
+
+
+def test_a_batch_stays_inside_the_proven_range() -> None:
+    dim = Dim(min=2, max=6, multiple_of=2)
+    plan = draw_up(Program(rows_of(dim), lambda x: x), cases(), max_batch=64)
+    assert plan.max_batch == 6
+    assert set(plan.latency_s) <= {2, 4, 6}
+    assert plan.batch
+
+
+def test_the_batch_is_a_symbol_that_leads_everything_and_stands_nowhere_else() -> None:
+    def of(x: tuple[int | str, ...], y: tuple[int | str, ...]) -> str | None:
+        return batch_symbol(Signature(inputs=(spec("x", *x),), outputs=(spec("y", *y),), dims={}))[0]
+
+    assert of(("n", 2), ("n", 3)) == "n"
+    assert of((4, 2), (4, 3)) is None
+    assert of(("n", 2), (1,)) is None
+    assert of(("n", 2), ()) is None
+    assert of(("n", 2), ("m", 2)) is None
+    assert of(("n", "n"), ("n",)) is None
+    assert (fit(5, Dim(multiple_of=4)), fit(5, Dim(max=4))) == (8, None)
+
+
+def test_a_short_program_runs_on_the_loop_and_says_so(tmp_path: Path) -> None:
+    loaded = load(worlds.double_plus(tmp_path / "b"), threads=0, max_batch=64)
+    assert loaded.plan.inline_values >= 3
+    assert loaded.golden_cases == 1
+    assert loaded.platform == "onnxruntime_onnx"
+
+
+def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match="golden example '4'"):
+        load(worlds.double_plus(tmp_path / "b", wrong=True), threads=0, max_batch=64)
+
+
+def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="the registry names"):
+        load(worlds.double_plus(tmp_path / "b"), threads=0, max_batch=64, digest="0" * 64)

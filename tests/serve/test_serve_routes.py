@@ -1,0 +1,329 @@
+"""Both faces without a socket: what each path, method and body is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serve_worlds as worlds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from trueline.serve.batcher import Policy
+from trueline.serve.http import Request, Response
+from trueline.serve.models import Models, load
+from trueline.serve.routes import Routes
+
+BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
+
+
+class Desk:
+    """Routes over one ready model `tiny`, one that loads and one that failed, and the loop they live on."""
+
+    def __init__(self, folder: Path, *, inline: bool = True, policy: Policy | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pool = ThreadPoolExecutor(1)
+        self.models = Models()
+        loaded = load(worlds.double_plus(folder / "b", max_rows=8), threads=1, max_batch=64)
+        if not inline:
+            loaded = replace(loaded, plan=replace(loaded.plan, inline_values=0))
+        self.tiny = self.models.add("tiny", "1")
+        self.tiny.make_ready(loaded, policy or Policy(), self.pool, self.loop)
+        self.routes = Routes(self.models, self.loop)
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
+        named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+        found = self.routes.answer(Request(method, path.encode(), named, body))
+        if isinstance(found, Response):
+            return found
+        return self.loop.run_until_complete(found)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    made = Desk(tmp_path_factory.mktemp("desk"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def queued(tmp_path: Path) -> Iterator[Desk]:
+    """The same model, never run on the loop itself."""
+    made = Desk(tmp_path, inline=False)
+    yield made
+    made.close()
+
+
+OIP_TABLE = [
+    ("GET", "/v2", b"", 200),
+    ("GET", "/v2/", b"", 200),
+    ("HEAD", "/v2", b"", 200),
+    ("POST", "/v2", b"", 405),
+    ("GET", "/v2/health/live", b"", 200),
+    ("GET", "/v2/health/ready", b"", 200),
+    ("DELETE", "/v2/health/ready", b"", 405),
+    ("GET", "/v2/models/tiny", b"", 200),
+    ("GET", "/v2/models/tiny/versions/1", b"", 200),
+    ("GET", "/v2/models/tiny/ready", b"", 200),
+    ("GET", "/v2/models/tiny/versions/1/ready", b"", 200),
+    ("POST", "/v2/models/tiny/ready", b"", 405),
+    ("GET", "/v2/models/zzz", b"", 404),
+    ("GET", "/v2/models/zzz/ready", b"", 404),
+    ("GET", "/v2/models/tiny/versions/9", b"", 404),
+    ("GET", "/v2/models/tiny/versions/9/ready", b"", 404),
+    ("POST", "/v2/models/tiny/infer", BODY, 200),
+    ("POST", "/v2/models/tiny/versions/1/infer", BODY, 200),
+    ("GET", "/v2/models/tiny/infer", BODY, 405),
+    ("POST", "/v2/models/zzz/infer", BODY, 404),
+    ("POST", "/v2/models/tiny/versions/9/infer", BODY, 404),
+    ("POST", "/v2/models/tiny/infer", b"{", 400),
+    ("POST", "/v2/models/tiny/infer", b"", 400),
+    ("POST", "/v2/models/tiny/infer", b'{"inputs": []}', 400),
+    ("POST", "/v2/models/tiny/infer", BODY.replace(b'"x"', b'"zz"'), 400),
+    ("POST", "/v2/models/tiny/infer", BODY.replace(b"FP32", b"INT64"), 400),
+    ("POST", "/v2/models/tiny/infer", BODY.replace(b"FP32", b"BYTES"), 400),
+    ("POST", "/v2/models/tiny/infer", BODY.replace(b"[1, 3]", b"[3, 1]"), 400),
+    ("POST", "/v2/models/tiny/infer", BODY.replace(b"[1, 3]", b"[0, 3]").replace(b"[1, 2, 3]", b"[]"), 400),
+    ("GET", "/v2/nope", b"", 404),
+    ("GET", "/v2/models", b"", 404),
+    ("GET", "/v2/models/tiny/versions", b"", 404),
+    ("GET", "/v2/models/../../etc", b"", 404),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status"), OIP_TABLE)
+def test_the_open_inference_protocol_answers_as_its_table_says(
+    desk: Desk, method: str, path: str, body: bytes, status: int
+) -> None:
+    found = desk.ask(method, path, body)
+    assert found.status == status
+    answer = json.loads(found.body)
+    if status >= 400:
+        assert list(answer) == ["error"]
+        assert isinstance(answer["error"], str)
+    if status == 405:
+        assert b"allow: " in found.headers
+
+
+TORCHSERVE_TABLE = [
+    ("GET", "/ping", b"", 200, None, None),
+    ("POST", "/ping", b"", 200, None, None),
+    ("HEAD", "/ping", b"", 200, None, None),
+    ("DELETE", "/ping", b"", 405, "MethodNotAllowedException", None),
+    ("GET", "/", b"", 405, "MethodNotAllowedException", None),
+    ("GET", "/nope", b"", 404, "ResourceNotFoundException", None),
+    ("GET", "/v20", b"", 404, "ResourceNotFoundException", None),
+    ("POST", "/predictions/tiny", b"[1, 2, 3]", 200, None, None),
+    ("PUT", "/predictions/tiny", b"[1, 2, 3]", 200, None, None),
+    ("GET", "/predictions/tiny/1", b"[1, 2, 3]", 200, None, None),
+    ("POST", "/predictions/tiny/1/extra/path", b"[1, 2, 3]", 200, None, None),
+    ("DELETE", "/predictions/tiny", b"", 405, "MethodNotAllowedException", None),
+    ("POST", "/predictions/zzz", b"[]", 404, "ModelNotFoundException", "Model not found: zzz"),
+    (
+        "POST", "/predictions/tiny/9", b"[]", 404, "ModelVersionNotFoundException",
+        "Model version: 9 does not exist for model: tiny",
+    ),
+    ("POST", "/predictions/tiny", b"", 400, "BadRequestException", None),
+    ("POST", "/predictions/tiny", b"{", 400, "BadRequestException", None),
+    ("POST", "/predictions/tiny", b"[1, 2]", 400, "BadRequestException", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "kind", "message"), TORCHSERVE_TABLE)
+def test_torchserves_routes_answer_as_its_table_says(
+    desk: Desk, method: str, path: str, body: bytes, status: int, kind: str | None, message: str | None
+) -> None:
+    found = desk.ask(method, path, body)
+    assert found.status == status
+    assert b"x-request-id: " in found.headers
+    assert b"pragma: no-cache\r\n" in found.headers
+    assert b"cache-control: no-cache; no-store, must-revalidate, private\r\n" in found.headers
+    assert b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n" in found.headers
+    assert found.close == (status >= 400)
+    answer = json.loads(found.body)
+    if kind is not None:
+        assert (answer["code"], answer["type"]) == (status, kind)
+        assert found.body == json.dumps(answer, indent=2).encode() + b"\n"
+    if message is not None:
+        assert answer["message"] == message
+
+
+def test_ping_is_torchserves_to_the_byte(desk: Desk) -> None:
+    assert desk.ask("GET", "/ping").body == b'{\n  "status": "Healthy"\n}\n'
+
+
+def test_an_answer_echoes_the_id_and_says_what_it_gives(desk: Desk) -> None:
+    body = BODY.replace(b'{"inputs"', b'{"id": "q-7", "inputs"')
+    assert json.loads(desk.ask("POST", "/v2/models/tiny/infer", body).body) == {
+        "model_name": "tiny",
+        "model_version": "1",
+        "id": "q-7",
+        "outputs": [{"name": "y", "shape": [1, 3], "datatype": "FP32", "data": [3.0, 5.0, 7.0]}],
+    }
+
+
+def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(desk: Desk) -> None:
+    found = json.loads(desk.ask("GET", "/v2/models/tiny").body)
+    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    assert found["platform"] == "onnxruntime_onnx"
+    assert found["versions"] == ["1"]
+    assert found["parameters"]["inline_values"] > 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content_encoding": "gzip"},
+        {"content_type": "multipart/form-data; boundary=x"},
+        {"content_type": "image/png"},
+        {"inference_header_content_length": "12"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny"])
+def test_a_body_that_says_it_is_no_json_is_refused_with_415(desk: Desk, path: str, headers: dict[str, str]) -> None:
+    assert desk.ask("POST", path, BODY, **headers).status == 415
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        ("/v2/models/tiny/infer", BODY, [3.0, 5.0, 7.0]),
+        ("/predictions/tiny", b"[1, 2, 3]", [3.0, 5.0, 7.0]),
+        ("/predictions/tiny", b"[[1, 2, 3]]", [[3.0, 5.0, 7.0]]),
+    ],
+)
+def test_a_program_run_in_a_thread_answers_the_same(queued: Desk, path: str, body: bytes, answer: Any) -> None:
+    found = json.loads(queued.ask("POST", path, body).body)
+    assert (found["outputs"][0]["data"] if isinstance(found, dict) else found) == answer
+
+
+def test_a_request_outside_the_proven_range_is_refused_before_it_waits(queued: Desk) -> None:
+    found = queued.ask("POST", "/predictions/tiny", json.dumps([[1, 2, 3]] * 9).encode())
+    assert found.status == 400
+    assert "at most 8" in json.loads(found.body)["message"]
+
+
+def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: Desk) -> None:
+    gate = threading.Event()
+    queued.pool.submit(gate.wait)
+    headers: dict[bytes, bytes] = {}
+    running, waiting = (queued.routes.answer(Request("POST", b"/v2/models/tiny/infer", headers, BODY)) for _ in "12")
+    assert isinstance(running, asyncio.Future)
+    assert isinstance(waiting, asyncio.Future)
+    assert queued.tiny.num_waiting == 1
+    waiting.cancel()
+    queued.loop.run_until_complete(asyncio.sleep(0))
+    queued.loop.run_until_complete(asyncio.sleep(0))
+    assert queued.tiny.num_waiting == 0
+    gate.set()
+    assert queued.loop.run_until_complete(running).status == 200
+    assert queued.tiny.stats.batch_rows.count == 1
+
+
+def test_a_deadline_that_passes_is_504(queued: Desk) -> None:
+    gate = threading.Event()
+    queued.pool.submit(gate.wait)
+    body = BODY.replace(b'{"inputs"', b'{"parameters": {"timeout": 1000}, "inputs"')
+    assert queued.ask("POST", "/v2/models/tiny/infer", body).status == 504
+    gate.set()
+
+
+def test_overload_is_429_with_retry_after_on_both_faces(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, inline=False, policy=Policy(max_requests=0))
+    for path, body in (("/v2/models/tiny/infer", BODY), ("/predictions/tiny", b"[1, 2, 3]")):
+        found = desk.ask("POST", path, body)
+        assert found.status == 429
+        assert b"retry-after: 1\r\n" in found.headers
+    desk.close()
+
+
+def test_a_model_that_loads_or_failed_is_503_with_the_reason_and_the_server_is_not_ready(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    slow = desk.models.add("slow", "1")
+    assert json.loads(desk.ask("GET", "/v2/models/slow/ready").body)["reason"] == "loading"
+    assert desk.ask("POST", "/v2/models/slow/infer", BODY).status == 503
+    assert desk.ask("GET", "/v2/models/slow").status == 503
+    assert desk.ask("GET", "/v2/health/ready").status == 503
+    assert json.loads(desk.ask("GET", "/v2/health/ready").body) == {"ready": False}
+    assert desk.ask("GET", "/ping").status == 200
+    slow.fail("the golden example '4' differs")
+    found = desk.ask("GET", "/v2/models/slow/ready")
+    assert (found.status, json.loads(found.body)["reason"]) == (503, "the golden example '4' differs")
+    ping = desk.ask("GET", "/ping")
+    assert (ping.status, json.loads(ping.body)) == (500, {"status": "Unhealthy"})
+    assert desk.ask("POST", "/predictions/slow", b"[1]").status == 503
+    assert desk.ask("GET", "/v2/health/live").status == 200
+    desk.close()
+
+
+def test_a_model_that_breaks_says_nothing_of_the_servers_insides(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    def broken(inputs: Any) -> Any:
+        raise OSError("/secret/place/model.onnx is gone")
+
+    loaded = desk.tiny.loaded
+    session = type("Broken", (), {"run": staticmethod(broken), "signature": loaded.session.signature, "format": "x"})()
+    for inline in (loaded.plan.inline_values, 0):
+        plan = replace(loaded.plan, inline_values=inline)
+        desk.tiny.make_ready(replace(loaded, session=session, plan=plan), Policy(), desk.pool, desk.loop)
+        found = desk.ask("POST", "/v2/models/tiny/infer", BODY)
+        assert found.status == 500
+        assert b"secret" not in found.body
+        found = desk.ask("POST", "/predictions/tiny", b"[1, 2, 3]")
+        assert (found.status, json.loads(found.body)["type"]) == (503, "InternalServerException")
+        assert b"secret" not in found.body
+    assert desk.tiny.stats.failed == 4
+    desk.close()
+
+
+def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.ask("POST", "/predictions/tiny", b"[[1, 2, 3], [4, 5, 6]]")
+    desk.ask("POST", "/predictions/tiny", b"[")
+    page = desk.ask("GET", "/metrics")
+    assert page.content_type.startswith(b"text/plain; version=0.0.4")
+    samples = {
+        (sample.name, sample.labels.get("status") or sample.labels.get("le")): sample.value
+        for family in text_string_to_metric_families(page.body.decode())
+        for sample in family.samples
+    }
+    assert samples[("trueline_answers_total", "200")] == 1
+    assert samples[("trueline_answers_total", "400")] == 1
+    assert samples[("trueline_request_seconds_count", None)] == 1
+    assert samples[("trueline_run_rows_bucket", "1.0")] == 0
+    assert samples[("trueline_run_rows_bucket", "2.0")] == 1
+    assert samples[("Requests2XX", None)] == 1
+    assert samples[("ts_inference_requests_total", None)] == 1
+    desk.close()
+
+
+PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predictions/tiny/1", "/v2/models/tiny"])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=PATHS, method=st.sampled_from(["POST", "GET", "PUT"]), at=st.integers(0, len(BODY)), junk=st.binary(max_size=8)
+)
+def test_no_body_whatever_is_answered_with_5xx(desk: Desk, path: str, method: str, at: int, junk: bytes) -> None:
+    found = desk.ask(method, path, BODY[:at] + junk + BODY[at + len(junk) :])
+    assert found.status < 500
+    assert b"Traceback" not in found.body
+
+
+@given(path=st.text(max_size=20))
+def test_no_path_whatever_is_answered_with_5xx(desk: Desk, path: str) -> None:
+    assert desk.ask("GET", "/" + path).status in (200, 404, 405)
