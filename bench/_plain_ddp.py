@@ -8,11 +8,12 @@ import os
 import sys
 import time
 
-import recipe
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
+
+import recipe
 
 
 def main() -> None:

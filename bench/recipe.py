@@ -24,7 +24,11 @@ class Generated(Dataset):
 def model():
     wide = 1000
     return torch.nn.Sequential(
-        torch.nn.Linear(64, wide), torch.nn.ReLU(), torch.nn.Linear(wide, wide), torch.nn.ReLU(), torch.nn.Linear(wide, 10)
+        torch.nn.Linear(64, wide),
+        torch.nn.ReLU(),
+        torch.nn.Linear(wide, wide),
+        torch.nn.ReLU(),
+        torch.nn.Linear(wide, 10),
     )
 
 

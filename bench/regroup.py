@@ -8,6 +8,7 @@ that of a plain DDP loop, taken in turns. Last line: one JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -19,8 +20,8 @@ import time
 from pathlib import Path
 
 import psutil
-from _table import report
 
+from _table import report
 from trueline import events
 from trueline.train.api import train
 
@@ -129,7 +130,7 @@ def step_ms_elastic(folder: Path, steps: int) -> float:
 
 
 def median_step_ms(at_ns: list[int]) -> float:
-    gaps = [(after - before) / 1e6 for before, after in zip(at_ns, at_ns[1:], strict=False)]
+    gaps = [(after - before) / 1e6 for before, after in itertools.pairwise(at_ns)]
     return statistics.median(gaps[10:])
 
 

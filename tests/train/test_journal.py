@@ -11,7 +11,16 @@ VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3
 
 
 def commit(step, **changes):
-    return {"step": step, "generation": 3, "records": 64, "digest": 5, "loss": 0.5, "workers": 2, "gap_ms": 0.0, **changes}
+    return {
+        "step": step,
+        "generation": 3,
+        "records": 64,
+        "digest": 5,
+        "loss": 0.5,
+        "workers": 2,
+        "gap_ms": 0.0,
+        **changes,
+    }
 
 
 def test_a_master_that_comes_back_knows_generation_members_incarnations_and_progress(tmp_path):

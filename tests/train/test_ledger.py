@@ -13,7 +13,7 @@ PLAN = np.array([3, 1, 4, 15, 9, 2, 6, 5], dtype=np.int64)
 
 def summed(parts, *, generation=2, step=7):
     """What the allreduce makes of the words of workers that contributed `parts`."""
-    rows = [ledger.words(len(p), ledger.digest(p), generation, step, wish=False) + [0.5 * len(p)] for p in parts]
+    rows = [[*ledger.words(len(p), ledger.digest(p), generation, step, wish=False), 0.5 * len(p)] for p in parts]
     return [sum(column) for column in zip(*rows, strict=True)]
 
 

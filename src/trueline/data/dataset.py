@@ -19,8 +19,7 @@ from trueline.data.source import Batch, Unit, check_indices
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
-    from trueline.data.source import Indices
-    from trueline.recipe.contract import Mode
+    from trueline.data.source import Indices, Mode
 
 _SAMPLES = 8
 

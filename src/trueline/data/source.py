@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from trueline.errors import DataError, RecipeError
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trueline.recipe.contract import Mode
-
     Indices = npt.NDArray[np.int64]
+
+Mode = Literal["training", "evaluation", "prediction"]
+"""What records are for."""
 
 
 @dataclass(frozen=True, slots=True)

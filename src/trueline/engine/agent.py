@@ -223,7 +223,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(path)
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            traceback.print_exc()  # whoever needs it meets the same error, where it can be told
     agent.run()
     Path(path).unlink(missing_ok=True)
     agent.end()

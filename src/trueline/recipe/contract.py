@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from trueline.data.source import Mode as Mode
 
 if TYPE_CHECKING:
     import torch
 
     from trueline.data.source import Source
-
-Mode = Literal["training", "evaluation", "prediction"]
 
 MODES: tuple[Mode, ...] = ("training", "evaluation", "prediction")
 

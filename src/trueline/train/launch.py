@@ -9,7 +9,9 @@ means, the lifeline ends with it and so do all its processes.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -34,6 +36,7 @@ from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 PRELOAD = ("trueline.train.worker", "trueline.train.warm")
+"""What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
 POLL_S = 0.1
 MAX_MASTER_RESTARTS = 10
 
@@ -58,7 +61,8 @@ class LocalJob:
         logs.mkdir(parents=True, exist_ok=True)
         files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
         (self.job_dir / "master.json").unlink(missing_ok=True)
-        self.agent = start_agent(self.socket, preload=PRELOAD, life=self.life, log=logs / "agent.log")
+        preload = (*PRELOAD, *libraries_of(Path(self.settings.recipe)))
+        self.agent = start_agent(self.socket, preload=preload, life=self.life, log=logs / "agent.log")
         self.master = self._start_master()
         return self
 
@@ -155,6 +159,27 @@ class LocalJob:
             )
         events.emit("master.lost", code=self.master.returncode, restarts=self.restarts)
         self.master = self._start_master()
+
+
+def libraries_of(recipe: Path) -> list[str]:
+    """Installed modules that the recipe's file imports at its top: worth importing once for all workers.
+
+    Modules beside the recipe are the user's code, which runs in workers only.
+    """
+    try:
+        body = ast.parse(recipe.read_bytes()).body
+    except (OSError, SyntaxError):  # not a file: module:object, whose imports nobody can know without running it
+        return []
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return [name for name in dict.fromkeys(names) if _installed(name.partition(".")[0])]
+
+
+def _installed(top: str) -> bool:
+    spec = importlib.util.find_spec(top)
+    return spec is not None and any(
+        part in ("site-packages", "dist-packages") for part in Path(spec.origin or "").parts
+    )
 
 
 def _error(fields: dict[str, Any]) -> errors.TruelineError:

@@ -1,0 +1,47 @@
+# Everything runs in .venv, which any target makes when it is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test check bench chaos protos clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## .venv with everything that the other targets use
+
+# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Trueline needs Python 3.11 or newer; run: make PYTHON=python3.11 " + "$(MAKECMDGOALS)" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
+	$(BIN)/trueline ship examples/digits/recipe.py
+
+test: $(STAMP)  ## all tests but the chaos suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+chaos: $(STAMP)  ## random kills in whole jobs
+	$(BIN)/python -m pytest -m chaos -s
+
+bench: $(STAMP)  ## each benchmark prints a table and, last, one line of JSON
+	$(BIN)/python bench/regroup.py
+	$(BIN)/python bench/serve_overhead.py
+
+protos: $(STAMP)  ## generated code of the wire protos
+	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
+	  --mypy_out=. --mypy_grpc_out=. trueline/wire/train.proto
+
+clean:  ## the environment, caches and what the demo left here
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs mlruns mlartifacts mlflow.db

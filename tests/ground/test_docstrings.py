@@ -1,0 +1,21 @@
+"""Worked examples in docstrings are true."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import trueline
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(trueline.__path__, "trueline.")
+    if "_pb2" not in module.name and not module.name.endswith("__main__") and "sitecustomize" not in module.name
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0

@@ -1,0 +1,97 @@
+"""Promises of the files that are whole or absent."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trueline import errors, events, files
+
+
+def full_disk(*_):
+    raise OSError(28, os.strerror(28))
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    target = tmp_path / "deep" / "file"
+    files.write_atomic(target, b"one")
+    files.write_atomic(target, b"two", mode=0o600)
+    assert target.read_bytes() == b"two"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in target.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_content_and_says_how_much_room_there_is(tmp_path, monkeypatch, call):
+    target = tmp_path / "file"
+    files.write_atomic(target, b"old")
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(errors.StorageError, match=r"no room left to write .*file \([\d.]+ MiB free\)"):
+        files.write_atomic(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with files.atomic_dir(tmp_path / "done") as partial:
+        (partial / "a").write_text("1")
+    assert (tmp_path / "done" / "a").read_text() == "1"
+    with pytest.raises(ZeroDivisionError), files.atomic_dir(tmp_path / "broken") as partial:
+        (partial / "a").write_text("1")
+        raise ZeroDivisionError
+    assert [entry.name for entry in tmp_path.iterdir()] == ["done"]
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_text("")
+    with pytest.raises(errors.StorageError, match="exists already"), files.atomic_dir(tmp_path / "there"):
+        raise AssertionError("not reached")
+    with files.atomic_dir(tmp_path / "there", replace=True) as partial:
+        (partial / "new").write_text("")
+    assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_writer_that_is_killed_leaves_only_what_sweep_removes(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from trueline import files\n"
+        "with files.atomic_dir(Path(sys.argv[1]) / 'done') as partial:\n"
+        "    (partial / 'a').write_text('1'); os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    assert not (tmp_path / "done").exists()
+    assert files.sweep(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_folder_is_named(tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", denied)
+    with pytest.raises(errors.StorageError, match=r"cannot write .*file: Permission denied") as caught:
+        files.write_atomic(tmp_path / "file", b"")
+    assert caught.value.hint == "choose a folder that you may write to"
+
+
+def test_listeners_hear_events_while_their_block_runs():
+    heard = []
+    with events.listening(lambda name, fields: heard.append((name, fields))):
+        events.emit("lease.expired", lease=41, held_s=30.25)
+    events.emit("lease.expired", lease=42)
+    assert heard == [("lease.expired", {"lease": 41, "held_s": 30.25})]
+    assert events.render(*heard[0]) == "lease.expired lease=41 held_s=30.25"
+
+
+def test_every_error_has_its_own_code_and_request_errors_a_status():
+    def below(kind):
+        return [kind, *(found for child in kind.__subclasses__() for found in below(child))]
+
+    kinds = below(errors.TruelineError)
+    codes = [kind.code for kind in kinds]
+    assert len(set(codes)) == len(codes)
+    assert all(400 <= kind.status < 600 for kind in kinds if issubclass(kind, errors.RequestError))
+    drawn = errors.__doc__
+    assert [kind.__name__ for kind in kinds if kind.__name__ not in drawn] == []

@@ -1,0 +1,41 @@
+"""Small helpers of the tests that run whole jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trueline.state import checkpoint
+
+TINY = Path(__file__).parent / "recipes" / "tiny.py"
+RECORDS, STEPS = 240, 48
+
+
+def seen_counts(path: Path) -> list[float]:
+    """How often each record was applied, as the model's own parameter counted it: the distinct counts."""
+    state = checkpoint.read(path).state["model"]
+    return sorted(set(state["seen"].round(decimals=6).tolist()))
+
+
+def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:
+    """The same steps in one process without Trueline's loop: what any number of workers has to arrive at."""
+    from trueline.train.calls import call
+    from trueline.train.plan import JobPlan
+
+    torch.manual_seed(recipe.defaults.seed)
+    model = recipe.model().train()
+    optimizer = recipe.optimizer(model.parameters())
+    source = recipe.source("training")
+    plan = JobPlan(
+        num_records=source.num_records,
+        global_batch=recipe.defaults.global_batch,
+        epochs=recipe.defaults.epochs,
+        seed=recipe.defaults.seed,
+    )
+    for step in range(steps):
+        batch = source.read(plan.records(step))
+        optimizer.zero_grad()
+        recipe.loss(call(model, batch.inputs), batch.labels).backward()
+        optimizer.step()
+    return model.state_dict()

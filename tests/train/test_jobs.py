@@ -1,0 +1,235 @@
+"""Promises of whole jobs: real processes, real kills, injected by step. Each job takes a few seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+from job_worlds import RECORDS, STEPS, TINY, plain_loop, seen_counts
+
+from trueline import errors, events
+from trueline.recipe.load import load_recipe
+from trueline.state import checkpoint
+from trueline.train.api import train
+from trueline.train.settings import Fault
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+
+class Heard:
+    """The events of a job; `at(name, act)` acts on the first event of that name that `when` accepts."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict]] = []
+        self.reactions: list = []
+
+    def at(self, name, act, when=lambda fields: True) -> "Heard":
+        self.reactions.append((name, when, act))
+        return self
+
+    def __call__(self, name: str, fields: dict) -> None:
+        self.all.append((name, fields))
+        for reaction in [r for r in self.reactions if r[0] == name and r[1](fields)]:
+            self.reactions.remove(reaction)
+            reaction[2](fields)
+
+    def of(self, name: str) -> list[dict]:
+        return [fields for found, fields in self.all if found == name]
+
+
+def run(tmp_path, heard=None, **options):
+    heard = heard or Heard()
+    with events.listening(heard):
+        result = train(TINY, job_dir=tmp_path / "job", **options)
+    assert psutil_left(tmp_path) == []
+    return result, heard
+
+
+def psutil_left(tmp_path) -> list[str]:
+    """Command lines of processes that still have to do with the job."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(tmp_path / "job") in line and process.info["status"] != psutil.STATUS_ZOMBIE and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+def test_three_workers_arrive_where_one_plain_loop_arrives(tmp_path):
+    result, heard = run(tmp_path, workers=3)
+    expected = plain_loop(load_recipe(TINY), STEPS)
+    found = checkpoint.read(result.checkpoint).state["model"]
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-9, atol=1e-12)
+    assert [fields["step"] for fields in heard.of("step.applied")] == list(range(STEPS))
+    assert {fields["records"] for fields in heard.of("epoch.certified")} == {RECORDS}
+
+
+def test_a_death_in_every_phase_of_a_step_loses_no_record_and_repeats_none(tmp_path):
+    phases = ("before", "backward", "allreduced", "applied")
+    faults = [Fault(step=5 + 9 * n, slot=n % 3, incarnation=n // 3, phase=phase) for n, phase in enumerate(phases)]
+    result, heard = run(tmp_path, workers="2:3", faults=faults)
+    assert len(heard.of("worker.lost")) == 4
+    assert seen_counts(result.checkpoint) == [6.0]
+    assert result.summary.exactly_once
+    found, expected = checkpoint.read(result.checkpoint).state["model"], plain_loop(load_recipe(TINY), STEPS)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-9, atol=1e-12)
+
+
+def test_survivors_keep_their_processes_when_a_worker_dies(tmp_path):
+    result, heard = run(tmp_path, workers=3, faults=[Fault(step=10, slot=1)])
+    started = [fields["worker"] for fields in heard.of("worker.started")]
+    assert started == ["worker-0.0", "worker-1.0", "worker-2.0", "worker-1.1"]
+    (regroup, *_) = [r for r in result.summary.as_dict()["regroups"] if "is gone" in r["reason"]]
+    assert (regroup["reason"], regroup["workers"]) == ("worker-1.0 is gone: killed by SIGKILL", 2)
+    assert regroup["gap_ms"] > 0
+
+
+def kill_master(tmp_path):
+    return lambda _: os.kill(json.loads((tmp_path / "job" / "master.json").read_text())["pid"], signal.SIGKILL)
+
+
+def test_the_masters_death_costs_no_step_and_no_worker(tmp_path):
+    heard = Heard().at("step.applied", kill_master(tmp_path), lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers=2, epochs=60)
+    assert len(heard.of("master.lost")) == 1
+    assert [fields["worker"] for fields in heard.of("worker.started")] == ["worker-0.0", "worker-1.0"]
+    assert result.summary.as_dict()["generations"] == 1
+    assert seen_counts(result.checkpoint) == [60.0]
+
+
+def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp_path):
+    heard = Heard()
+
+    def both(fields):
+        pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
+        kill_master(tmp_path)(fields)
+        os.kill(pids["worker-1.0"], signal.SIGKILL)
+
+    heard.at("step.applied", both, lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers="2:3", epochs=60)
+    assert "worker-1.1" in [fields["worker"] for fields in heard.of("worker.started")]
+    assert seen_counts(result.checkpoint) == [60.0]
+
+
+def test_a_planned_departure_fails_no_step(tmp_path):
+    heard = Heard()
+
+    def notice(_):
+        pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
+        os.kill(pids["worker-0.0"], signal.SIGTERM)
+
+    heard.at("step.applied", notice, lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers=3, epochs=60)
+    reasons = [fields["why"] for fields in heard.of("view.published")]
+    assert "worker-0.0 leaves" in reasons
+    assert not any("cannot use" in why or "is gone" in why for why in reasons)
+    assert seen_counts(result.checkpoint) == [60.0]
+
+
+def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path):
+    heard = Heard()
+
+    def stop(_):
+        pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
+        os.kill(pids["worker-1.0"], signal.SIGSTOP)
+
+    heard.at("step.applied", stop, lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers=3, lease_s=2.0)
+    assert [fields["worker"] for fields in heard.of("worker.killed")] == ["worker-1.0"]
+    assert seen_counts(result.checkpoint) == [6.0]
+
+
+SCRIPT = """
+import sys
+from trueline import events
+from trueline.train.api import train
+def tell(name, fields):
+    if name == "step.applied" and fields["step"] == 100:
+        print("under way", flush=True)
+with events.listening(tell):
+    train(sys.argv[1], workers=2, epochs=4000, job_dir=sys.argv[2], checkpoint_every=20)
+"""
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
+def test_when_the_launcher_ends_no_process_is_left_and_no_torn_file(tmp_path, kill):
+    job = tmp_path / "job"
+    launcher = subprocess.Popen([sys.executable, "-c", SCRIPT, str(TINY), str(job)], stdout=subprocess.PIPE)
+    assert launcher.stdout.readline() == b"under way\n"
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(family) == 4  # agent, master, two workers
+    launcher.send_signal(kill)
+    launcher.wait(30)
+    launcher.stdout.close()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert checkpoint.latest(job / "checkpoints").step >= 20
+    assert psutil_left(tmp_path) == []
+
+
+def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_workers(tmp_path):
+    job = tmp_path / "job"
+    script = SCRIPT.replace("epochs=4000", "epochs=60").replace("== 100", "== 47")
+    launcher = subprocess.Popen([sys.executable, "-c", script, str(TINY), str(job)], stdout=subprocess.PIPE)
+    assert launcher.stdout.readline() == b"under way\n"
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    result, heard = run(tmp_path, workers=3, epochs=60, resume=True)
+    assert heard.of("job.restored")[0]["step"] % 20 == 0
+    assert seen_counts(result.checkpoint) == [60.0]
+    found, expected = checkpoint.read(result.checkpoint).state["model"], plain_loop(load_recipe(TINY), 60 * 8)
+    torch.testing.assert_close(found["classify.weight"], expected["classify.weight"], rtol=1e-9, atol=1e-12)
+    with pytest.raises(errors.UsageError, match="has finished already"):
+        train(TINY, job_dir=job, epochs=60, resume=True)
+
+
+def test_resuming_with_other_settings_is_refused_with_what_changed(tmp_path):
+    run(tmp_path, workers=1, epochs=1)
+    with pytest.raises(errors.UsageError, match="another one: global_batch was 30"):
+        train(TINY, job_dir=tmp_path / "job", epochs=1, global_batch=40, resume=True)
+
+
+def test_an_exception_in_the_recipe_ends_the_job_with_its_message_and_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_RAISES", "1")
+    with pytest.raises(errors.TrainError, match="ValueError: the labels look odd") as caught:
+        run(tmp_path, workers=2)
+    assert "tiny.py" in caught.value.hint
+    assert psutil_left(tmp_path) == []
+
+
+def test_the_master_answers_nobody_without_the_jobs_secret(tmp_path):
+    refused = []
+
+    def knock(_):
+        address = json.loads((tmp_path / "job" / "master.json").read_text())["address"]
+        with grpc.insecure_channel(address) as channel:
+            try:
+                pb_grpc.MasterStub(channel).Stop(pb.StopRequest(why="a stranger"))
+            except grpc.RpcError as error:
+                refused.append(error.code())
+
+    run(tmp_path, Heard().at("step.applied", knock), workers=1)
+    assert refused == [grpc.StatusCode.UNAUTHENTICATED]
+    assert (tmp_path / "job" / "secret").stat().st_mode & 0o077 == 0
+
+
+def test_the_master_imports_no_torch():
+    code = "import sys, trueline.train.master; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "full_disk"))
+    with pytest.raises(errors.StorageError, match="no room left to write"):
+        run(tmp_path, workers=2)
+    assert list((tmp_path / "job" / "checkpoints").glob("*")) == []
