@@ -37,9 +37,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with files.atomic_dir(tmp_path / "done") as partial:
         (partial / "a").write_text("1")
     assert (tmp_path / "done" / "a").read_text() == "1"
-    with pytest.raises(ZeroDivisionError), files.atomic_dir(tmp_path / "broken") as partial:
-        (partial / "a").write_text("1")
-        raise ZeroDivisionError
+    with pytest.raises(errors.StorageError), files.atomic_dir(tmp_path / "broken") as partial:
+        partial.mkdir()
     assert [entry.name for entry in tmp_path.iterdir()] == ["done"]
 
 
@@ -89,7 +88,7 @@ def test_every_error_has_its_own_code_and_request_errors_a_status():
     def below(kind):
         return [kind, *(found for child in kind.__subclasses__() for found in below(child))]
 
-    kinds = below(errors.TruelineError)
+    kinds = [kind for kind in below(errors.TruelineError) if kind.__module__ == errors.__name__]
     codes = [kind.code for kind in kinds]
     assert len(set(codes)) == len(codes)
     assert all(400 <= kind.status < 600 for kind in kinds if issubclass(kind, errors.RequestError))

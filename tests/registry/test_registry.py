@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +92,9 @@ client = mlflow.MlflowClient({uri(world)!r})
 version = client.get_model_version("double", "1")
 run = client.get_run(version.run_id)
 model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
-print(json.dumps([run.data.params, run.data.metrics, run.data.tags, run.info.status, version.tags, str(model.status), model.tags["mlflow.modelVersions"]]))
+data = run.data
+found = [data.params, data.metrics, data.tags, run.info.status, version.tags, str(model.status)]
+print(json.dumps([*found, model.tags["mlflow.modelVersions"]]))
 """
     params, metrics, tags, status, version_tags, model, link = json.loads(
         in_child(world, "-W", "ignore", "-c", code).stdout
@@ -214,3 +221,35 @@ def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path
     assert sum("champion" in one.aliases for one in found) == 1
     for one in found:
         assert resolve(one.uri, tracking_uri=uri(tmp_path)).digest == found[0].digest
+
+
+@pytest.mark.line
+def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small_bundle(tmp_path / "b.bundle")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = ["--backend-store-uri", uri(tmp_path), "--artifacts-destination", str(tmp_path / "artifacts")]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *store],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        where = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{where}/health", timeout=5):
+                break
+            select.select([], [], [], 0.1)
+        version = register(tmp_path / "b.bundle", tracking_uri=where)
+        for _ in range(2):
+            found = resolve("models:/double@champion", tracking_uri=where)
+            assert found.digest == version.digest
+            assert tmp_path / "cache" in found.path.parents
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=30)

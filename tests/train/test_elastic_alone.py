@@ -11,7 +11,8 @@ import sys, torch, trueline
 recipe = trueline.load_recipe(sys.argv[1])
 torch.manual_seed(0)
 model = recipe.model()
-job = trueline.Elastic(model, recipe.optimizer(model.parameters()), recipe.dataset("training"), global_batch=30, epochs=2)
+optimizer = recipe.optimizer(model.parameters())
+job = trueline.Elastic(model, optimizer, recipe.dataset("training"), global_batch=30, epochs=2)
 for batch in job:
     applied = job.step(recipe.loss(model(*batch.inputs), batch.labels))
     assert applied and len(batch.records) == 30

@@ -1,4 +1,4 @@
-"""A job of 8 steps an epoch on generated records that imports nothing slow; it counts its records as `counting` does."""
+"""A job of 8 steps an epoch on generated records, quick to import; it counts its records as `counting` does."""
 
 import os
 

@@ -1,0 +1,280 @@
+"""The command says one clear thing for each outcome, keeps data apart from progress, and starts at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trueline import events
+from trueline.cli import app, options
+from trueline.cli._progress import Sparse, counted, detail, progress
+from trueline.cli.register import run_facts
+from trueline.cli.train import parse_fault
+from trueline.errors import RecipeError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _no_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(options.DEBUG, "0")
+
+
+@pytest.mark.parametrize("name", app.VERBS)
+def test_every_verb_teaches_with_two_examples_and_names_its_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"\n    trueline {name} ") >= 2
+    assert "Examples:" in said
+    assert "--debug" in said
+    paragraph = said.partition("Options:")[0]
+    assert len(paragraph.split()) > 30
+
+
+def test_help_lists_the_verbs_in_the_order_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    places = [said.index(f"\n  {name} ") for name in app.VERBS]
+    assert places == sorted(places)
+    assert "..." not in said.partition("Commands:")[2]
+
+
+def test_help_starts_at_once_and_loads_neither_torch_nor_mlflow() -> None:
+    code = (
+        "import sys; from trueline.cli.app import run; run(['--help']);"
+        "heavy = {'torch', 'mlflow', 'numpy', 'pyarrow', 'onnxruntime', 'grpc'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert time.perf_counter() - began < 1.0  # about 0.1 s on an idle machine
+
+
+def test_a_trueline_error_is_one_line_and_a_hint_on_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert app.run(["evaluate", str(tmp_path / "absent.py"), "x"]) == RecipeError.exit_code
+    said = capsys.readouterr()
+    assert said.out == ""
+    error, hint = said.err.splitlines()
+    assert error.startswith("error: cannot read the recipe")
+    assert hint.startswith("hint: `trueline init")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "r.py", "--epoch", "3"], "--epochs"),
+        (["train", "r.py", "--kill", "soon"], "is not STEP or STEP:WORKER"),
+        (["register", "b", "--metric", "accuracy"], "is not NAME=VALUE"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert app.run(arguments) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.out == ""
+
+
+def failing(error: BaseException) -> Any:
+    def command(name: str, into: Path) -> Any:
+        raise error
+
+    return command
+
+
+def test_an_unexpected_error_is_short_and_shows_its_traceback_only_on_demand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueline.recipe.template.write_recipe", failing(ZeroDivisionError("no way")))
+    assert app.run(["init", "x"]) == 1
+    short = capsys.readouterr().err
+    assert short.startswith("error: unexpected ZeroDivisionError at test_cli.py:")
+    assert "Traceback" not in short
+    assert app.run(["init", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_with_130_and_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueline.recipe.template.write_recipe", failing(KeyboardInterrupt()))
+    assert app.run(["init", "x"]) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+
+
+def test_a_reader_that_went_away_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "trueline", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (found.returncode, found.stderr) == (1, "")
+
+
+def test_init_says_the_path_on_stdout_and_the_next_step_on_stderr(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert app.run(["init", "mine", "--into", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'mine' / 'recipe.py'}\n"
+    assert f"trueline train {tmp_path / 'mine' / 'recipe.py'}" in said.err
+    assert app.run(["init", "mine", "--into", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def called(monkeypatch: pytest.MonkeyPatch, where: str, answer: Any) -> dict[str, Any]:
+    """Puts a function in place of the verb's and returns what it will be called with."""
+    seen: dict[str, Any] = {}
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        seen.update(kwargs, args=args)
+        events.emit("step.applied", step=0, total=1, loss=0.5)
+        return answer
+
+    monkeypatch.setattr(where, fake)
+    return seen
+
+
+def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3})
+    answer = SimpleNamespace(summary=summary, checkpoint=Path("c"), job_dir=Path("j"))
+    seen = called(monkeypatch, "trueline.train.api.train", answer)
+    assert app.run(["train", "r.py", "--workers", "2:4", "--batch", "32", "--kill", "5:1", "--kill", "9"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "trained\ncheckpoint: c\n"
+    assert said.err == "training 1/1 loss=0.5\n"
+    assert (seen["args"], seen["workers"], seen["global_batch"], seen["epochs"]) == (("r.py",), "2:4", 32, None)
+    assert [(fault.step, fault.slot) for fault in seen["faults"]] == [(5, 1), (9, 0)]
+    assert app.run(["train", "r.py", "--json", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"steps": 3, "checkpoint": "c", "job": "j"}
+    assert said.err == ""
+
+
+def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
+    from registry_worlds import small_bundle
+
+    small_bundle(tmp_path / "b.bundle")
+    store = ["--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    assert app.run(["register", str(tmp_path / "b.bundle"), "--metric", "accuracy=0.9", *store]) == 0
+    assert capsys.readouterr().out == "models:/double/1 (champion)\n"
+    assert app.run(["inspect", "models:/double@champion", "--json", *store]) == 0
+    assert json.loads(capsys.readouterr().out)["manifest"]["name"] == "double"
+    assert app.run(["inspect", str(tmp_path / "b.bundle")]) == 0
+    assert "signature" in capsys.readouterr().out
+    assert app.run(["inspect", "models:/double@nobody", *store]) == 1
+    assert "has: champion" in capsys.readouterr().err
+
+
+def test_serve_passes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = called(monkeypatch, "trueline.serve.api.serve", None)
+    assert app.run(["serve", "b.bundle", "--port", "0", "--max-delay", "0.01", "-q"]) == 0
+    assert (seen["args"], seen["port"], seen["max_delay_s"]) == (("b.bundle",), 0, 0.01)
+
+
+def test_ship_passes_its_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = SimpleNamespace(as_text=lambda: "shipped", as_dict=lambda: {"bundle": Path("b")})
+    seen = called(monkeypatch, "trueline.line.ship", answer)
+    assert app.run(["ship", "r.py", "--no-drill", "--json", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"bundle": "b"}
+    assert (seen["drill"], seen["workers"], seen["alias"]) == (False, "3", "champion")
+
+
+def test_faults_and_run_facts_are_read_from_the_command_line(tmp_path: Path) -> None:
+    assert (parse_fault("7").step, parse_fault("7").slot) == (7, 0)
+    (tmp_path / "job.json").write_text('{"epochs": 3, "faults": []}')
+    (tmp_path / "summary.json").write_text('{"steps": 69, "seconds": 1.5}')
+    facts = run_facts(tmp_path, {"note": "x"}, {"accuracy": "0.5"})
+    assert facts.params == {"epochs": 3, "steps": 69, "note": "x"}
+    assert facts.metrics == {"seconds": 1.5, "accuracy": 0.5}
+    with pytest.raises(UsageError, match="a metric is a number"):
+        run_facts(None, {}, {"accuracy": "good"})
+    with pytest.raises(UsageError, match="holds no finished job"):
+        run_facts(tmp_path / "absent", {}, {})
+
+
+class Screen(io.StringIO):
+    def __init__(self, *, tty: bool) -> None:
+        super().__init__()
+        self._tty = tty
+
+    def isatty(self) -> bool:
+        return self._tty
+
+
+def replay(stream: Screen) -> str:
+    with progress(stream=stream):
+        events.emit("job.started", total_steps=200, workers=3)
+        for step in range(200):
+            loss = 1.0 / (step + 1)
+            events.emit("step.applied", step=step, total=200, loss=loss, workers=3, records_per_s=5120.0, at_ns=9)
+            if step == 50:
+                events.emit("worker.lost", worker="w1", why="killed by SIGKILL")
+        events.emit("job.finished", steps=200)
+    return stream.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_for_each_tenth_of_the_way_and_for_what_happened() -> None:
+    lines = replay(Screen(tty=False)).splitlines()
+    steps = [line for line in lines if line.startswith("training")]
+    assert 10 <= len(steps) <= 12
+    assert steps[-1] == "training 200/200 loss=0.005 workers=3 records_per_s=5120"
+    assert 'worker.lost worker=w1 why="killed by SIGKILL"' in lines
+
+
+def test_on_a_terminal_there_is_a_bar_and_events_scroll_by_above_it() -> None:
+    text = replay(Screen(tty=True))
+    assert "training" in text
+    assert "worker.lost" in text
+    assert "200/200" in text
+
+
+def test_counts_without_an_end_or_without_numbers_do_no_harm() -> None:
+    assert counted("step.applied", {"step": 5}) == ("training", 6, None)
+    assert counted("step.applied", {}) is None
+    assert counted("worker.lost", {"step": 5}) is None
+    assert detail({"loss": 0.25, "workers": 3, "other": 1}) == "loss=0.25 workers=3"
+    sparse = Sparse()
+    assert [done for done in range(1, 301) if sparse.due("step.applied", done, None)] == [1, 100, 200, 300]
+
+
+def test_importing_trueline_is_fast_and_each_verb_is_callable() -> None:
+    code = (
+        "import time; t = time.perf_counter(); import trueline; spent = time.perf_counter() - t; import sys;"
+        "assert 'torch' not in sys.modules and 'click' not in sys.modules; assert spent < 0.2, spent;"
+        "assert set(trueline.__all__) <= set(dir(trueline));"
+        "assert all(callable(getattr(trueline, name)) for name in ('train', 'capture', 'serve', 'register'));"
+        "assert trueline.train is sys.modules['trueline.train']; import trueline.serve.settings;"
+        "assert trueline.serve.settings and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_room_that_is_a_verb_calls_the_function_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trueline
+    import trueline.serve.api as room
+
+    monkeypatch.setattr(room, "serve", lambda source, **flags: (source, flags))
+    assert trueline.serve("b.bundle", port=1) == ("b.bundle", {"port": 1})
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = trueline.trian  # type: ignore[attr-defined]
