@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trueline import events
 from trueline.bundle import open_bundle
-from trueline.capture import capture
+from trueline.capture.api import capture
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe

@@ -22,9 +22,14 @@ _COUNTS = {
     "step.applied": ("training", "step", "total"),
     "probe.done": ("proving", "done", "total"),
     "proof.advanced": ("proving", "done", "total"),
+    "evaluation.advanced": ("evaluating", "done", "total"),
+    "prediction.advanced": ("predicting", "done", "total"),
 }
-"""Events that count: what the bar is called, and the fields that hold how far it is and where it ends."""
-_ENDS = {"job.finished", "program.proven", "program.refused", "bundle.sealed"}
+"""Events that count: what the bar is called, and the fields that hold how far it is and where it ends.
+
+Steps have numbers from 0, so that step 0 is the first that is done; the other fields are counts.
+"""
+_ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "bundle.sealed"}
 _SHARE = 0.1
 """Of the way between two lines of a count where there is no terminal."""
 
@@ -35,7 +40,7 @@ class Sparse:
 
     _next: dict[str, float] = field(default_factory=dict)
 
-    def due(self, name: str, done: float, total: float | None) -> bool:
+    def due(self, name: str, done: int, total: int | None) -> bool:
         """True when `done` has come to the next mark of `name`."""
         if done >= self._next.get(name, 0.0):
             step = total * _SHARE if total else 100.0
@@ -43,19 +48,16 @@ class Sparse:
             return True
         return total is not None and done >= total
 
-    def forget(self, name: str) -> None:
-        self._next.pop(name, None)
 
-
-def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, float, float | None] | None:
+def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | None] | None:
     """What the bar is called, how far it is and its end, for an event that counts."""
     if name not in _COUNTS:
         return None
     label, done_key, total_key = _COUNTS[name]
     done, total = fields.get(done_key), fields.get(total_key)
-    if not isinstance(done, int | float):
+    if not isinstance(done, int):
         return None
-    return label, float(done), float(total) if isinstance(total, int | float) and total else None
+    return label, done + (done_key == "step"), total if isinstance(total, int) and total else None
 
 
 def detail(fields: Mapping[str, Field]) -> str:
@@ -85,12 +87,16 @@ class _Lines:
 
     def hear(self, name: str, fields: dict[str, Field]) -> None:
         count = counted(name, fields)
-        if count is not None and not self._sparse.due(name, count[1], count[2]):
-            return
         if name in _ENDS:
-            for other in _COUNTS:
-                self._sparse.forget(other)
-        self._stream.write(events.render(name, fields) + "\n")
+            self._sparse = Sparse()
+        if count is None:
+            self._say(events.render(name, fields))
+        elif self._sparse.due(name, count[1], count[2]):
+            label, done, total = count
+            self._say(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip())
+
+    def _say(self, line: str) -> None:
+        self._stream.write(line + "\n")
         self._stream.flush()
 
 
@@ -128,6 +134,7 @@ class _Bars:
         self._progress.update(self._tasks[label], completed=done, total=total, detail=detail(fields))
 
     def _clear(self) -> None:
+        self._progress.refresh()
         for task in self._tasks.values():
             self._progress.remove_task(task)
         self._tasks.clear()

@@ -35,8 +35,10 @@ def command(recipe: str, checkpoint: str, mode: str, as_json: bool, quiet: bool)
     CHECKPOINT is a checkpoint, or the folder of a job, which stands for its newest one.
     """
     from trueline.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe)
     from trueline.train.evaluate import evaluate
 
     with progress(quiet=quiet):
-        found = evaluate(load_recipe(recipe), checkpoint_path(checkpoint), mode=cast("Mode", mode))
+        found = evaluate(loaded, checkpoint_path(checkpoint), mode=cast("Mode", mode))
     say(found.as_text(), found.as_dict(), as_json=as_json)

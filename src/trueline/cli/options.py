@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ DEBUG = "TRUELINE_DEBUG"
 
 def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Command]:
     """Declares a verb: its function's docstring is the help, `examples` stands below the options."""
-    epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines())
+    paragraphs = (textwrap.indent(one, "  ") for one in examples.strip().split("\n\n"))
+    epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{one}" for one in paragraphs)
 
     def declare(function: Callable[..., Any]) -> click.Command:
         debugged = click.option(

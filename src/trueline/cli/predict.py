@@ -26,7 +26,7 @@ trueline predict digits/recipe.py digits.bundle --out answers.parquet --mode eva
 @verb("predict", examples=_EXAMPLES)
 @recipe_argument
 @click.argument("source")
-@click.option("--out", required=True, metavar="FILE", help="Parquet file to write, in the order of the records.")
+@click.option("--out", required=True, metavar="FILE", help="File to write, .parquet or .jsonl.")
 @click.option("--mode", type=click.Choice(MODES), default="prediction", show_default=True, help="Which records.")
 @json_option
 @quiet_option
@@ -38,9 +38,11 @@ def command(recipe: str, source: str, out: str, mode: str, as_json: bool, quiet:
     says otherwise.
     """
     from trueline.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe)
     from trueline.train.predict import predict
 
     with progress(quiet=quiet):
-        found = predict(load_recipe(recipe), checkpoint_path(source), Path(out), mode=cast("Mode", mode))
+        found = predict(loaded, checkpoint_path(source), Path(out), mode=cast("Mode", mode))
     facts = {"records": found.records, "path": str(found.path)}
     say(f"{found.records} records: {found.path}", facts, as_json=as_json)

@@ -6,7 +6,7 @@ mlflow only when a function runs; a process that must not hold mlflow calls `pyt
 `__main__`).
 """
 
+from trueline.registry.add import RunFacts, register
 from trueline.registry.find import ModelVersion, Resolved, resolve, versions
-from trueline.registry.register import RunFacts, register
 
 __all__ = ["ModelVersion", "Resolved", "RunFacts", "register", "resolve", "versions"]
