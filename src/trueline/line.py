@@ -118,7 +118,7 @@ def ship(
     captured = clock.run("capture", lambda: _capture(found, trained, bundle))
     version = clock.run("register", lambda: _register(found, trained, evaluation, captured, name, alias, tracking_uri))
     uri = f"models:/{version.name}@{alias}" if alias else version.uri
-    with clock.run("serve", lambda: _serve(uri, tracking_uri)) as server:
+    with clock.run("serve", lambda: _serve(uri, tracking_uri, trained.job_dir)) as server:
         ready_s = clock.seconds["serve"]
         served = clock.run("compare", lambda: _compare(found, trained, server, ready_s))
     return Shipped(
@@ -201,10 +201,12 @@ def _register(
     return register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=run)
 
 
-def _serve(uri: str, tracking_uri: str | None) -> RunningServer:
+def _serve(uri: str, tracking_uri: str | None, job_dir: Path) -> RunningServer:
     from trueline.serve.api import start
 
-    return start(uri, tracking_uri=tracking_uri)
+    server = start(uri, tracking_uri=tracking_uri, log=job_dir / "logs" / "server.log")
+    events.emit("server.started", url=server.url, model=server.model, version=server.version)
+    return server
 
 
 def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_s: float) -> Served:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def capture(
-    recipe: Recipe,
-    checkpoint: Path | None,
-    out: Path,
+    recipe: str | Path | Recipe,
+    checkpoint: str | Path | None,
+    out: str | Path,
     *,
     formats: Sequence[str] | None = FORMATS,
     overwrite: bool = False,
@@ -47,6 +47,10 @@ def capture(
         raise UsageError(f"{out} exists already", hint="choose another name, or ask to overwrite it")
     from trueline.capture import sealing, subject
     from trueline.capture.ladder import climb
+    from trueline.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe)
+    checkpoint = None if checkpoint is None else Path(checkpoint)
 
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     model = subject.prepare(recipe, checkpoint)

@@ -1,18 +1,20 @@
 """Events as progress: bars on a terminal, now and then a line everywhere else. Always on stderr.
 
-Knows the names of a few events and nothing of who emits them: an event it does not know is one line, and a
-field that is missing is left out.
+Knows the names of some events and nothing of who emits them: it says them in words where it has words, leaves out
+those that only matter when something is wrong (`--debug` shows them), and gives any other event one line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from trueline import events
+from trueline.cli.options import DEBUG
 from trueline.events import Field
 
 if TYPE_CHECKING:
@@ -24,12 +26,30 @@ _COUNTS = {
     "proof.advanced": ("proving", "done", "total"),
     "evaluation.advanced": ("evaluating", "done", "total"),
     "prediction.advanced": ("predicting", "done", "total"),
+    "comparison.advanced": ("comparing", "done", "total"),
 }
 """Events that count: what the bar is called, and the fields that hold how far it is and where it ends.
 
 Steps have numbers from 0, so that step 0 is the first that is done; the other fields are counts.
 """
 _ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "bundle.sealed"}
+_WORDS = {
+    "stage.started": "[{number}/{of}] {stage}",
+    "job.started": "  job {job}: {workers} workers, {epochs} epochs",
+    "view.published": "  generation {generation}: {workers} workers ({why})",
+    "job.restored": "  going on from {checkpoint}, step {step}",
+    "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
+    "program.refused": "  {format}: refused: {why} {line}",
+    "bundle.sealed": "  sealed {path}",
+    "model.registered": "  registered {uri}, alias {alias}",
+    "server.started": "  {url} answers for {model} version {version}",
+}
+"""Events that have words; the fields are the event's own."""
+_MINOR = {
+    "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
+    "checkpoint.saved", "job.finished", "capture.started", "program.emitted",
+}  # fmt: skip
+"""Events that only matter when something is wrong."""
 _SHARE = 0.1
 """Of the way between two lines of a count where there is no terminal."""
 
@@ -58,6 +78,16 @@ def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | Non
     if not isinstance(done, int):
         return None
     return label, done + (done_key == "step"), total if isinstance(total, int) and total else None
+
+
+def told(name: str, fields: Mapping[str, Field]) -> str | None:
+    """The line for an event that does not count; None when it is a minor one and nobody debugs."""
+    if name in _MINOR and not os.environ.get(DEBUG):
+        return None
+    try:
+        return _WORDS[name].format(**fields).rstrip()
+    except (KeyError, ValueError):  # no words for it, or not for these fields
+        return events.render(name, dict(fields))
 
 
 def detail(fields: Mapping[str, Field]) -> str:
@@ -90,7 +120,9 @@ class _Lines:
         if name in _ENDS:
             self._sparse = Sparse()
         if count is None:
-            self._say(events.render(name, fields))
+            line = told(name, fields)
+            if line is not None:
+                self._say(line)
         elif self._sparse.due(name, count[1], count[2]):
             label, done, total = count
             self._say(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip())
@@ -111,7 +143,7 @@ class _Bars:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress: Progress = Progress(
             *columns, TextColumn("{task.fields[detail]}"), console=Console(file=self._stream), transient=True
         )
@@ -119,6 +151,7 @@ class _Bars:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._clear()
         self._progress.stop()
 
     def hear(self, name: str, fields: dict[str, Field]) -> None:
@@ -126,7 +159,10 @@ class _Bars:
         if count is None:
             if name in _ENDS:
                 self._clear()
-            self._progress.console.print(events.render(name, fields), style="dim", markup=False, highlight=False)
+            line = told(name, fields)
+            if line is not None:
+                style = "bold" if name == "stage.started" else "default"
+                self._progress.console.print(line, style=style, markup=False, highlight=False)
             return
         label, done, total = count
         if label not in self._tasks:
@@ -134,7 +170,11 @@ class _Bars:
         self._progress.update(self._tasks[label], completed=done, total=total, detail=detail(fields))
 
     def _clear(self) -> None:
-        self._progress.refresh()
-        for task in self._tasks.values():
+        """Bars that have ended stay as a line in their place."""
+        for label, task in self._tasks.items():
+            bar = next(bar for bar in self._progress.tasks if bar.id == task)
+            total = f"/{bar.total:g}" if bar.total else ""
+            line = f"  {label} {bar.completed:g}{total} {bar.fields['detail']}".rstrip()
+            self._progress.console.print(line, style="dim", markup=False, highlight=False)
             self._progress.remove_task(task)
         self._tasks.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -95,16 +96,19 @@ def start(
     *,
     port: int = 0,
     ready_timeout_s: float = 60.0,
+    log: Path | None = None,
     **options: Unpack[Options],
 ) -> RunningServer:
-    """Starts a server process and returns when it is ready. It takes what `serve` takes; the port is a free one.
+    """Starts a server process and returns when it is ready. It takes what `serve` takes; the port is a free one, and
+    its log goes to the file `log`, or to this process's stderr.
 
     Raises what the server would have raised, with its message; TruelineError when it is not ready within
     `ready_timeout_s`.
     """
     chosen = Settings(source=str(source), port=port, lifeline=True, **options)
     command = [sys.executable, "-P", "-m", "trueline.serve", *to_arguments(chosen)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with contextlib.nullcontext() if log is None else log.open("ab") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
     try:
         assert process.stdout is not None
         record = child.first_record(process.stdout, ready_timeout_s)
