@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-test: $(STAMP)  ## all tests but the chaos suite
+test: $(STAMP)  ## all tests but the chaos suite: first the rooms, then the whole line
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m line
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

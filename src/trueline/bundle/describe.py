@@ -100,11 +100,23 @@ def _lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, 
     for key, value in lineage.items():
         if isinstance(value, dict) and value:
             rows += _lineage_rows(value, f"{prefix}{key}.")
+        elif key == "certificates" and value:
+            rows += [(prefix + key, line) for line in _certificate_lines(value)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             rows += [row for i, one in enumerate(value) for row in _lineage_rows(one, f"{prefix}{key}.{i}.")]
         else:
             rows.append((prefix + key, "none" if value in (None, [], {}) else str(value)))
     return rows
+
+
+def _certificate_lines(certificates: Sequence[dict[str, int]]) -> list[str]:
+    """What the epochs' certificates of the training job say; epochs that say the same share a line."""
+    alike: dict[str, list[int]] = {}
+    for one in certificates:
+        times = "counted by digest" if one["tally_min"] < 0 else f"each {one['tally_min']} to {one['tally_max']} times"
+        said = f"{one['records']} records in {one['steps']} steps, {times}, digest {one['digest']:06x}"
+        alike.setdefault(said, []).append(one["epoch"])
+    return [f"epochs {min(epochs)} to {max(epochs)} ({len(epochs)}): {said}" for said, epochs in alike.items()]
 
 
 def _shapes(tensors: dict[str, Any]) -> str:

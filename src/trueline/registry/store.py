@@ -7,6 +7,7 @@ current folder.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from trueline.errors import RegistryError
-from trueline.files import sha256_bytes
+from trueline.errors import RegistryError, TruelineError
+from trueline.files import sha256_bytes, storage_error
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,12 +41,15 @@ BUNDLE_FOLDER = "bundle"
 
 @contextmanager
 def opened(tracking_uri: str | None) -> Iterator[MlflowClient]:
-    """A client of the store. What MLflow raises inside becomes RegistryError, with MLflow's first line."""
+    """A client of the store. What MLflow raises inside becomes RegistryError, with MLflow's first line, or
+    StorageError when the disk is full.
+    """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     import mlflow
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     with warnings.catch_warnings(), _silenced("mlflow", "alembic"):
         # MLflow 3.17 loads with a strategy that SQLAlchemy 2.1 deprecates; neither is ours to change.
@@ -55,10 +59,8 @@ def opened(tracking_uri: str | None) -> Iterator[MlflowClient]:
                 client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
                 client.search_registered_models(max_results=1)  # the other half of the store makes its tables now
             yield client
-        except MlflowException as error:
-            raise RegistryError(
-                f"the model registry refuses: {_first_line(error)}", hint="check the tracking URI"
-            ) from error
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            raise _in_our_words(error, tracking_uri or mlflow.get_tracking_uri()) from error
 
 
 @contextmanager
@@ -93,6 +95,16 @@ def _silenced(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _in_our_words(error: Exception, uri: str) -> TruelineError:
+    text = str(error)
+    if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
+        where = _database(uri) or Path(tempfile.gettempdir())
+        return storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), where)
+    if isinstance(error, OSError):
+        return RegistryError(f"the model registry at {uri} cannot be used: {error}", hint="check the tracking URI")
+    return RegistryError(f"the model registry refuses: {_first_line(error)}", hint="check the tracking URI")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,86 @@
+"""The whole line as a user runs it, in a folder of its own: `make test` runs this after the fast suite."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trueline.registry import store
+
+RECIPE = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"
+pytestmark = [pytest.mark.line, pytest.mark.timeout(240)]
+pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is not installed")
+
+
+def trueline(folder: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "trueline", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, "TRUELINE_DEBUG": ""}, **pipes)
+
+
+def left(folder: Path) -> list[str]:
+    """Processes that work in `folder` or speak of it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        here = process.info["cwd"] == str(folder) or str(folder) in line
+        if here and "pytest" not in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+def partials(folder: Path) -> list[Path]:
+    return list(folder.rglob(".partial-*"))
+
+
+def test_one_command_goes_from_a_recipe_to_proven_answers_twice(tmp_path):
+    for version in (1, 2):
+        process = trueline(tmp_path, "ship", str(RECIPE), "--json")
+        out, log = process.communicate()
+        assert process.returncode == 0, log
+        shipped = json.loads(out)
+        assert shipped["evaluation"]["metrics"]["accuracy"] >= 0.97
+        assert shipped["version"] == f"models:/digits/{version}"
+        assert (shipped["served"]["records"], shipped["served"]["decisions_changed"]) == (360, 0)
+        certificates = shipped["summary"]["certificates"]
+        assert [c["records"] for c in certificates] == [1437] * 12
+        assert {(c["tally_min"], c["tally_max"]) for c in certificates} == {(1, 1)}
+        reasons = [regroup["reason"] for regroup in shipped["summary"]["regroups"]]
+        assert "worker-1.0 is gone: killed by SIGKILL" in reasons
+        assert "worker-1.1 joins" in reasons
+        assert left(tmp_path) == []
+    assert partials(tmp_path) == []
+
+
+def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(tmp_path):
+    assert trueline(tmp_path, "ship", str(RECIPE), "--epochs", "2", "--no-drill").wait() == 0
+    told, _ = trueline(tmp_path, "inspect", "models:/digits@champion").communicate()
+    assert "proven  batch from 1 up" in told
+    assert "epochs 0 to 1 (2): 1437 records in 23 steps, each 1 to 1 times" in told
+    for source in ("runs/digits-1", "runs/digits-1/digits.bundle"):
+        out = f"{Path(source).name}.jsonl"
+        assert trueline(tmp_path, "predict", str(RECIPE), source, "--out", out).wait() == 0
+        assert len((tmp_path / out).read_text().splitlines()) == 360
+    with store.opened(f"sqlite:///{tmp_path}/mlflow.db") as client:
+        run = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id)
+    assert run.data.metrics["accuracy"] > 0.8
+    assert (run.data.params["epochs"], run.data.params["records"]) == ("2", "1437")
+
+
+@pytest.mark.parametrize("stage", ["[1/6] train", "training", "[3/6] capture", "[5/6] serve", "[6/6] compare"])
+def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
+    process = trueline(tmp_path, "ship", str(RECIPE), "--epochs", "2")
+    for line in process.stderr:
+        if line.startswith(stage):
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode in (130, 0)  # 0: it was done before the signal came
+    psutil.wait_procs([psutil.Process(p.pid) for p in psutil.process_iter() if p.pid == process.pid], timeout=5)
+    assert left(tmp_path) == []
+    assert partials(tmp_path) == []
