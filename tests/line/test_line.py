@@ -10,17 +10,31 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trueline.registry import store
-
 RECIPE = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"
 pytestmark = [pytest.mark.line, pytest.mark.timeout(240)]
 pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is not installed")
+
+
+ASK_MLFLOW = """
+import json, mlflow
+client = mlflow.MlflowClient()
+run = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id)
+print(json.dumps([run.data.metrics, run.data.params]))
+"""
 
 
 def trueline(folder: Path, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "trueline", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "TRUELINE_DEBUG": ""}, **pipes)
+
+
+def told_by(folder: Path, *arguments: str) -> str:
+    """What a command that succeeds says on stdout."""
+    process = trueline(folder, *arguments)
+    out, log = process.communicate()
+    assert process.returncode == 0, log
+    return out
 
 
 def left(folder: Path) -> list[str]:
@@ -40,10 +54,7 @@ def partials(folder: Path) -> list[Path]:
 
 def test_one_command_goes_from_a_recipe_to_proven_answers_twice(tmp_path):
     for version in (1, 2):
-        process = trueline(tmp_path, "ship", str(RECIPE), "--json")
-        out, log = process.communicate()
-        assert process.returncode == 0, log
-        shipped = json.loads(out)
+        shipped = json.loads(told_by(tmp_path, "ship", str(RECIPE), "--json"))
         assert shipped["evaluation"]["metrics"]["accuracy"] >= 0.97
         assert shipped["version"] == f"models:/digits/{version}"
         assert (shipped["served"]["records"], shipped["served"]["decisions_changed"]) == (360, 0)
@@ -58,18 +69,18 @@ def test_one_command_goes_from_a_recipe_to_proven_answers_twice(tmp_path):
 
 
 def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(tmp_path):
-    assert trueline(tmp_path, "ship", str(RECIPE), "--epochs", "2", "--no-drill").wait() == 0
-    told, _ = trueline(tmp_path, "inspect", "models:/digits@champion").communicate()
+    told_by(tmp_path, "ship", str(RECIPE), "--epochs", "2", "--no-drill")
+    told = told_by(tmp_path, "inspect", "models:/digits@champion")
     assert "proven  batch from 1 up" in told
     assert "epochs 0 to 1 (2): 1437 records in 23 steps, each 1 to 1 times" in told
     for source in ("runs/digits-1", "runs/digits-1/digits.bundle"):
         out = f"{Path(source).name}.jsonl"
-        assert trueline(tmp_path, "predict", str(RECIPE), source, "--out", out).wait() == 0
+        told_by(tmp_path, "predict", str(RECIPE), source, "--out", out)
         assert len((tmp_path / out).read_text().splitlines()) == 360
-    with store.opened(f"sqlite:///{tmp_path}/mlflow.db") as client:
-        run = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id)
-    assert run.data.metrics["accuracy"] > 0.8
-    assert (run.data.params["epochs"], run.data.params["records"]) == ("2", "1437")
+    asked = subprocess.run([sys.executable, "-c", ASK_MLFLOW], cwd=tmp_path, capture_output=True, text=True, check=True)
+    metrics, params = json.loads(asked.stdout.splitlines()[-1])
+    assert metrics["accuracy"] > 0.8
+    assert (params["epochs"], params["records"]) == ("2", "1437")
 
 
 @pytest.mark.parametrize("stage", ["[1/6] train", "training", "[3/6] capture", "[5/6] serve", "[6/6] compare"])
