@@ -54,13 +54,15 @@ class DatasetSource:
 
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self._num_records, f"dataset {self._kind}")
-        wanted = [int(index) for index in indices]
+        wanted: list[int] = indices.tolist()
         items = self._items(wanted)
-        pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]
-        inputs = self._collate([pair[0] for pair in pairs], wanted, "inputs")
-        if pairs[0][1] is None:
-            return Batch(inputs, None)
-        return Batch(inputs, self._collate([pair[1] for pair in pairs], wanted, "labels"))
+        if all(type(item) is tuple and len(item) == 2 for item in items):  # nearly always; the rest is slower
+            pairs = items
+        else:
+            pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]
+        values, labels = map(list, zip(*pairs, strict=True))
+        inputs = self._collate(values, wanted, "inputs")
+        return Batch(inputs, None if labels[0] is None else self._collate(labels, wanted, "labels"))
 
     def fingerprint(self) -> str:
         """Over type, length and a few items, read twice with seeded random numbers.
@@ -80,10 +82,9 @@ class DatasetSource:
 
     def _items(self, wanted: list[int]) -> Sequence[Any]:
         many = getattr(self._dataset, "__getitems__", None)
-        if many is None:
-            return [self._item(index) for index in wanted]
+        dataset = self._dataset
         try:
-            items: Sequence[Any] = many(wanted)
+            items: Sequence[Any] = [dataset[index] for index in wanted] if many is None else many(wanted)
         except Exception as error:
             for index in wanted:
                 self._item(index)

@@ -99,7 +99,7 @@ def check_indices(indices: Indices, num_records: int, where: str) -> None:
     """Refuses to read nothing, or records that are not there. Raises DataError."""
     if len(indices) == 0:
         raise DataError(f"no records of {where} were asked for, expected at least one index")
-    low, high = int(min(indices)), int(max(indices))
+    low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= num_records:
         raise DataError(f"{where} has no record {low if low < 0 else high} (it has {num_records})")
 

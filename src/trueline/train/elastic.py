@@ -175,9 +175,9 @@ class Elastic:
             len(batch.records), books.digest(batch.records), self._view.generation, batch.step, wish=wish
         )
         tally = self._replica.ledger.tally
-        words = torch.zeros(books.WORDS + (0 if tally is None else len(tally)))
-        words[: books.WORDS] = torch.tensor([*head, len(batch.records) * float(loss.detach())])
+        words = torch.tensor([*head, len(batch.records) * loss.item()])
         if tally is not None:
+            words = torch.cat([words, torch.zeros(len(tally))])
             words[books.WORDS + torch.from_numpy(batch.records)] += 1.0
         self._arm("backward")
         return words
@@ -245,6 +245,7 @@ class Elastic:
             if not plan.superseded and self._formed(view, plan):
                 break
         self._view, self._wishes, self._regrouped = view, 0, True
+        self._link.leads = self._rank == 0
 
     def _next_view(self, after: int) -> pb.View:
         while True:

@@ -22,13 +22,17 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 
 FENCED_EXIT = 76
 HEARTBEAT_S = 0.5
-REPORT_S = 0.05
+REPORT_S = 0.1
 """Reports are gathered for so long; the log may be behind the truth by that much."""
+OVERDUE_NS = 1_000_000_000
 RETRY_S = 0.05
 
 
 class Link(Protocol):
     ref: str
+    leads: bool
+    """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
+    those that it does not get within a second: the one that leads may be dead."""
 
     def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
         """Says that this worker can train; views arrive from now on."""
@@ -72,6 +76,7 @@ class MasterLink:
 
     def __init__(self, address: str, secret: str, ref: str, cut: Callable[[int], None]) -> None:
         self.ref = ref
+        self.leads = True
         self._cut = cut
         self._metadata = (("authorization", f"Bearer {secret}"),)
         options = [("grpc.keepalive_time_ms", 20000), ("grpc.initial_reconnect_backoff_ms", 50),
@@ -126,7 +131,7 @@ class MasterLink:
         if certificate is not None:
             self._certificates.append(certificate)
         self._generation, self._step = generation, step
-        if len(self._applied) == 1 or certificate is not None:
+        if certificate is not None or (self.leads and len(self._applied) == 1):
             self._wake.set()
 
     def certify(self, certificates: list[pb.Certificate]) -> None:
@@ -140,11 +145,13 @@ class MasterLink:
             time.sleep(REPORT_S)  # gathers reports; a heartbeat needs no precision
 
     def flush(self) -> None:
-        self._send()
+        self._send(everything=True)
 
-    def _send(self) -> None:
+    def _send(self, *, everything: bool = False) -> None:
         with self._sending:
-            applied, certificates = list(self._applied), list(self._certificates)
+            certificates = list(self._certificates)
+            overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
+            applied = list(self._applied) if everything or self.leads or overdue else []
             message = pb.Progress(
                 ref=self.ref,
                 generation=self._generation,
@@ -152,8 +159,10 @@ class MasterLink:
                 applied=applied,
                 certificates=certificates,
             )
-            self._call(self._master.Report, message)
+            ack: pb.Ack = self._call(self._master.Report, message)
             for _ in applied:
+                self._applied.popleft()
+            while self._applied and self._applied[0].step < ack.committed:
                 self._applied.popleft()
             for _ in certificates:
                 self._certificates.popleft()
@@ -200,6 +209,7 @@ class Solo:
 
     def __init__(self) -> None:
         self.ref = "worker-0.0"
+        self.leads = True
         self._store = ""
         self._view: pb.View | None = None
         self.steps: list[pb.Applied] = []

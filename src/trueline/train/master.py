@@ -282,7 +282,7 @@ class Master(pb_grpc.MasterServicer):
                 self.say("step.applied", total=self.account.total_steps, **body)
             elif kind == "EPOCH":
                 self.say("epoch.certified", **body)
-        return pb.Ack(committed=self.state.committed)
+        return pb.Ack(committed=self.account.logged)
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
         await self._let_in(self.happen(members.Leaving(request.ref)), request.ref, context)

@@ -7,6 +7,7 @@ Plans of neighbouring steps are computed together because numpy's cost is per ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,11 @@ from trueline.train import ledger
 
 Ints = npt.NDArray[np.int64]
 _TOGETHER = 64
+
+
+@lru_cache(maxsize=256)
+def _equal_shares(count: int, workers: int) -> list[tuple[int, int]]:
+    return order.split(count, [1.0] * workers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +65,7 @@ class JobPlan:
     def share(self, step: int, *, rank: int, workers: int) -> Ints:
         """The part of `records(step)` that `rank` of `workers` trains on; it may be empty in a short last step."""
         records = self.records(step)
-        start, stop = order.split(len(records), [1.0] * workers)[rank]
+        start, stop = _equal_shares(len(records), workers)[rank]
         return records[start:stop]
 
     def digest(self, step: int) -> int:

@@ -286,20 +286,16 @@ class Ack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMITTED_FIELD_NUMBER: _builtins.int
-    CERTIFICATES_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """steps in the master's log"""
-    certificates: _builtins.int
-    """epochs certified in the master's log"""
     def __init__(
         self,
         *,
         committed: _builtins.int = ...,
-        certificates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "committed", b"committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
