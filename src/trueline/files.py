@@ -39,7 +39,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             f"no room left to write {path} ({_free(path)} free); nothing was changed",
-            hint="free some space, or write to another disk, and run the same command again",
+            hint="free some space, or write to another disk, and try again",
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageError(

@@ -119,6 +119,46 @@ def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp
     assert seen_counts(result.checkpoint) == [60.0]
 
 
+def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_path):
+    heard = Heard()
+
+    def kill_agent(_):
+        running = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
+        (agent,) = [
+            process for process in running
+            if "trueline.engine.agent" in process.info["cmdline"] and process.ppid() == os.getpid()
+        ]  # fmt: skip
+        agent.kill()
+
+    heard.at("step.applied", kill_agent, lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers=2, epochs=200)
+    assert len(heard.of("agent.lost")) == 1
+    assert len(heard.of("worker.started")) == 2
+    assert seen_counts(result.checkpoint) == [200.0]
+
+
+@pytest.mark.parametrize("slot", range(3))
+def test_the_last_checkpoint_is_of_the_last_step_whoever_dies_after_it(tmp_path, slot):
+    faults = [Fault(step=STEPS, slot=other, phase="applied") for other in range(3) if other != slot]
+    result, _ = run(tmp_path, workers=3, faults=faults, checkpoint_every=10)
+    assert checkpoint.read(result.checkpoint).step == STEPS
+    assert seen_counts(result.checkpoint) == [6.0]
+
+
+def test_a_preemption_notice_to_all_workers_at_once_loses_no_step(tmp_path):
+    heard = Heard()
+
+    def notice(_):
+        for fields in heard.of("worker.running"):
+            os.kill(fields["pid"], signal.SIGTERM)
+
+    heard.at("step.applied", notice, lambda fields: fields["step"] >= 10)
+    result, heard = run(tmp_path, heard, workers=2, epochs=400)
+    assert [fields["worker"] for fields in heard.of("worker.leaving")] != []
+    assert heard.of("log.truncated") == heard.of("job.restored") == []
+    assert seen_counts(result.checkpoint) == [400.0]
+
+
 def test_a_planned_departure_fails_no_step(tmp_path):
     heard = Heard()
 
@@ -207,6 +247,13 @@ def test_an_exception_in_the_recipe_ends_the_job_with_its_message_and_place(tmp_
     assert psutil_left(tmp_path) == []
 
 
+def test_an_unused_parameter_is_named_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_UNUSED", "1")
+    with pytest.raises(errors.RecipeError, match="took no part in the loss of a step") as caught:
+        run(tmp_path, workers=2)
+    assert "find_unused_parameters = True" in caught.value.hint
+
+
 def test_the_master_answers_nobody_without_the_jobs_secret(tmp_path):
     refused = []
 
@@ -218,9 +265,13 @@ def test_the_master_answers_nobody_without_the_jobs_secret(tmp_path):
             except grpc.RpcError as error:
                 refused.append(error.code())
 
-    run(tmp_path, Heard().at("step.applied", knock), workers=1)
+    modes = []
+    heard = Heard().at("step.applied", knock)
+    heard.at("step.applied", lambda _: modes.append((tmp_path / "job" / "secret").stat().st_mode & 0o777))
+    run(tmp_path, heard, workers=1)
     assert refused == [grpc.StatusCode.UNAUTHENTICATED]
-    assert (tmp_path / "job" / "secret").stat().st_mode & 0o077 == 0
+    assert modes == [0o600]
+    assert not (tmp_path / "job" / "secret").exists()
 
 
 def test_the_master_imports_no_torch():

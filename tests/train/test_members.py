@@ -100,6 +100,19 @@ def test_an_announced_departure_is_planned_cuts_nobody_and_is_replaced_when_it_i
     assert world.actions == (m.Start(0, 1),)
 
 
+def test_when_all_announce_their_departure_the_state_waits_for_somebody_to_take_it():
+    world = running().happen(m.Leaving(A), m.Leaving(B), m.Leaving(C))
+    assert world.state.view == (B, C)  # A's departure was already agreed
+    world.enter(b=6, c=6).happen(m.Gone(A, "exit code 0"), m.Ready("worker-0.1", "n:1"))
+    assert world.state.view == (B, C, "worker-0.1")
+    newest = world.state.generation
+    world.enter(b=6, c=6).happen(m.Entered("worker-0.1", newest, -1))
+    assert world.of(m.Release) == [m.Release(0, (6, 6, -1))]
+    world.happen(m.Heard("worker-0.1", 7))
+    assert world.state.view == ("worker-0.1",)
+    assert world.of(m.Publish)[0].reason == f"{B} and {C} leave"
+
+
 def test_fewer_members_than_the_minimum_wait_for_another():
     world = running().happen(m.Gone(A, "killed"), m.Gone(B, "killed")).enter(c=5)
     assert world.of(m.Release) == []

@@ -44,7 +44,7 @@ def capture(
     wanted = _checked(formats)
     out = Path(out)
     if out.exists() and not overwrite:
-        raise UsageError(f"{out} exists already", hint="choose another name, or ask to overwrite it")
+        raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
     from trueline.capture import sealing, subject
     from trueline.capture.ladder import climb
     from trueline.recipe.load import load_recipe

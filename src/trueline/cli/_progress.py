@@ -38,6 +38,11 @@ _WORDS = {
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
     "view.published": "  generation {generation}: {workers} workers ({why})",
     "job.restored": "  going on from {checkpoint}, step {step}",
+    "log.truncated": "  the log goes back to step {steps}: {why}",
+    "checkpoint.refused": "  {path} is passed over: {why}",
+    "checkpoint.failed": "  no checkpoint at step {step}: {why}",
+    "master.lost": "  the master died and is started again",
+    "agent.lost": "  the engine's agent died and is started again",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
     "program.refused": "  {format}: refused: {why} {line}",
     "bundle.sealed": "  sealed {path}",
@@ -58,12 +63,12 @@ _SHARE = 0.1
 class Sparse:
     """Which events of a count deserve a line: the first, each further tenth, the last."""
 
-    _next: dict[str, float] = field(default_factory=dict)
+    _next: dict[str, int] = field(default_factory=dict)
 
     def due(self, name: str, done: int, total: int | None) -> bool:
         """True when `done` has come to the next mark of `name`."""
-        if done >= self._next.get(name, 0.0):
-            step = total * _SHARE if total else 100.0
+        step = max(1, round(total * _SHARE)) if total else 100
+        if done >= self._next.get(name, 0):
             self._next[name] = (done // step + 1) * step
             return True
         return total is not None and done >= total

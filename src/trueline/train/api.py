@@ -91,13 +91,14 @@ def train(
     folder = _job_dir(found, job_dir, resume=resume)
     low, high = parse_workers(str(workers))
     given = {"epochs": epochs, "global_batch": global_batch, "seed": seed}
+    usual = job_settings.load(folder) if resume else found.defaults
     job = JobSettings(
         name=folder.name,
         recipe=_where(found, recipe),
         recipe_digest=found.digest,
         workers=high,
         min_workers=low,
-        **{key: getattr(found.defaults, key) if value is None else value for key, value in given.items()},
+        **{key: getattr(usual, key) if value is None else value for key, value in given.items()},
         find_unused_parameters=found.defaults.find_unused_parameters,
         checkpoint_every=checkpoint_every,
         faults=tuple(faults),
@@ -163,12 +164,16 @@ def _prepare_resume(folder: Path, job: JobSettings) -> None:
     from trueline.state import checkpoint
 
     earlier = job_settings.load(folder)
-    kept = ("recipe_digest", "epochs", "global_batch", "seed")
-    changed = [name for name in kept if getattr(earlier, name) != getattr(job, name)]
+    if earlier.recipe_digest != job.recipe_digest:
+        raise UsageError(
+            f"the recipe {job.recipe} was changed since the job in {folder} began",
+            hint="restore the recipe, or train the changed one in a new job",
+        )
+    changed = [name for name in ("epochs", "global_batch", "seed") if getattr(earlier, name) != getattr(job, name)]
     if changed:
         before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)
         raise UsageError(
-            f"the job in {folder} is another one: {before}", hint="resume with the same recipe and settings"
+            f"the job in {folder} is another one: {before}", hint="leave these out to resume with the same"
         )
     if (folder / "summary.json").exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")

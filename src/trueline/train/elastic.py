@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trueline.data.source import Source, as_source
-from trueline.errors import TrainError, UsageError
+from trueline.errors import CheckpointError, RecordsMiscounted, TrainError, UsageError
 from trueline.state import checkpoint
 from trueline.train import ledger as books
 from trueline.train.group import GlooGroup, start_store
@@ -185,14 +185,18 @@ class Elastic:
     def _apply(self, batch: StepBatch, summed: list[float]) -> None:
         workers = len(self._view.members)
         plan = self._plan.records(batch.step)
-        sums = books.check(
-            summed,
-            workers=workers,
-            plan=plan,
-            plan_digest=books.digest(plan),
-            generation=self._view.generation,
-            step=batch.step,
-        )
+        try:
+            sums = books.check(
+                summed,
+                workers=workers,
+                plan=plan,
+                plan_digest=books.digest(plan),
+                generation=self._view.generation,
+                step=batch.step,
+            )
+        except RecordsMiscounted:
+            self._replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
+            raise
         self._replica.apply()
         ledger = self._replica.ledger
         ledger.apply(sums, self._replica.tally())
@@ -201,8 +205,7 @@ class Elastic:
         self._wishes = sums.wishes
         self._tell(batch.step, sums, certificate)
         if self._keeper is not None and self._rank == 0:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None,
-                                    last=self.steps >= self.total_steps)  # fmt: skip
+            self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
 
     def _tell(self, step: int, sums: books.Sums, certificate: dict[str, int] | None) -> None:
         now = time.monotonic_ns()
@@ -270,7 +273,7 @@ class Elastic:
     def _heal(self, rank: int, plan: pb.Plan) -> None:
         """Brings whoever is behind to the state of the member that is furthest ahead."""
         if plan.checkpoint and rank == plan.source:
-            self._replica.restore(checkpoint.read(Path(plan.checkpoint)).state)
+            self._replica.restore(_newest(Path(plan.checkpoint)).state)
         behind = [step < plan.steps[plan.source] or step < 0 for step in plan.steps]
         if any(flag for other, flag in enumerate(behind) if other != plan.source):
             self._replica.exchange(source=plan.source, take=behind[rank])
@@ -280,8 +283,8 @@ class Elastic:
         """True when every member has applied the last step; False after a regroup for one that has not."""
         self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
         self._link.flush()
-        if self._keeper is not None:
-            self._keeper.wait()
+        if self._keeper is not None and self._rank == 0:
+            self._keeper.complete(self._replica, self._link)
         if self._link.finish(self._view.generation, self.steps).finished:
             return True
         self._regroup()
@@ -309,6 +312,17 @@ class Elastic:
     def fail(self, what: str, detail: str) -> None:
         """Ends the job for everybody: an error that every worker would meet."""
         self._link.fail(what, detail)
+
+
+def _newest(path: Path) -> checkpoint.Checkpoint:
+    """The checkpoint at `path`, or the newest older one when it is torn. Raises CheckpointError."""
+    try:
+        return checkpoint.read(path)
+    except CheckpointError:
+        older = checkpoint.latest(path.parent)
+        if older is None:
+            raise
+        return older
 
 
 def connect(cut: Callable[[int], None]) -> Link:

@@ -25,13 +25,16 @@ class Evaluation:
     records: int
     loss: float
     metrics: dict[str, float]
+    checkpoint: str
+    """Name of the checkpoint that was measured; empty for the untrained model."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"records": self.records, "loss": self.loss, "metrics": self.metrics}
+        return {"records": self.records, "loss": self.loss, "metrics": self.metrics, "checkpoint": self.checkpoint}
 
     def as_text(self) -> str:
         named = [("loss", self.loss), *self.metrics.items()]
-        return f"{self.records} records: " + ", ".join(f"{name} {value:.4f}" for name, value in named)
+        values = ", ".join(f"{name} {value:.4f}" for name, value in named)
+        return f"{self.records} records: {values} ({self.checkpoint or 'untrained'})"
 
 
 def evaluate(
@@ -58,7 +61,8 @@ def evaluate(
         events.emit("evaluation.advanced", done=start + len(indices), total=source.num_records)
     count = max(source.num_records, 1)
     metrics = {name: sums[f"metric {name}"] / count for name in functions}
-    return Evaluation(records=source.num_records, loss=sums["loss"] / count, metrics=metrics)
+    measured = "" if checkpoint is None else Path(checkpoint).name
+    return Evaluation(records=source.num_records, loss=sums["loss"] / count, metrics=metrics, checkpoint=measured)
 
 
 def _sum(name: str, found: Any, count: int) -> float:

@@ -26,25 +26,26 @@ class Keeper:
         self.folder, self.facts, self.every = folder, facts, every
         self._thread: threading.Thread | None = None
         self._failure: TruelineError | None = None
+        self._saved = -1
 
-    def after_step(self, replica: Replica, link: Link, *, ends_epoch: bool, last: bool) -> None:
+    def after_step(self, replica: Replica, link: Link, *, ends_epoch: bool) -> None:
         """Writes a checkpoint when one is due after the step just applied."""
         steps = replica.ledger.steps
-        if not (last or (steps % self.every == 0 if self.every else ends_epoch)):
-            return
+        if steps % self.every == 0 if self.every else ends_epoch:
+            self._begin(replica, link)
+
+    def _begin(self, replica: Replica, link: Link) -> None:
         self._join()
         state = replica.snapshot()
-        self._thread = threading.Thread(target=self._write, args=(steps, state, link), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(replica.ledger.steps, state, link), name="checkpoint")
         self._thread.start()
-        if last:
-            self.wait()
 
     def _write(self, steps: int, state: dict[str, Any], link: Link) -> None:
         try:
             facts = {**self.facts, "certificates": state["ledger"]["certificates"]}
             path = checkpoint.write(self.folder, step=steps, state=state, facts=facts)
             link.saved(steps, str(path), checkpoint.read_manifest(path)["digest"])
-            self._failure = None
+            self._saved, self._failure = steps, None
             self._prune()
         except TruelineError as error:
             self._failure = error
@@ -58,8 +59,14 @@ class Keeper:
         if self._thread is not None:
             self._thread.join()
 
-    def wait(self) -> None:
-        """Waits for the checkpoint under way. Raises what made the newest one fail."""
+    def complete(self, replica: Replica, link: Link) -> None:
+        """Returns when the state of the last step is on the disk, whoever was to write it and died.
+
+        Raises StorageError.
+        """
         self._join()
+        if self._saved != replica.ledger.steps:
+            self._begin(replica, link)
+            self._join()
         if self._failure is not None:
             raise self._failure

@@ -38,7 +38,7 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 PRELOAD = ("trueline.train.worker", "trueline.train.warm")
 """What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
 POLL_S = 0.1
-MAX_MASTER_RESTARTS = 10
+MAX_RESTARTS = 10
 
 
 class LocalJob:
@@ -61,18 +61,31 @@ class LocalJob:
         logs.mkdir(parents=True, exist_ok=True)
         files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
         (self.job_dir / "master.json").unlink(missing_ok=True)
-        preload = (*PRELOAD, *libraries_of(Path(self.settings.recipe)))
-        self.agent = start_agent(self.socket, preload=preload, life=self.life, log=logs / "agent.log")
+        self.agent = self._start_agent()
         self.master = self._start_master()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
+        self._stop_master()
         os.close(self._life_end)  # the end of every process of the job
         for process in (self.master, self.agent):
             process.wait()
         os.close(self.life)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        (self.job_dir / "secret").unlink(missing_ok=True)
+
+    def _stop_master(self) -> None:
+        """Lets the master close its journal, if it still can."""
+        if self.master.poll() is None and self._port:
+            with contextlib.suppress(grpc.RpcError, subprocess.TimeoutExpired), self._stub() as master:
+                master.Stop(pb.StopRequest(why="the launcher ends"), metadata=self._metadata, timeout=2.0)
+                self.master.wait(2.0)
+
+    def _start_agent(self) -> subprocess.Popen[bytes]:
+        self.socket.unlink(missing_ok=True)
+        preload = (*PRELOAD, *libraries_of(Path(self.settings.recipe)))
+        return start_agent(self.socket, preload=preload, life=self.life, log=self.job_dir / "logs" / "agent.log")
 
     def _start_master(self) -> subprocess.Popen[bytes]:
         command = [
@@ -120,11 +133,14 @@ class LocalJob:
     def run(self) -> dict[str, Any]:
         """Follows the job to its end and returns the summary. Raises what made it fail."""
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
+        looked_at = time.monotonic()
         while True:
+            if time.monotonic() >= looked_at + POLL_S:
+                looked_at = time.monotonic()
+                self._keep_alive()
             try:
                 event = self._said.get(timeout=POLL_S)
             except queue.Empty:
-                self._keep_alive()
                 continue
             fields = json.loads(event.fields)
             if event.name == "job.failed":
@@ -144,21 +160,22 @@ class LocalJob:
             time.sleep(0.05)  # the master is away; it is being started again
 
     def _keep_alive(self) -> None:
+        """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
         if self.agent.poll() is not None:
-            raise errors.TrainError(
-                f"the engine's agent ended with exit code {self.agent.returncode}",
-                hint=f"see {self.job_dir / 'logs' / 'agent.log'}; go on with --resume",
-            )
-        if self.master.poll() is None:
-            return
+            self._count_restart("agent", self.agent.returncode)
+            self.agent = self._start_agent()
+        if self.master.poll() is not None:
+            self._count_restart("master", self.master.returncode)
+            self.master = self._start_master()
+
+    def _count_restart(self, role: str, code: int) -> None:
         self.restarts += 1
-        if self.restarts > MAX_MASTER_RESTARTS:
+        if self.restarts > MAX_RESTARTS:
             raise errors.TrainError(
-                f"the master died {self.restarts} times; last exit code {self.master.returncode}",
-                hint=f"see {self.job_dir / 'logs' / 'master.log'}; go on with --resume",
+                f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
+                hint=f"see {self.job_dir / 'logs' / f'{role}.log'}; go on with --resume",
             )
-        events.emit("master.lost", code=self.master.returncode, restarts=self.restarts)
-        self.master = self._start_master()
+        events.emit(f"{role}.lost", code=code, restarts=self.restarts)
 
 
 def libraries_of(recipe: Path) -> list[str]:

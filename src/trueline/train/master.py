@@ -28,14 +28,19 @@ from trueline import clock, events, files
 from trueline.engine import lifeline
 from trueline.engine.contract import Engine, ProcessSpec, make_ref
 from trueline.engine.local import LocalEngine
+from trueline.errors import StorageError
 from trueline.train import members, settings
 from trueline.train.account import Account
-from trueline.train.journal import Journal, replay
+from trueline.train.journal import Journal, Row, replay
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 TICK_S = 0.25
+_HINTS = {
+    "train": "the workers' logs in the job's folder say more",
+    "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
+}
 Context = Any
 """grpc.aio.ServicerContext; its stubs are generic in ways that say nothing here."""
 
@@ -65,6 +70,7 @@ class Master(pb_grpc.MasterServicer):
         self._said: list[pb.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
+        self.failed = False
         if self.state.generation:
             self.view = self._as_view("the master is back")
 
@@ -91,18 +97,18 @@ class Master(pb_grpc.MasterServicer):
                 self._release(source, steps, checkpoint)
             case members.Truncate(steps):
                 self.account.truncate(steps)
-                self.journal.append(("TRUNCATE", {"steps": steps}))
+                self.log(("TRUNCATE", {"steps": steps}))
                 self.say("log.truncated", steps=steps, why="the survivors had applied no more")
             case members.Finish():
                 self._conclude()
             case members.FailJob(code, why):
-                self._fail(code, why, "look at the workers' logs in the job's folder")
+                self._fail(code, why, _HINTS[code])
             case members.Fence(ref):
                 self.say("worker.fenced", worker=ref)
 
     def _start(self, slot: int, incarnation: int) -> None:
         ref = make_ref("worker", slot, incarnation)
-        self.journal.append(("START", {"ref": ref}))
+        self.log(("START", {"ref": ref}))
         env = {
             "TRUELINE_JOB": str(self.job_dir),
             "TRUELINE_MASTER": self.address,
@@ -130,7 +136,7 @@ class Master(pb_grpc.MasterServicer):
         self.view = self._as_view(reason)
         body = {"generation": self.state.generation, "members": list(self.state.view),
                 "cut_below": self.state.cut_below, "reason": reason}  # fmt: skip
-        self.journal.append(("VIEW", body))
+        self.log(("VIEW", body))
         for future in (*self._entries.values(), *self._finishing.values()):
             if not future.done():
                 future.set_result(pb.Plan(superseded=True))
@@ -155,6 +161,10 @@ class Master(pb_grpc.MasterServicer):
 
     def _conclude(self) -> None:
         faults = self.account.faults(self.job.epochs)
+        if self.state.checkpoint_step != self.account.total_steps:
+            faults.append(
+                f"the last checkpoint is of step {self.state.checkpoint_step}, not {self.account.total_steps}"
+            )
         if faults:
             self._fail("records_miscounted", "; ".join(faults), "please report this with the job's folder")
             return
@@ -162,16 +172,26 @@ class Master(pb_grpc.MasterServicer):
             if not future.done():
                 future.set_result(pb.Plan(finished=True))
         summary = self.account.summary(self.job, self.state)
-        self.journal.append(("END", {"summary": summary}))
+        self.log(("END", {"summary": summary}))
         files.write_atomic(self.job_dir / "summary.json", json.dumps(summary, indent=1).encode())
         self.say("job.finished", steps=self.state.committed, summary=json.dumps(summary))
 
     def _fail(self, code: str, why: str, hint: str) -> None:
-        self.state = replace(self.state, phase="failed")
-        self.journal.append(("FAIL", {"code": code, "why": why}))
+        if self.state.phase == "failed" and self.failed:
+            return
+        self.state, self.failed = replace(self.state, phase="failed"), True
+        with contextlib.suppress(StorageError):  # what is to be told may be that the disk is full
+            self.journal.append(("FAIL", {"code": code, "why": why}))
         for ref in (*self.state.members, *self.state.pending):
             self._spawn(self.engine.kill(ref))
         self.say("job.failed", code=code, why=why, hint=hint)
+
+    def log(self, *rows: Row) -> None:
+        """Appends to the journal; one that cannot be written ends the job: a later master would know too little."""
+        try:
+            self.journal.append(*rows)
+        except StorageError as error:
+            self._fail(error.code, error.message, "free some space, then go on with --resume")
 
     def say(self, name: str, **fields: events.Field) -> None:
         """Reports to the log and to everybody who follows."""
@@ -193,7 +213,7 @@ class Master(pb_grpc.MasterServicer):
     async def run_engine(self) -> None:
         """Follows the engine for ever; an agent that was restarted is asked again."""
         while not self.stopped.is_set():
-            with contextlib.suppress(OSError):  # the launcher restarts a dead agent; leases go on meanwhile
+            with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases have to do
                 async for seen in self.engine.watch():
                     if seen.alive:
                         self.say("worker.running", worker=seen.ref, pid=seen.pid)
@@ -228,7 +248,7 @@ class Master(pb_grpc.MasterServicer):
     async def Watch(self, request: pb.Hello, context: Context) -> AsyncIterator[pb.View]:
         newcomer = request.ref not in self.state.members
         fault, rows = self.account.accept(request.num_records, request.total_steps)
-        self.journal.append(*rows)
+        self.log(*rows)
         if fault:
             self._fail("data", fault, "every worker must see the same records")
         await self._let_in(self.happen(members.Ready(request.ref, request.store)), request.ref, context)
@@ -274,7 +294,7 @@ class Master(pb_grpc.MasterServicer):
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
         await self._let_in(self.happen(members.Heard(request.ref, request.step)), request.ref, context)
         rows, fault = self.account.report(request)
-        self.journal.append(*rows)
+        self.log(*rows)
         if fault:
             self._fail("records_miscounted", fault, "please report this with the job's folder")
         for kind, body in rows:
@@ -304,7 +324,7 @@ class Master(pb_grpc.MasterServicer):
     async def Saved(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
         await self._let_in(request.ref in self.state.members, request.ref, context)
         body: dict[str, events.Field] = {"step": request.step, "path": request.path, "digest": request.digest}
-        self.journal.append(("CKPT", body))
+        self.log(("CKPT", body))
         self.state = replace(self.state, checkpoint=request.path, checkpoint_step=request.step)
         self.say("checkpoint.saved", **body)
         return pb.Ack()

@@ -239,7 +239,7 @@ def decide(state: State, event: Event, now: float, policy: Policy) -> Decision:
         case Heard():
             return _progress(state, event)
         case Leaving():
-            return _leaving(state, event, now)
+            return _leaving(state, event)
         case GroupBroken():
             return _broken(state, event)
 
@@ -268,8 +268,13 @@ def _fill(state: State, now: float, policy: Policy) -> Decision:
 
 
 def _form(state: State, reason: str, *, forced: bool) -> Decision:
-    """A new view of all members that stay: survivors in their old order, then newcomers as they came."""
+    """A new view of all members that stay: survivors in their old order, then newcomers as they came.
+
+    Those who are about to leave stay until somebody else has their state.
+    """
     staying = [ref for ref, member in state.members.items() if not member.leaving]
+    if not any(state.members[ref].steps >= 0 for ref in staying):
+        staying = list(state.members)
     view = tuple(ref for ref in state.view if ref in staying) + tuple(ref for ref in staying if ref not in state.view)
     generation = state.generation + 1
     members = {ref: replace(member, entered=None, done=False) for ref, member in state.members.items()}
@@ -387,18 +392,21 @@ def _done(state: State, event: Done) -> Decision:
 
 def _progress(state: State, event: Heard) -> Decision:
     state = _member(state, event.ref, steps=max(event.step, state.members[event.ref].steps))
-    return Decision(replace(state, committed=max(state.committed, event.step)))
+    return _let_go(replace(state, committed=max(state.committed, event.step)))
 
 
-def _leaving(state: State, event: Leaving, now: float) -> Decision:
-    member = state.members[event.ref]
-    if member.leaving:
+def _leaving(state: State, event: Leaving) -> Decision:
+    return _let_go(_member(state, event.ref, leaving=True))
+
+
+def _let_go(state: State) -> Decision:
+    """A planned view without those who leave, as soon as somebody who stays holds the state."""
+    leaving = [ref for ref in state.view if state.members[ref].leaving]
+    holders = [ref for ref in state.view if not state.members[ref].leaving and state.members[ref].steps >= 0]
+    at_the_end = any(member.done for member in state.members.values())
+    if not leaving or not holders or not state.released or at_the_end:
         return Decision(state)
-    state = _member(state, event.ref, leaving=True)
-    others = [ref for ref in state.view if ref != event.ref]
-    if event.ref not in state.view or not others:
-        return Decision(state)
-    return _form(state, f"{event.ref} leaves", forced=False)
+    return _form(state, f"{' and '.join(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}", forced=False)
 
 
 def _broken(state: State, event: GroupBroken) -> Decision:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trueline.errors import RecipeError
+from trueline.errors import RecipeError, listed
 from trueline.state import tree
 from trueline.train import ledger as books
 from trueline.train.ledger import Ledger
@@ -116,6 +116,13 @@ class Replica:
         found: list[float] = gradient[: books.WORDS].tolist()
         return found
 
+    def check_all_used(self) -> None:
+        """Raises RecipeError when parameters took no part in the backward that has just ended."""
+        named = self.model.named_parameters()
+        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+        if unused and not self.find_unused:
+            raise _unused(unused)
+
     def tally(self) -> np.ndarray[Any, np.dtype[np.int32]] | None:
         """How often each record was in the step whose backward has just ended."""
         if self.ledger.tally is None:
@@ -191,12 +198,15 @@ def is_collective(error: RuntimeError) -> bool:
 
 
 def _explained(error: RuntimeError) -> Exception:
-    if "Expected to have finished reduction" in str(error):
-        return RecipeError(
-            "some parameters of the model took no part in the loss of a step",
-            hint="set `find_unused_parameters = True` in the recipe, or use every parameter in every step",
-        )
-    return error
+    return _unused(()) if "Expected to have finished reduction" in str(error) else error
+
+
+def _unused(names: Sequence[str]) -> RecipeError:
+    which = f" ({listed(names)})" if names else ""
+    return RecipeError(
+        f"some parameters of the model took no part in the loss of a step{which}",
+        hint="set `find_unused_parameters = True` in the recipe, or use every parameter in every step",
+    )
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -93,10 +93,19 @@ def _leave_on_sigterm(job: Elastic) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def place_of(error: Exception) -> str:
+    """Where the user's code raised: the innermost frame that is not Trueline's or a library's, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    users = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
+    frame = users[-1] if users else frames[-1]
+    return f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}; the worker's log has the whole traceback"
+
+
 def _report(job: Elastic | None, error: Exception) -> None:
     traceback.print_exc()
     what = error.message if isinstance(error, TruelineError) else f"{type(error).__name__}: {error}"
-    detail = error.hint if isinstance(error, TruelineError) else "".join(traceback.format_exception(error))
+    detail = error.hint if isinstance(error, TruelineError) else place_of(error)
     code = error.code if isinstance(error, TruelineError) else "recipe_raised"
     fail = job.fail if job is not None else connect(lambda _: None).fail
     fail(f"{code}|{what}", detail)

@@ -28,6 +28,8 @@ class Counting(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.classify = torch.nn.Linear(8, 2, dtype=torch.float64)
+        if os.environ.get("TINY_UNUSED"):
+            self.unused = torch.nn.Linear(3, 3, dtype=torch.float64)
         self.seen = torch.nn.Parameter(torch.zeros(RECORDS, dtype=torch.float64))
 
     def forward(self, inputs, ids):
