@@ -77,7 +77,7 @@ class Replica:
             self._replicated,
             init_sync=False,
             find_unused_parameters=self.find_unused,
-            gradient_as_bucket_view=False,
+            gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
         )
 
