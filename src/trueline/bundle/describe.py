@@ -100,13 +100,16 @@ def _lineage_rows(lineage: dict[str, Any], prefix: str = "") -> list[tuple[str, 
     for key, value in lineage.items():
         if isinstance(value, dict) and value:
             rows += _lineage_rows(value, f"{prefix}{key}.")
-        elif key == "certificates" and value:
+        elif key == "certificates" and value and all(one.keys() >= _CERTIFIED for one in value):
             rows += [(prefix + key, line) for line in _certificate_lines(value)]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             rows += [row for i, one in enumerate(value) for row in _lineage_rows(one, f"{prefix}{key}.{i}.")]
         else:
             rows.append((prefix + key, "none" if value in (None, [], {}) else str(value)))
     return rows
+
+
+_CERTIFIED = {"epoch", "steps", "records", "digest", "tally_min", "tally_max"}
 
 
 def _certificate_lines(certificates: Sequence[dict[str, int]]) -> list[str]:
