@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from trueline import events
 from trueline.data.source import Source, as_source
 from trueline.errors import CheckpointError, RecordsMiscounted, TrainError, UsageError
 from trueline.state import checkpoint
@@ -34,7 +35,7 @@ from trueline.train.replica import Replica, is_collective
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 
-PATIENCE_S = 3.0
+PATIENCE_S = 1.0
 """After a failed collective, how long to wait for the master's word before asking for a new view."""
 
 
@@ -91,6 +92,7 @@ class Elastic:
         self._wishes = 0
         self._last_applied_ns = 0
         self._regrouped = False
+        self._trouble = ""
 
     # What users see. -------------------------------------------------------------------------------------------
 
@@ -139,13 +141,13 @@ class Elastic:
             raise UsageError("job.step(loss) was called without a batch", hint="call it once for every batch")
         self._batch = None
         if self._replica.broken is not None:
-            return self._abandon()
+            return self._abandon(self._replica.broken)
         try:
             summed = self._replica.backward(loss, self._words(batch, loss), batch.weight)
         except RuntimeError as error:
             if not is_collective(error):
                 raise
-            return self._abandon()
+            return self._abandon(error)
         self._fault("allreduced")
         self._apply(batch, summed)
         return True
@@ -226,8 +228,10 @@ class Elastic:
 
     # Regroup. --------------------------------------------------------------------------------------------------
 
-    def _abandon(self) -> bool:
+    def _abandon(self, error: RuntimeError) -> bool:
         """The step failed under us: nobody can have applied more than it. Regroup and do it again."""
+        self._trouble = str(error).partition("\n")[0]
+        events.emit("step.failed", step=self.steps, generation=self._view.generation, why=self._trouble)
         self._regroup()
         return False
 
@@ -256,7 +260,7 @@ class Elastic:
             if view is not None:
                 return view
             if self._view.generation >= 0:
-                self._link.broken(after, "a collective failed and no peer is known to be dead")
+                self._link.broken(after, self._trouble)
 
     def _formed(self, view: pb.View, plan: pb.Plan) -> bool:
         rank = list(view.members).index(self._link.ref)
@@ -267,6 +271,8 @@ class Elastic:
         except RuntimeError as error:
             if not is_collective(error):
                 raise
+            self._trouble = str(error).partition("\n")[0]
+            events.emit("group.failed", generation=view.generation, why=self._trouble)
             return False
         return True
 

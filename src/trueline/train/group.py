@@ -7,7 +7,9 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
 * listening sockets must be left alone: gloo's accept loop ends the process when its socket fails;
 * sockets appear while the group forms, so a cut is repeated until the group is closed;
 * a member that dies while the group forms cannot be cut off, so forming has a short timeout of its own;
-* descriptors are reused: a socket is known by its inode, not by its number.
+* descriptors are reused: a socket is known by its inode, not by its number;
+* torch names groups by a process-wide count that a failed init does not take back: it is reset, or members that
+  failed differently often look for each other under different names for ever.
 
 Linux only (/proc/self/fd). NCCL and MPI groups will stand beside this one with the same four methods.
 """
@@ -23,6 +25,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
 
 FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
@@ -58,7 +61,7 @@ class GlooGroup:
         client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=short)
         named = PrefixStore(f"generation-{generation}", client)
         dist.init_process_group("gloo", store=named, rank=rank, world_size=size, timeout=short)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=RUN_TIMEOUT_S))
+        distributed_c10d._set_pg_timeout(timedelta(seconds=RUN_TIMEOUT_S))
 
     def cut(self) -> int:
         """Shuts down the sockets of the group; returns how many. Safe when there is no group."""
@@ -83,6 +86,8 @@ class GlooGroup:
                 RuntimeError, ValueError
             ):  # a half-formed group refuses, and is dropped all the same
                 dist.destroy_process_group()
+        # torch names groups by a count that a failed init leaves raised; members must agree on the name.
+        distributed_c10d._world.group_count = 0
 
 
 def _sockets() -> dict[str, int]:
@@ -99,18 +104,18 @@ def _sockets() -> dict[str, int]:
 def _shut(number: int, inode: str) -> bool:
     try:
         copy = os.dup(number)
-    except OSError:
+    except OSError:  # closed since it was listed
         return False
-    connection = socket.socket(fileno=copy)
-    try:
-        if os.readlink(f"/proc/self/fd/{copy}") != inode or not _is_peer(connection):
+    if os.readlink(f"/proc/self/fd/{copy}") != inode:  # the number belongs to another file by now
+        os.close(copy)
+        return False
+    with socket.socket(fileno=copy) as connection:
+        if not _is_peer(connection):
             return False
-        connection.shutdown(socket.SHUT_RDWR)
-        return True
-    except OSError:  # not connected, or shut already
-        return False
-    finally:
-        connection.close()
+        with contextlib.suppress(OSError):  # not connected, or shut already
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def _is_peer(connection: socket.socket) -> bool:
