@@ -32,10 +32,23 @@ RUN_TIMEOUT_S = 600.0
 
 
 def start_store() -> tuple[TCPStore, str]:
-    """A rendezvous store of this process, for the generations in which it is rank 0; returns it and host:port."""
+    """A rendezvous store of this process, for the generations in which it is rank 0; returns it and host:port.
+
+    It listens on a socket of ours: left to itself it would listen on every interface, and over IPv6, where each
+    broken connection makes it look up a name such as ::ffff:127.0.0.1, which stalls it for 5 s without a DNS server.
+    """
     host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
-    return store, f"{host}:{store.port}"
+    listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=128)
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=FORM_TIMEOUT_S),
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{host}:{port}"
 
 
 class GlooGroup:
