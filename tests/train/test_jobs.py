@@ -233,6 +233,16 @@ def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_wo
         train(TINY, job_dir=job, epochs=60, resume=True)
 
 
+def test_what_a_killed_writer_left_of_a_checkpoint_is_swept_away(tmp_path):
+    heard = Heard()
+
+    def leave_a_part(_):
+        (tmp_path / "job" / "checkpoints" / ".partial-of-the-dead").mkdir(parents=True)
+
+    result, _ = run(tmp_path, heard.at("step.applied", leave_a_part), workers=1)
+    assert not list(result.checkpoint.parent.glob(".partial-*"))
+
+
 def test_resuming_with_other_settings_is_refused_with_what_changed(tmp_path):
     run(tmp_path, workers=1, epochs=1)
     with pytest.raises(errors.UsageError, match="another one: global_batch was 30"):

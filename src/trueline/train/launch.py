@@ -61,9 +61,14 @@ class LocalJob:
         logs.mkdir(parents=True, exist_ok=True)
         files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
         (self.job_dir / "master.json").unlink(missing_ok=True)
+        self._sweep()
         self.agent = self._start_agent()
         self.master = self._start_master()
         return self
+
+    def _sweep(self) -> None:
+        """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive."""
+        files.sweep(self.job_dir / "checkpoints")
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
@@ -73,6 +78,7 @@ class LocalJob:
             process.wait()
         os.close(self.life)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self._sweep()
         (self.job_dir / "secret").unlink(missing_ok=True)
 
     def _stop_master(self) -> None:
