@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test check bench chaos protos clean
+.PHONY: help setup demo test check bench bench-train peers chaos protos clean
 
 help:  ## what there is to make
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## .venv with everything that the other targets use
 
@@ -33,12 +33,18 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-chaos: $(STAMP)  ## random kills in whole jobs
+chaos: $(STAMP)  ## a thousand strikes at whole jobs, some ten minutes; then as root with network cuts and full disks
 	$(BIN)/python -m pytest -m chaos -s
+	$(BIN)/trueline chaos tests/train/recipes/tiny.py --seed 1 --epochs 300 --kills 60 --what worker,launcher,network,reset,disk
 
-bench: $(STAMP)  ## each benchmark prints a table and, last, one line of JSON
-	$(BIN)/python bench/regroup.py
+bench: bench-train  ## each benchmark prints a table and, last, one line of JSON
 	$(BIN)/python bench/serve_overhead.py
+
+bench-train: $(STAMP)  ## deaths, hangs, stragglers, overheads of elastic training; beside torchrun, torchft and DLRover
+	$(BIN)/python bench/train.py $(BENCH)
+
+peers: $(STAMP)  ## environments with torchft and DLRover, to compare with
+	PYTHON=$(BIN)/python sh bench/peers/setup.sh bench/.venvs torchft dlrover
 
 protos: $(STAMP)  ## generated code of the wire protos
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \

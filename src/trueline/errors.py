@@ -8,6 +8,7 @@
     ├── PortInUse                 another process listens where a server was to listen
     ├── TrainError                a job that cannot go on
     │   ├── StateLost             no process holds the job's state and no checkpoint does
+    │   ├── JobStopped            somebody asked the job to end; resuming goes on with it
     │   └── RecordsMiscounted     the ledger and the plan disagree: the job stops rather than lie
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
     ├── CaptureError              a model that cannot be called, named or emitted
@@ -72,6 +73,10 @@ class TrainError(TruelineError):
 
 class StateLost(TrainError):
     code = "state_lost"
+
+
+class JobStopped(TrainError):
+    code = "job_stopped"
 
 
 class RecordsMiscounted(TrainError):

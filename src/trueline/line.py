@@ -61,7 +61,7 @@ class Shipped:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "checkpoint": str(self.trained.checkpoint),
+            "checkpoint": str(self.trained.chosen),
             "job": self.trained.job_dir.name,
             "summary": self.trained.summary.as_dict(),
             "evaluation": self.evaluation.as_dict(),
@@ -160,19 +160,22 @@ def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, d
     )
     enough = parse_workers(str(workers))[1] > 1
     faults = [Fault(step=plan.total_steps // 3, slot=1)] if drill and enough else []
-    return train(recipe if recipe.path else given, workers=workers, epochs=epochs, faults=faults)
+    trained = train(recipe if recipe.path else given, workers=workers, epochs=epochs, faults=faults)
+    if trained.chosen != trained.checkpoint:
+        events.emit("checkpoint.chosen", path=str(trained.chosen))
+    return trained
 
 
 def _evaluate(recipe: Recipe, trained: TrainResult) -> Evaluation:
     from trueline.train.evaluate import evaluate
 
-    return evaluate(recipe, trained.checkpoint)
+    return evaluate(recipe, trained.chosen)
 
 
 def _capture(recipe: Recipe, trained: TrainResult, out: Path) -> Captured:
     from trueline.capture.api import capture
 
-    return capture(recipe, trained.checkpoint, out)
+    return capture(recipe, trained.chosen, out)
 
 
 def _register(
@@ -197,6 +200,7 @@ def _register(
             "regroup_max_ms": max(gaps, default=0.0),
         },
         tags={"job": trained.job_dir.name, "recipe": recipe.name},
+        job_dir=trained.job_dir,
     )
     return register(captured.path, name=name, alias=alias, tracking_uri=tracking_uri, run=run)
 
@@ -217,7 +221,7 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
     from trueline.runtime.eager import EagerSession
     from trueline.state.checkpoint import load_model
 
-    model = load_model(recipe, trained.checkpoint)
+    model = load_model(recipe, trained.chosen)
     records = recipe.source("evaluation")
     worst, changed, requests = 0.0, 0, 0
     began = time.monotonic()

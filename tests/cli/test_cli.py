@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ import pytest
 
 from trueline import events
 from trueline.cli import app, options
-from trueline.cli._progress import Sparse, counted, detail, progress
+from trueline.cli._launch import parse_fault
+from trueline.cli._progress import Pace, Sparse, counted, detail, progress
 from trueline.cli.register import run_facts
-from trueline.cli.train import parse_fault
+from trueline.cli.status import text_of
 from trueline.errors import RecipeError, UsageError
 
 
@@ -33,7 +35,7 @@ def test_every_verb_teaches_with_two_examples_and_names_its_options(
 ) -> None:
     assert app.run([name, "--help"]) == 0
     said = capsys.readouterr().out
-    assert said.count(f"\n    trueline {name} ") >= 2
+    assert len(re.findall(f"\n    trueline {name}[ \n]", said)) >= 2
     assert "Examples:" in said
     assert "--debug" in said
     paragraph = said.partition("Options:")[0]
@@ -142,30 +144,104 @@ def called(monkeypatch: pytest.MonkeyPatch, where: str, answer: Any) -> dict[str
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         seen.update(kwargs, args=args)
-        events.emit("step.applied", step=0, total=1, loss=0.5)
         return answer
 
     monkeypatch.setattr(where, fake)
     return seen
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for a job's run: one step, and its result."""
+    pytest.importorskip("torch")
+    summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3})
+
+    def fake(folder: Path) -> Any:
+        events.emit("step.applied", step=0, total=1, loss=0.5)
+        return SimpleNamespace(summary=summary, checkpoint=Path("c"), chosen=Path("b"), job_dir=folder)
+
+    monkeypatch.setattr("trueline.train.api.launch", fake)
+
+
+@pytest.mark.usefixtures("launched")
 def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
-    summary = SimpleNamespace(as_text=lambda: "trained", as_dict=lambda: {"steps": 3})
-    answer = SimpleNamespace(summary=summary, checkpoint=Path("c"), job_dir=Path("j"))
-    seen = called(monkeypatch, "trueline.train.api.train", answer)
+    seen = called(monkeypatch, "trueline.train.api.prepare", Path("j"))
     assert app.run(["train", "r.py", "--workers", "2:4", "--batch", "32", "--kill", "5:1", "--kill", "9"]) == 0
     said = capsys.readouterr()
-    assert said.out == "trained\ncheckpoint: c\n"
+    assert said.out == "trained\ncheckpoint: c\nthe best one, which stands for the job: b\n"
     assert said.err == "training 1/1 loss=0.5\n"
     assert (seen["args"], seen["workers"], seen["global_batch"], seen["epochs"]) == (("r.py",), "2:4", 32, None)
     assert [(fault.step, fault.slot) for fault in seen["faults"]] == [(5, 1), (9, 0)]
-    assert app.run(["train", "r.py", "--json", "--quiet"]) == 0
+    assert app.run(["train", "r.py", "--json", "--quiet", "--bitwise", "--no-compile", "--clip-norm", "1"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out) == {"steps": 3, "checkpoint": "c", "job": "j"}
+    assert json.loads(said.out) == {"steps": 3, "checkpoint": "c", "chosen": "b", "job": "j"}
     assert said.err == ""
+    assert (seen["bitwise"], seen["compile"], seen["clip_norm"], seen["autoscale"]) == (True, False, 1.0, None)
+
+
+def test_the_options_of_train_are_settings_of_a_job() -> None:
+    from trueline.cli.train import command
+    from trueline.train.wanted import Wanted
+
+    ours = {"recipe", "workers", "job_dir", "resume", "detach", "kills", "debug", "as_json", "quiet"}
+    ours |= {"mlflow", "tracking_uri"}
+    assert {param.name for param in command.params} - ours == set(Wanted.__annotations__)
+
+
+@pytest.mark.usefixtures("launched")
+def test_run_and_resume_pass_what_follows_to_whom_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = called(monkeypatch, "trueline.train.api.prepare_script", Path("j"))
+    assert app.run(["run", "loop.py", "--workers", "2", "-q", "--", "--lr", "0.1"]) == 0
+    assert (seen["args"], seen["workers"]) == (("loop.py", ("--lr", "0.1")), "2")
+    monkeypatch.setattr("trueline.train.jobs.find", Path)
+    seen = called(monkeypatch, "trueline.train.api.prepare_resume", Path("j"))
+    assert app.run(["resume", "digits-1", "--keep", "2", "-q"]) == 0
+    assert (seen["args"], seen["keep"], seen["workers"]) == ((Path("digits-1"),), 2, None)
+
+
+def test_scale_and_status_say_what_the_master_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("trueline.train.jobs.find", Path)
+    seen = called(monkeypatch, "trueline.train.jobs.scale", None)
+    assert app.run(["scale", "digits-1", "5"]) == 0
+    assert seen["args"] == (Path("digits-1"), 5)
+    assert capsys.readouterr().out == "digits-1: 5 workers from now on\n"
+
+
+def test_a_status_shows_members_and_whom_to_look_at() -> None:
+    member = {"ref": "worker-0.0", "steps": 7, "phase": "computing", "rate": 512.4, "since": 0.25}
+    live = {"workers": 3, "members": [member], "pending": ["worker-2.1"], "generation": 4, "epoch": 1, "loss": 0.5,
+            "committed": 7, "records_per_s": 1000.0, "quarantined": [{"slot": 1, "why": "SIGSEGV"}],
+            "set_aside": [{"record": 17, "why": "ValueError"}],
+            "evaluation": {"step": 5, "loss": 0.25, "metrics": {"accuracy": 0.5}}, "best": None}  # fmt: skip
+    facts = {"name": "digits-1", "state": "running", "why": "", "started": 10.0, "step": 6, "total": 40, "loss": 0.6,
+             "checkpoint": 5, "folder": "runs/digits-1", "page": "http://127.0.0.1:1/", "live": live}  # fmt: skip
+    said = text_of(facts, 100.0)
+    for words in (
+        "digits-1: running, began 1 min ago",
+        "step 7 of 40, epoch 2, loss 0.5, 1000 records/s, 1 of 3 workers, generation 4, checkpoint of step 5",
+        "page: http://127.0.0.1:1/",
+        "last evaluation: step 5, loss 0.25, accuracy 0.5",
+        "quarantined: worker 1: SIGSEGV",
+        "set aside: record 17: ValueError",
+        "worker-0.0  7      computing  0.2 s  512",
+        "starting: worker-2.1",
+    ):
+        assert words in said
+    assert "the master does not answer" in text_of({**facts, "live": None}, 100.0)
+    assert "go on with: trueline resume runs/digits-1" in text_of({**facts, "state": "dead", "live": None}, 100.0)
+
+
+def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
+    pace = Pace()
+    pace.added("job.started", {"epochs": 4})
+    seconds = [pace.added("step.applied", {"step": n, "total": 8, "records": 50, "at_ns": n * 10**9}) for n in range(8)]
+    assert [found.get("epoch") for found in seconds][::2] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [found.get("records_per_s") for found in seconds] == [None, 50, 50, 50, 50, 50, 50, 50]
+    assert pace.added("worker.lost", {"worker": "w"}) == {"worker": "w"}
 
 
 def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
@@ -278,3 +354,25 @@ def test_a_room_that_is_a_verb_calls_the_function_of_its_name(monkeypatch: pytes
     assert trueline.serve("b.bundle", port=1) == ("b.bundle", {"port": 1})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = trueline.trian  # type: ignore[attr-defined]
+
+
+def test_a_reader_of_the_progress_that_goes_away_does_not_end_the_work() -> None:
+    from trueline.cli._progress import progress
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with progress(stream=Gone()):
+        events.emit("step.applied", step=0, total=1, loss=0.5)
+
+
+def test_a_job_whose_settings_are_torn_is_listed_as_damaged_beside_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torn-1").mkdir()
+    (tmp_path / "torn-1" / "job.json").write_text('{"name": ')
+    assert app.run(["jobs", "--runs", str(tmp_path)]) == 0
+    assert "torn-1  damaged" in capsys.readouterr().out
+    assert app.run(["status", str(tmp_path / "torn-1")]) == 2
+    assert "name one of them" in capsys.readouterr().err

@@ -112,6 +112,11 @@ def test_a_process_gets_its_environment_and_its_log_stays_readable(engine, tmp_p
     assert "TRUELINE_TEST_WORD" not in os.environ
 
 
+def test_an_engine_knows_its_room_or_says_that_it_does_not(engine):
+    room = asyncio.run(engine.capacity())
+    assert room is None or room >= 1
+
+
 async def until_log(path: Path, word: str) -> None:
     while not path.exists() or word not in path.read_text():
         await asyncio.sleep(0.005)

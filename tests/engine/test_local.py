@@ -10,14 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_conformance import *  # noqa: F403  the shared tests
-from engine_conformance import spec
+from engine_conformance import spec, until
 
+from trueline.engine.contract import Kind
 from trueline.engine.local import LocalEngine, start_agent
 
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     scratch = tempfile.mkdtemp(prefix="tl-")  # a socket's path is short
     life, life_end = os.pipe()
     agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -29,7 +30,7 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     scratch = tempfile.mkdtemp(prefix="tl-")
     life, life_end = os.pipe()
     agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -48,7 +49,7 @@ def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
 
 
 def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
         life, life_end = os.pipe()
         agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -65,6 +66,60 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
         os.close(life_end)
         os.close(life)
         assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def after_the_agents_death(tmp_path, monkeypatch, act):
+    """What the next agent's client sees of `role-0.0`, once `act(engine, process)` was awaited."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
+        path, (life, life_end) = Path(scratch, "agent"), os.pipe()
+        engine = LocalEngine(str(path))
+        first = start_agent(path, preload=(), life=life, log=tmp_path / "agent.log")
+        asyncio.run(engine.add([spec("wait", tmp_path)]))
+        (seen,) = asyncio.run(engine.list())
+        process = psutil.Process(seen.pid)
+        first.kill()
+        first.wait()
+        path.unlink()
+        found = asyncio.run(act(path, engine, process, life))
+        os.close(life_end)
+        os.close(life)
+        assert psutil.wait_procs([process], timeout=10)[1] == []
+        return found
+
+
+def test_an_agent_that_was_restarted_sees_and_kills_what_the_former_one_has_forked(tmp_path, monkeypatch):
+    async def act(path, engine, process, life):
+        agent = start_agent(path, preload=(), life=life, log=tmp_path / "agent.log")
+        assert [(seen.ref, seen.pid, seen.alive) for seen in await engine.list()] == [("role-0.0", process.pid, True)]
+        process.suspend()
+        await engine.kill("role-0.0")
+        ended = await until(engine, "role-0.0", Kind.LOST)
+        await engine.add([spec("fail", tmp_path, slot=1)])
+        assert (await until(engine, "role-1.0", Kind.EXITED)).code == 7
+        agent.terminate()
+        agent.wait()
+        return ended
+
+    assert "had died before" in after_the_agents_death(tmp_path, monkeypatch, act).reason
+
+
+def test_what_ended_while_no_agent_was_there_is_reported_and_a_reused_pid_is_left_alone(tmp_path, monkeypatch):
+    async def act(path, engine, process, life):
+        process.kill()
+        process.wait()
+        with Path(f"{path}.born").open("a") as births:  # pid 1 lives, and began at another time
+            births.write('{"ref": "role-7.0", "pid": 1, "started": 1}\n{"ref": "to')
+        agent = start_agent(path, preload=(), life=life, log=tmp_path / "agent.log")
+        found = {seen.ref: seen.kind for seen in await engine.list()}
+        await engine.kill("role-7.0")
+        agent.terminate()
+        agent.wait()
+        return found
+
+    found = after_the_agents_death(tmp_path, monkeypatch, act)
+    assert found == {"role-0.0": Kind.LOST, "role-7.0": Kind.LOST}
+    assert psutil.pid_exists(1)
 
 
 def test_importing_the_engine_loads_no_torch():

@@ -131,6 +131,31 @@ def test_a_misspelt_value_is_not_silently_left_out(tmp_path: Path) -> None:
     load_recipe(write(tmp_path, WHOLE + "SEED = 5\nepochs = 1\n_epoch = 2"))
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("precision = 'fp8'", "precision = 'fp8', expected one of fp32, bf16, fp16"),
+        ("precision = 16", "precision = 16, expected a text"),
+        ("clip_norm = -1", "clip_norm = -1, expected a number from 0"),
+        ("clip_norm = float('nan')", "clip_norm = nan, expected a number from 0"),
+        ("ema = 1.0", "ema = 1.0, expected a number from 0 to below 1.0"),
+        ("compile = 1", "compile = 1 is not a truth value"),
+        ("micro_batch = 2.5", "micro_batch = 2.5, expected a whole number of at least 0"),
+        ("clip = 0.5", "'clip_norm' is not set, but 'clip = 0.5' is"),
+        ("microbatch = 8", "'micro_batch' is not set, but 'microbatch = 8' is"),
+        ("batch_size = 8", "'global_batch' is not set, but 'batch_size = 8' is"),
+        ("precison = 'bf16'", "'precision' is not set, but 'precison = 'bf16'' is"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_or_name_is_refused_in_words(tmp_path: Path, line: str, words: str) -> None:
+    assert words in refused(write(tmp_path, WHOLE + line)).message
+
+
+@pytest.mark.parametrize("line", ["clip_norm = 1", "ema = 0", "seeds = 'a.csv'", "_clip = 0.5", "threshold = 0.5"])
+def test_values_that_are_right_or_the_users_own_are_left_alone(tmp_path: Path, line: str) -> None:
+    assert load_recipe(write(tmp_path, WHOLE + line)).name
+
+
 def test_syntax_and_import_errors_carry_file_and_line(tmp_path: Path) -> None:
     error = refused(write(tmp_path, "def model(:\n"))
     assert "is not valid Python, at r.py:1" in error.message

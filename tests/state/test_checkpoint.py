@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from job_recipes import small
 
 from trueline.errors import CheckpointError, StorageError
 from trueline.state import checkpoint, tree
@@ -113,26 +114,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_older_checkpoint_untouched(tm
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
-    from dataclasses import replace
-
-    from trueline.recipe.load import load_recipe
-
-    class Blanks:
-        name = "small"
-
-        def model(self):
-            return torch.nn.Linear(2, 2)
-
-        def loss(self, outputs, labels):
-            return outputs.sum()
-
-        def optimizer(self, params):
-            return torch.optim.SGD(params, lr=0.1)
-
-        def dataset(self, mode):
-            return []
-
-    recipe = replace(load_recipe(Blanks()), name="small")
+    recipe = small()
     state = {"model": dict(torch.nn.Linear(3, 3).state_dict())}
     path = checkpoint.write(tmp_path, step=1, state=state, facts={"recipe": {"name": "large"}})
     with pytest.raises(CheckpointError, match="is of recipe 'large' and does not fit the model of recipe 'small'"):

@@ -1,14 +1,19 @@
 """Promises of the process group, each of which was once broken by a stall."""
 
+import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from trueline.train.group import GlooGroup, start_store
+from trueline.train import group
+from trueline.train.group import RUN_TIMEOUT_S, GlooGroup, start_store
 
 PEER = """
 import sys, torch, torch.distributed as dist
@@ -59,7 +64,8 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
         "from trueline.train.group import GlooGroup, start_store\n"
         "group = GlooGroup(); other, where = start_store()\n"
         "group.form(1, rank=1, size=2, store=sys.argv[1])\n"
-        "print('formed', flush=True); sys.stdin.readline()\n"
+        "work = dist.all_reduce(torch.ones(16 << 20), async_op=True)\n"
+        "print('posted', flush=True); sys.stdin.readline()\n"
     )
     peer = subprocess.Popen(
         [sys.executable, "-c", code, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -71,13 +77,29 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
             break
         except RuntimeError:  # the peer is still importing torch
             assert peer.poll() is None
-    assert peer.stdout.readline() == "formed\n"
-    work = dist.all_reduce(torch.ones(1), async_op=True)  # the peer never takes part
+    assert peer.stdout.readline() == "posted\n"
+    peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on
+    large = dist.all_reduce(torch.ones(16 << 20), async_op=True)
+    time.sleep(0.3)  # until the sockets' buffers are full, which nothing tells
+    promised = group.promise(large, torch.ones(1))
     assert group.cut() >= 1
-    with pytest.raises(RuntimeError):
-        work.wait()
+    with pytest.raises(RuntimeError, match="cut"):
+        promised.wait()  # gloo itself waits for its timeout
+    assert not large.is_completed()
+    began = time.monotonic()
     group.close()
+    assert time.monotonic() - began < RUN_TIMEOUT_S / 10
     assert group.cut() == 0
     store.set("still", "there")
     assert store.get("still") == b"there"
-    peer.communicate("\n")
+    peer.kill()
+    peer.communicate()
+
+
+def test_nothing_waits_for_gloo_itself(monkeypatch):
+    """A large operation that a peer left in the middle would wait for its timeout, whatever is cut."""
+    sources = [path for path in (Path(group.__file__).parent).glob("*.py") if "dist." in path.read_text()]
+    lines = [line for path in sources for line in path.read_text().splitlines()]
+    calls = [line for line in lines if re.search(r"dist\.(all_|broad)", line)]
+    assert calls
+    assert all("async_op=True" in line for line in calls), calls

@@ -3,11 +3,20 @@
 import pytest
 
 from trueline.errors import StorageError
-from trueline.train.account import Account
-from trueline.train.journal import Journal, replay
+from trueline.train.account import Account, Report
+from trueline.train.journal import Journal, apply
+from trueline.train.roster import State
 from trueline.wire import train_pb2 as pb
 
 VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3, "reason": "all are ready"}
+
+
+def replay(journal, now=0.0):
+    state, account = State(workers=2), Account()
+    for kind, body in journal.rows():
+        apply(state, kind, body, now)
+        account.apply(kind, body)
+    return state, account
 
 
 def commit(step, **changes):
@@ -28,18 +37,18 @@ def test_a_master_that_comes_back_knows_generation_members_incarnations_and_prog
     journal.append(("START", {"ref": "worker-0.0"}), ("START", {"ref": "worker-1.0"}), ("START", {"ref": "worker-1.1"}))
     journal.append(("VIEW", VIEW), ("COMMIT", commit(0)), ("COMMIT", commit(1)), ("CKPT", {"step": 2, "path": "/c"}))
     journal.close()
-    state, rows = replay(Journal(tmp_path / "log").rows(), now=100.0)
+    state, account = replay(Journal(tmp_path / "log"), now=100.0)
     assert (state.generation, state.view, state.committed) == (3, ("worker-0.0", "worker-1.1"), 2)
     assert (dict(state.incarnations), state.checkpoint, state.checkpoint_step) == ({0: 1, 1: 2}, "/c", 2)
     assert state.members["worker-0.0"].seen_at == 100.0
-    assert Account(rows).logged == 2
+    assert account.logged == 2
 
 
 def test_a_truncation_takes_back_what_the_survivors_never_applied(tmp_path):
     journal = Journal(tmp_path / "log")
     journal.append(("VIEW", VIEW), *(("COMMIT", commit(step)) for step in range(5)), ("TRUNCATE", {"steps": 3}))
-    state, rows = replay(journal.rows(), now=0.0)
-    assert (state.committed, Account(rows).logged) == (3, 3)
+    state, account = replay(journal)
+    assert (state.committed, account.logged) == (3, 3)
 
 
 def test_a_journal_that_cannot_be_opened_is_a_clear_error(tmp_path):
@@ -54,18 +63,34 @@ def progress(*steps, digest=5):
 
 def test_a_step_that_several_workers_report_is_logged_once():
     account = Account([])
-    assert [body["step"] for _, body in account.report(progress(0, 1))[0]] == [0, 1]
-    assert account.report(progress(0, 1)) == ([], "")
-    assert [body["step"] for _, body in account.report(progress(1, 2))[0]] == [2]
+    assert [body["step"] for _, body in account.report(progress(0, 1)).rows] == [0, 1]
+    assert account.report(progress(0, 1)) == Report()
+    assert [body["step"] for _, body in account.report(progress(1, 2)).rows] == [2]
 
 
 def test_two_workers_that_report_different_records_for_a_step_raise_the_alarm():
     account = Account([])
     account.report(progress(0))
-    assert account.report(progress(0, digest=6))[1] == "two workers report different records for step 0"
+    assert account.report(progress(0, digest=6)).fault == "two workers report different records for step 0"
 
 
 def test_workers_that_see_different_data_are_found_out():
     account = Account([])
     assert account.accept(100, 10)[0] == ""
     assert account.accept(101, 11)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
+
+
+def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_and_in_quarantine(tmp_path):
+    journal = Journal(tmp_path / "log")
+    journal.append(("LAUNCH", {"workers": 2}), ("SCALE", {"workers": 5, "before": 2, "why": "x"}))
+    journal.append(("QUARANTINE", {"slot": 3, "why": "died"}), ("VIEW", {**VIEW, "rotation": 4, "careful": True}))
+    journal.append(
+        ("SUSPECT", {"record": 7, "worker": "worker-0.0", "why": "odd"}), ("POISON", {"record": 9, "why": "a; b"})
+    )
+    state, _ = replay(journal)
+    assert (state.workers, state.quarantined, state.rotation, state.careful) == (5, {3: "died"}, 4, True)
+    assert (state.suspects, state.set_aside) == ({7: {"worker-0.0": "odd"}}, {9: "a; b"})
+    journal.append(("SCALE", {"workers": 4, "before": 5, "why": "x"}))
+    assert replay(journal)[0].quarantined == {3: "died"}
+    journal.append(("LAUNCH", {"workers": 3}))
+    assert (replay(journal)[0].workers, replay(journal)[0].quarantined) == (3, {})

@@ -19,7 +19,7 @@ def summed(parts, *, generation=2, step=7):
 
 def check(parts, **changes):
     return ledger.check(
-        summed(parts, **changes), workers=len(parts), plan=PLAN, plan_digest=ledger.digest(PLAN), generation=2, step=7
+        summed(parts, **changes), records=len(PLAN), plan_digest=ledger.digest(PLAN), generation=2, step=7
     )
 
 
@@ -51,13 +51,27 @@ def test_gradients_of_another_step_or_generation_are_refused():
             check([PLAN[:4], PLAN[4:]], **changes)
 
 
+def test_a_member_that_only_observes_changes_nothing_but_can_wish():
+    rows = [summed([PLAN[:4], PLAN[4:]]), ledger.observing(wish=True)]
+    sums = ledger.check(
+        [sum(column) for column in zip(*rows, strict=True)],
+        records=len(PLAN), plan_digest=ledger.digest(PLAN), generation=2, step=7,
+    )  # fmt: skip
+    assert (sums.count, sums.wishes) == (8, 1)
+
+
+def test_a_step_that_nobody_vouches_for_is_refused():
+    with pytest.raises(RecordsMiscounted):
+        ledger.check(ledger.observing(wish=False), records=0, plan_digest=0, generation=0, step=0)
+
+
 def test_large_batches_are_counted_exactly_in_float32():
     plan = np.arange(100_000, dtype=np.int64)
     parts = np.array_split(plan, 64)
     rows = np.array([[*ledger.words(len(p), ledger.digest(p), 1, 1, wish=True), 0.0] for p in parts], np.float32)
     sums = ledger.check(
         rows.sum(axis=0, dtype=np.float32).tolist(),
-        workers=64, plan=plan, plan_digest=ledger.digest(plan), generation=1, step=1,
+        records=len(plan), plan_digest=ledger.digest(plan), generation=1, step=1,
     )  # fmt: skip
     assert (sums.count, sums.wishes) == (100_000, 64)
 

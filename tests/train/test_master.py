@@ -1,14 +1,22 @@
 """Promises of the master's shell that need no worker."""
 
 import asyncio
+import contextlib
 import json
 
+import grpc
+import msgspec
 import pytest
 
 from trueline.errors import StorageError
+from trueline.train import happenings as h
 from trueline.train.journal import Journal
 from trueline.train.master import Master
+from trueline.train.service import Door, Service
 from trueline.train.settings import JobSettings
+from trueline.train.status import status
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
 
 
 class NoEngine:
@@ -26,6 +34,9 @@ class NoEngine:
     async def list(self):
         return []
 
+    async def capacity(self):
+        return 2
+
 
 class FullDisk(Journal):
     def append(self, *rows):
@@ -42,7 +53,25 @@ def job():
 
 
 def said(master):
-    return [(event.name, json.loads(event.fields)) for event in master._said]
+    return [(event.name, json.loads(event.fields)) for event in master.teller.said]
+
+
+@contextlib.asynccontextmanager
+async def serving(job, job_dir):
+    """A master with an engine that starts nothing, and a client's stub."""
+    master = Master(job, job_dir, Journal(job_dir / "log"), NoEngine(), "secret", asyncio.get_running_loop().time)
+    server = grpc.aio.server(interceptors=[Door("secret", master.crashed)])
+    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await master.adopt()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield master, pb_grpc.MasterStub(channel)
+    await server.stop(None)
+    master.journal.close()
+
+
+SECRET = (("authorization", "Bearer secret"),)
 
 
 def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_path):
@@ -64,10 +93,170 @@ def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_
 def test_a_master_that_finds_no_worker_alive_starts_new_incarnations(job, tmp_path):
     async def scenario(expected):
         master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
-        await master.adopt()
+        await master.adopt(launch=False)
         await asyncio.gather(*master._tasks)
         assert master.engine.started == expected
         master.journal.close()
 
     asyncio.run(scenario(["worker-0.0", "worker-1.0"]))
     asyncio.run(scenario(["worker-0.1", "worker-1.1"]))
+
+
+def test_another_number_of_workers_outlives_the_master_and_ends_with_the_launch(job, tmp_path):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            await stub.Scale(pb.ScaleRequest(workers=4, why="more is better"), metadata=SECRET)
+            await asyncio.gather(*master._tasks)
+            assert master.engine.started[2:] == ["worker-2.0", "worker-3.0"]
+            assert said(master)[-3] == ("job.scaled", {"workers": 4, "before": 2, "why": "more is better"})
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Scale(pb.ScaleRequest(workers=0), metadata=SECRET)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "fewer than the job's minimum of 1" in refused.value.details()
+        again = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+        await again.adopt(launch=False)
+        assert again.state.workers == 4
+        await again.adopt(launch=True)
+        assert again.state.workers == 2
+        await asyncio.gather(*again._tasks)
+        again.journal.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_status_tells_of_the_whole_job(job, tmp_path):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            master.happen(h.Ready("worker-0.0", "a:1"))
+            master.account.accept(8, 2)
+            report = pb.Progress(ref="worker-0.0", step=-1, phase="regrouping", phase_s=1.5)
+            await stub.Report(report, metadata=SECRET)
+            found = await stub.Status(pb.Cursor(), metadata=SECRET)
+            return json.loads(found.json)
+
+    found = asyncio.run(scenario())
+    (member,) = found["members"]
+    assert (member["ref"], member["phase"], member["steps"]) == ("worker-0.0", "regrouping", -1)
+    assert member["since"] >= 1.5
+    assert (found["phase"], found["pending"], found["workers"]) == ("gathering", ["worker-1.0"], 2)
+    assert (found["total_steps"], found["epoch"], found["evaluations"]["best"]) == (2, 0, None)
+
+
+def test_an_exception_that_nobody_expected_ends_the_job_with_its_traceback_in_the_log(job, tmp_path, caplog):
+    async def scenario(break_it):
+        folder = tmp_path / break_it.__name__
+        folder.mkdir()
+        async with serving(job, folder) as (master, stub):
+            break_it(master)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.Report(pb.Progress(ref="worker-0.0"), metadata=SECRET)
+            await asyncio.gather(*master._tasks)
+            return said(master)[-1], master.engine.killed
+
+    def in_the_core(master):
+        master.state.members["worker-0.0"] = h.Gone("worker-0.0", "no member at all")
+
+    def in_the_handler(master):
+        master.happen(h.Ready("worker-0.0", "a:1"))
+        master.account.report = lambda *_: {}["nothing"]
+
+    for break_it, what in ((in_the_core, "TypeError"), (in_the_handler, "KeyError: 'nothing'")):
+        (name, fields), killed = asyncio.run(scenario(break_it))
+        assert (name, fields["code"]) == ("job.failed", "internal")
+        assert f"unexpected {what}" in fields["why"]
+        assert "Traceback" in caplog.text
+        assert "worker-1.0" in killed
+        caplog.clear()
+
+
+def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp_path):
+    async def scenario():
+        heard = []
+        async with serving(job, tmp_path) as (master, _):
+            master.page_hook = lambda *event: heard.append(event)
+            file = tmp_path / "events.jsonl"
+            master.teller.close()
+            file.unlink(missing_ok=True)
+            file.symlink_to("/dev/full")
+            master.say("step.applied", step=1, loss=0.5)
+            file.unlink()
+            file.write_text('{"torn": ')  # by a master that was killed within a line
+            master.say("step.applied", step=2)
+            master.say("step.applied", step=3)
+            master.page_hook = lambda *_: 1 / 0
+            master.say("step.applied", step=4)
+            return heard, [json.loads(line) for line in file.read_text().splitlines()[1:]], said(master)
+
+    heard, lines, told = asyncio.run(scenario())
+    steps = [line["fields"]["step"] for line in lines if line["name"] == "step.applied"]
+    assert steps == [2, 3, 4]
+    assert [fields["step"] for name, fields in told if name == "step.applied"] == [1, 2, 3, 4]
+    assert [(name, fields["step"]) for name, fields, _ in heard] == [("step.applied", step) for step in (1, 2, 3)]
+    assert {"at", "seq", "name", "fields"} == set(lines[0])
+    assert abs(heard[1][2] - lines[0]["at"]) < 1.0
+
+
+def test_whoever_follows_late_gets_the_newest_events_in_order(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("trueline.train.telling.KEPT", 5)
+
+    async def scenario():
+        async with serving(job, tmp_path) as (master, stub):
+            for step in range(20):
+                master.say("step.applied", step=step)
+            follow = stub.Follow(pb.Cursor(after=0), metadata=SECRET)
+            found = [event.seq for event in (await follow.read()).events]
+            master.say("step.applied", step=20)
+            found += [event.seq for event in (await follow.read()).events]
+            follow.cancel()
+            return found, master.teller.seq
+
+    found, newest = asyncio.run(scenario())
+    assert found == list(range(newest - 5, newest + 1))
+
+
+def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
+    async def scenario():
+        async with serving(job, tmp_path) as (master, _):
+            for slot in range(2):
+                master.happen(h.Ready(f"worker-{slot}.0", "x:1"))
+            before = master.state.generation
+            for slot in range(2):
+                master._gone(h.Gone(f"worker-{slot}.0", "killed by SIGKILL"))
+            await asyncio.sleep(0)
+            return before, master.state.generation
+
+    before, after = asyncio.run(scenario())
+    assert after == before + 1
+
+
+def test_status_needs_no_worker(job, tmp_path):
+    master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
+    assert status(master)["members"] == []
+    master.journal.close()
+
+
+def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_engine_has(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("trueline.train.master.TICK_S", 0.001)
+    monkeypatch.setattr("trueline.train.autoscale.SETTLE_S", 0.01)
+
+    async def scenario():
+        async with serving(msgspec.structs.replace(job, workers=4, autoscale=True), tmp_path) as (master, _):
+            assert master.state.workers == 1
+            scaling = master.keep(master.run_scaling())
+            for slot in range(2):
+                ref = f"worker-{slot}.0"
+                while ref not in master.state.pending:  # until the scaling has asked for it
+                    master.account.applied += 100
+                    await asyncio.sleep(0.001)
+                master.happen(h.Ready(ref, "x:1"))
+                for member in master.state.view:
+                    master.happen(h.Entered(member, master.state.generation, 0))
+            for _ in range(50):
+                master.account.applied += 1000
+                await asyncio.sleep(0.001)
+            scaling.cancel()
+            return master.state.workers, [fields for name, fields in said(master) if name == "job.scaled"]
+
+    workers, (scaled, *rest) = asyncio.run(scenario())
+    assert (workers, rest) == (2, [])
+    assert "one more may pay" in scaled["why"]

@@ -1,214 +1,177 @@
 """Promises of the pure membership decisions; time is a number that the test moves."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from membership_worlds import POLICY, A, B, C, World, running
 
-from trueline.train import members as m
-
-POLICY = m.Policy(workers=3, min_workers=2, lease_s=10.0, gather_s=5.0)
-A, B, C = "worker-0.0", "worker-1.0", "worker-2.0"
-
-
-class World:
-    """A state that events happen to; `actions` are those of the last event."""
-
-    def __init__(self, policy: m.Policy = POLICY, state: m.State | None = None) -> None:
-        self.policy, self.state, self.now = policy, state or m.State(), 0.0
-        self.actions: tuple[m.Action, ...] = ()
-        self.all: list[m.Action] = []
-
-    def happen(self, *events: m.Event) -> "World":
-        for event in events:
-            decision = m.decide(self.state, event, self.now, self.policy)
-            self.state, self.actions = decision.state, decision.actions
-            self.all += decision.actions
-        return self
-
-    def enter(self, **steps: int) -> "World":
-        refs = {"a": A, "b": B, "c": C}
-        return self.happen(*(m.Entered(refs[name], self.state.generation, step) for name, step in steps.items()))
-
-    def of(self, kind: type) -> list:
-        return [action for action in self.actions if isinstance(action, kind)]
-
-
-def running(steps: int = 5) -> World:
-    world = World().happen(m.Begin(), m.Ready(A, "a:1"), m.Ready(B, "b:1"), m.Ready(C, "c:1")).enter(a=-1, b=-1, c=-1)
-    return world.happen(*(m.Heard(ref, steps) for ref in (A, B, C)))
+from trueline.train import happenings as h
 
 
 def test_a_job_starts_one_worker_for_each_slot():
-    world = World().happen(m.Begin())
-    assert world.actions == (m.Start(0, 0), m.Start(1, 0), m.Start(2, 0))
-    assert world.happen(m.Begin()).actions == ()
+    world = World().happen(h.Begin())
+    assert world.actions == (h.Start(0, 0), h.Start(1, 0), h.Start(2, 0))
+    assert world.happen(h.Begin(frozenset(world.state.pending), launch=False)).actions == ()
 
 
 def test_the_first_view_waits_until_all_workers_are_ready():
-    world = World().happen(m.Begin(), m.Ready(A, "a:1"), m.Ready(B, "b:1"))
+    world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"))
     assert world.state.view == ()
-    assert world.happen(m.Ready(C, "c:1")).state.view == (A, B, C)
+    assert world.happen(h.Ready(C, "c:1")).state.view == (A, B, C)
 
 
 def test_the_first_view_forms_with_enough_workers_when_the_others_are_too_slow():
-    world = World().happen(m.Begin(), m.Ready(A, "a:1"), m.Ready(B, "b:1"))
-    world.now = 6.0
-    world.happen(m.Tick())
+    world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1")).wait(5.0, A, B)
     assert world.state.view == (A, B)
-    assert world.of(m.Publish)[0].reason == "2 of 3 are ready after 5 s"
+    assert world.of(h.Publish)[0].reason == "2 of 3 are ready after 5 s"
 
 
 def test_a_group_is_released_only_when_every_member_has_entered():
-    world = World().happen(m.Begin(), m.Ready(A, "a:1"), m.Ready(B, "b:1"), m.Ready(C, "c:1"))
-    assert world.enter(a=-1, b=-1).of(m.Release) == []
-    assert world.enter(c=-1).of(m.Release) == [m.Release(0, (-1, -1, -1))]
+    world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1"))
+    assert world.enter(a=-1, b=-1).of(h.Release) == []
+    assert world.enter(c=-1).releases() == [(0, (-1, -1, -1))]
 
 
 def test_a_death_forces_a_view_of_the_survivors_and_starts_a_replacement():
-    world = running().happen(m.Gone(B, "killed by SIGKILL"))
+    world = running().happen(h.Gone(B, "killed by SIGKILL"))
     assert world.state.view == (A, C)
     assert world.state.cut_below == world.state.generation == 2
-    assert world.actions == (m.Publish(f"{B} is gone: killed by SIGKILL"), m.Start(1, 1))
+    assert world.actions == (h.Publish(f"{B} is gone: killed by SIGKILL"), h.Start(1, 1))
 
 
 def test_the_member_that_is_furthest_ahead_is_the_source_of_the_state():
-    world = running().happen(m.Gone(B, "killed")).enter(a=5, c=6)
-    assert world.of(m.Release) == [m.Release(1, (5, 6))]
+    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=6)
+    assert world.releases() == [(1, (5, 6))]
     assert world.state.committed == 6
 
 
 def test_the_log_follows_the_survivors_when_they_have_applied_less_than_it_says():
-    world = running(steps=7).happen(m.Gone(B, "killed")).enter(a=6, c=6)
-    assert world.actions == (m.Truncate(6), m.Release(0, (6, 6)))
+    world = running(steps=7).happen(h.Gone(B, "killed")).enter(a=6, c=6)
+    assert (world.of(h.Truncate), world.releases()) == ([h.Truncate(6)], [(0, (6, 6))])
     assert world.state.committed == 6
 
 
 def test_a_join_is_planned_and_cuts_nobody():
-    world = running().happen(m.Gone(B, "killed")).enter(a=5, c=5)
+    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5)
     cut = world.state.cut_below
-    world.happen(m.Ready("worker-1.1", "b:2"))
+    world.happen(h.Ready("worker-1.1", "b:2"))
     assert world.state.view == (A, C, "worker-1.1")
     assert (world.state.generation, world.state.cut_below) == (3, cut)
 
 
 def test_an_announced_departure_is_planned_cuts_nobody_and_is_replaced_when_it_is_complete():
-    world = running().happen(m.Leaving(A))
+    world = running().happen(h.Leaving(A))
     assert (world.state.view, world.state.cut_below) == ((B, C), 1)
-    world.enter(b=6, c=6).happen(m.Gone(A, "exit code 0"))
+    world.enter(b=6, c=6).happen(h.Gone(A, "exit code 0"))
     assert world.state.view == (B, C)
-    assert world.actions == (m.Start(0, 1),)
+    assert world.actions == (h.Start(0, 1),)
 
 
 def test_when_all_announce_their_departure_the_state_waits_for_somebody_to_take_it():
-    world = running().happen(m.Leaving(A), m.Leaving(B), m.Leaving(C))
+    world = running().happen(h.Leaving(A), h.Leaving(B), h.Leaving(C))
     assert world.state.view == (B, C)  # A's departure was already agreed
-    world.enter(b=6, c=6).happen(m.Gone(A, "exit code 0"), m.Ready("worker-0.1", "n:1"))
+    world.enter(b=6, c=6).happen(h.Gone(A, "exit code 0"), h.Ready("worker-0.1", "n:1"))
     assert world.state.view == (B, C, "worker-0.1")
     newest = world.state.generation
-    world.enter(b=6, c=6).happen(m.Entered("worker-0.1", newest, -1))
-    assert world.of(m.Release) == [m.Release(0, (6, 6, -1))]
-    world.happen(m.Heard("worker-0.1", 7))
+    world.enter(b=6, c=6).happen(h.Entered("worker-0.1", newest, -1))
+    assert world.releases() == [(0, (6, 6, -1))]
+    world.happen(h.Heard("worker-0.1", 7))
     assert world.state.view == ("worker-0.1",)
-    assert world.of(m.Publish)[0].reason == f"{B} and {C} leave"
+    assert world.of(h.Publish)[0].reason == f"{B} and {C} leave"
 
 
 def test_fewer_members_than_the_minimum_wait_for_another():
-    world = running().happen(m.Gone(A, "killed"), m.Gone(B, "killed")).enter(c=5)
-    assert world.of(m.Release) == []
-    world.happen(m.Ready("worker-1.1", "b:2"))
+    world = running().happen(h.Gone(A, "killed"), h.Gone(B, "killed")).enter(c=5)
+    assert world.of(h.Release) == []
+    world.happen(h.Ready("worker-1.1", "b:2"))
     newest = world.state.generation
-    world.happen(m.Entered(C, newest, 5), m.Entered("worker-1.1", newest, -1))
-    assert world.of(m.Release) == [m.Release(0, (5, -1))]
+    world.happen(h.Entered(C, newest, 5), h.Entered("worker-1.1", newest, -1))
+    assert world.releases() == [(0, (5, -1))]
 
 
 def all_dead(world: World) -> World:
-    world.happen(*(m.Gone(ref, "killed") for ref in (A, B, C)))
+    world.happen(*(h.Gone(ref, "killed") for ref in (A, B, C)))
     again = ["worker-0.1", "worker-1.1", "worker-2.1"]
-    world.happen(*(m.Ready(ref, "x:1") for ref in again))
-    return world.happen(*(m.Entered(ref, world.state.generation, -1) for ref in again))
+    world.happen(*(h.Ready(ref, "x:1") for ref in again))
+    return world.happen(*(h.Entered(ref, world.state.generation, -1) for ref in again))
 
 
 def test_a_job_whose_last_state_holder_died_goes_on_from_its_checkpoint():
     world = running(steps=9)
-    world.state = replace(world.state, checkpoint="/job/step-8", checkpoint_step=8)
+    world.happen(h.Saved(A, 8, "/job/step-8"))
     all_dead(world)
-    assert world.actions == (m.Truncate(8), m.Release(0, (-1, -1, -1), "/job/step-8"))
+    assert (world.of(h.Truncate), world.releases()) == ([h.Truncate(8)], [(0, (-1, -1, -1))])
+    assert world.of(h.Release)[0].checkpoint == "/job/step-8"
 
 
 def test_a_job_that_lost_its_state_and_has_no_checkpoint_stops_instead_of_beginning_again():
     world = all_dead(running(steps=9))
-    assert [action.code for action in world.of(m.FailJob)] == ["state_lost"]
+    assert [action.code for action in world.of(h.FailJob)] == ["state_lost"]
     assert world.state.phase == "failed"
 
 
 def test_a_silent_worker_is_killed_and_given_up():
-    world = running()
-    world.now = 8.0
-    world.happen(m.Heard(A, 5), m.Heard(C, 5))
-    world.now = 11.0
-    world.happen(m.Tick())
-    assert world.of(m.Kill) == [m.Kill(B, "silent for 11.0 s")]
+    world = running().wait(10.5, A, C)
+    assert world.of(h.Kill) == [h.Kill(B, "silent for 10.2 s")]
     assert world.state.view == (A, C)
 
 
 def test_whoever_was_given_up_is_fenced_at_every_door():
-    world = running().happen(m.Gone(B, "silent"))
-    for event in (m.Heard(B, 6), m.Entered(B, 2, 6), m.Done(B, 2), m.Ready(B, "b:1"), m.Leaving(B)):
-        assert world.happen(event).actions == (m.Fence(B),)
+    world = running().happen(h.Gone(B, "silent"))
+    for event in (h.Heard(B, 6), h.Entered(B, 2, 6), h.Done(B, 2), h.Ready(B, "b:1"), h.Leaving(B)):
+        assert world.happen(event).actions == (h.Fence(B),)
 
 
 def test_entering_an_old_generation_changes_nothing():
-    world = running().happen(m.Gone(B, "killed"))
+    world = running().happen(h.Gone(B, "killed"))
     before = world.state.members[A].entered
-    world.happen(m.Entered(A, 1, 5))
+    world.happen(h.Entered(A, 1, 5))
     assert world.state.members[A].entered == before
 
 
 def test_a_broken_group_gets_a_new_generation_once():
-    world = running().happen(m.GroupBroken(A, 1, "timeout"), m.GroupBroken(B, 1, "timeout"))
+    world = running().happen(h.GroupBroken(A, 1, "timeout"), h.GroupBroken(B, 1, "timeout"))
     assert world.state.generation == 2
     assert world.state.view == (A, B, C)
 
 
 def test_the_job_is_finished_when_every_member_has_applied_the_last_step():
-    world = running().happen(m.Done(A, 1), m.Done(B, 1))
-    assert world.of(m.Finish) == []
-    assert world.happen(m.Done(C, 1)).of(m.Finish) == [m.Finish()]
+    world = running().happen(h.Done(A, 1), h.Done(B, 1))
+    assert world.of(h.Finish) == []
+    assert world.happen(h.Done(C, 1)).of(h.Finish) == [h.Finish()]
 
 
 def test_a_death_at_the_finish_takes_the_finished_back_into_a_group():
-    world = running().happen(m.Done(A, 1), m.Done(B, 1), m.Gone(C, "killed"))
+    world = running().happen(h.Done(A, 1), h.Done(B, 1), h.Gone(C, "killed"))
     assert world.state.view == (A, B)
-    assert not any(member.done for member in world.state.members.values())
-    assert world.enter(a=6, b=5).of(m.Release) == [m.Release(0, (6, 5))]
+    assert not world.state.finishing
+    assert world.enter(a=6, b=5).releases() == [(0, (6, 5))]
 
 
 def test_a_newcomer_does_not_disturb_those_who_are_at_the_finish():
-    world = running().happen(m.Gone(B, "killed")).enter(a=5, c=5).happen(m.Done(A, 2))
-    world.happen(m.Ready("worker-1.1", "b:2"))
+    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5).happen(h.Done(A, 2))
+    world.happen(h.Ready("worker-1.1", "b:2"))
     assert world.state.view == (A, C)
 
 
 def test_a_slot_that_keeps_dying_before_any_step_ends_the_job_with_its_reason():
-    world = World().happen(m.Begin())
+    world = World().happen(h.Begin())
     for incarnation in range(3):
-        world.happen(m.Gone(f"worker-1.{incarnation}", "exit code 139"))
+        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 139"))
         world.now += 40.0
-        world.happen(m.Tick())
-    (failure,) = [action for action in world.all if isinstance(action, m.FailJob)]
+        world.happen(h.Tick())
+    (failure,) = [action for action in world.all if isinstance(action, h.FailJob)]
     assert failure.why == "worker slot 1 died 3 times in a row before its first step; last: exit code 139"
 
 
 def test_a_slot_that_keeps_dying_waits_longer_each_time_while_the_job_goes_on():
-    world = running(steps=5).happen(m.Gone(B, "killed"))
+    world = running(steps=5).happen(h.Gone(B, "killed"))
     starts = []
     for incarnation in range(1, 4):
-        world.enter(a=world.state.committed, c=world.state.committed).happen(m.Heard(A, world.state.committed + 1))
-        world.happen(m.Gone(f"worker-1.{incarnation}", "killed"))
-        starts.append(bool(world.of(m.Start)))
+        world.enter(a=world.state.committed, c=world.state.committed).happen(h.Heard(A, world.state.committed + 1))
+        world.happen(h.Gone(f"worker-1.{incarnation}", "killed"))
+        starts.append(bool(world.of(h.Start)))
         world.now += 9.0
-        world.happen(m.Heard(A, 0), m.Heard(C, 0), m.Tick())
+        world.happen(h.Heard(A, 0), h.Heard(C, 0), h.Tick())
     assert starts == [True, False, False]
     assert world.state.phase == "running"
 
@@ -226,22 +189,22 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_whatever_happens_generations_only_grow_and_no_group_forms_without_all_its_members(script):
-    world = World().happen(m.Begin())
+    world = World().happen(h.Begin())
     for what, slot, incarnation, step in script:
         ref, generation = f"worker-{slot}.{incarnation}", world.state.generation
         entered = {name: member.entered for name, member in world.state.members.items()}
         event = {
-            "ready": m.Ready(ref, "x:1"), "gone": m.Gone(ref, "killed"), "enter": m.Entered(ref, generation, step),
-            "heard": m.Heard(ref, step), "leave": m.Leaving(ref), "broken": m.GroupBroken(ref, generation, "x"),
-            "done": m.Done(ref, generation), "tick": m.Tick(),
+            "ready": h.Ready(ref, "x:1"), "gone": h.Gone(ref, "killed"), "enter": h.Entered(ref, generation, step),
+            "heard": h.Heard(ref, step), "leave": h.Leaving(ref), "broken": h.GroupBroken(ref, generation, "x"),
+            "done": h.Done(ref, generation), "tick": h.Tick(),
         }[what]  # fmt: skip
         world.now += 0.5
         world.happen(event)
         assert world.state.generation >= generation
         assert world.state.cut_below <= world.state.generation
         assert set(world.state.view) <= set(world.state.members)
-        assert len(world.of(m.Publish)) == world.state.generation - generation
-        if releases := world.of(m.Release):
+        assert len(world.of(h.Publish)) == world.state.generation - generation
+        if releases := world.of(h.Release):
             entered[ref] = step if what == "enter" else entered.get(ref)
             assert all(entered[name] is not None for name in world.state.view)
             assert len(world.state.view) >= POLICY.min_workers

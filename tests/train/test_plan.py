@@ -7,20 +7,49 @@ from hypothesis import strategies as st
 from trueline.train.plan import JobPlan
 
 
+def part(plan: JobPlan, step: int, rank: int, workers: int) -> list[np.ndarray]:
+    return [piece.records for piece in plan.pieces(step, rank=rank, weights=(1.0,) * workers)]
+
+
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 6))
 def test_every_record_is_in_exactly_one_share_of_one_step_of_each_epoch(num_records, global_batch, workers):
     plan = JobPlan(num_records=num_records, global_batch=global_batch, epochs=2, seed=3)
     for epoch in range(2):
         steps = range(epoch * plan.epoch_steps, (epoch + 1) * plan.epoch_steps)
-        shares = [plan.share(step, rank=rank, workers=workers) for step in steps for rank in range(workers)]
+        shares = [records for step in steps for rank in range(workers) for records in part(plan, step, rank, workers)]
         assert sorted(np.concatenate(shares).tolist()) == list(range(num_records))
 
 
 @given(st.integers(0, 400), st.integers(1, 5))
 def test_a_step_has_the_same_records_however_many_share_it_and_whenever_it_is_asked_for(step, workers):
     plan = JobPlan(num_records=1437, global_batch=64, epochs=20, seed=1)
-    shares = [plan.share(step, rank=rank, workers=workers) for rank in range(workers)]
+    shares = [records for rank in range(workers) for records in part(plan, step, rank, workers)]
     fresh = JobPlan(num_records=1437, global_batch=64, epochs=20, seed=1)
     fresh.records((step * 7) % fresh.total_steps)
     assert np.concatenate(shares).tolist() == fresh.records(step).tolist()
     assert plan.digest(step) == fresh.digest(step)
+
+
+@given(
+    st.integers(1, 300), st.integers(1, 70), st.integers(1, 70), st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
+)
+def test_shards_are_the_same_whoever_trains_them_and_however_fast(num_records, global_batch, micro_batch, weights):
+    plan = JobPlan(
+        num_records=num_records, global_batch=global_batch, epochs=1, seed=3, micro_batch=min(micro_batch, global_batch)
+    )
+    step = plan.epoch_steps - 1
+    alone = plan.pieces(step, rank=0, weights=(1.0,))
+    together = [piece for rank in range(len(weights)) for piece in plan.pieces(step, rank=rank, weights=tuple(weights))]
+    assert [piece.shard for piece in together] == [piece.shard for piece in alone] == list(range(plan.num_shards(step)))
+    for one, other in zip(alone, together, strict=True):
+        assert one.records.tolist() == other.records.tolist()
+    assert sum(plan.shard_counts(step, tuple(weights))) == len(alone)
+
+
+def test_records_that_were_set_aside_are_in_no_step_and_all_others_stay_where_they_were():
+    plan = JobPlan(num_records=100, global_batch=8, epochs=1, seed=0)
+    before = [plan.records(step).tolist() for step in range(plan.epoch_steps)]
+    plan.leave_out([17, 3])
+    after = [plan.records(step).tolist() for step in range(plan.epoch_steps)]
+    assert after == [[record for record in records if record not in (3, 17)] for records in before]
+    assert plan.digest(0) == JobPlan(num_records=100, global_batch=8, epochs=1, seed=0, set_aside=(3, 17)).digest(0)

@@ -24,11 +24,12 @@ from trueline.runtime.session import FORMATS, Format
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
     from trueline.recipe.contract import Recipe
+    from trueline.state.place import Where
 
 
 def capture(
     recipe: str | Path | Recipe,
-    checkpoint: str | Path | None,
+    checkpoint: Where | None,
     out: str | Path,
     *,
     formats: Sequence[str] | None = FORMATS,
@@ -50,7 +51,6 @@ def capture(
     from trueline.recipe.load import load_recipe
 
     recipe = load_recipe(recipe)
-    checkpoint = None if checkpoint is None else Path(checkpoint)
 
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     model = subject.prepare(recipe, checkpoint)

@@ -15,6 +15,7 @@ from trueline.runtime.calling import BATCH
 from trueline.runtime.probes import rows
 from trueline.runtime.session import FORMATS
 from trueline.state.checkpoint import read_manifest
+from trueline.state.place import Where
 
 if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
@@ -24,7 +25,7 @@ GOLDEN_SIZES = (1, 2, 5)
 
 def seal(
     recipe: Recipe,
-    checkpoint: Path | None,
+    checkpoint: Where | None,
     subject: Subject,
     rungs: Sequence[Rung],
     out: Path,
@@ -71,7 +72,7 @@ def _golden(subject: Subject, signature: Signature) -> list[Golden]:
 
 
 def _lineage(
-    recipe: Recipe, checkpoint: Path | None, subject: Subject, rungs: Sequence[Rung]
+    recipe: Recipe, checkpoint: Where | None, subject: Subject, rungs: Sequence[Rung]
 ) -> tuple[dict[str, Any], Summary]:
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
     lineage: dict[str, Any] = {

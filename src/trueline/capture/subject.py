@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from trueline.errors import DataError, RecipeError
 from trueline.runtime.eager import EagerSession
 from trueline.state.checkpoint import load_model
+from trueline.state.place import Where
 
 if TYPE_CHECKING:
     from trueline.data.source import Source
@@ -34,7 +34,7 @@ class Subject:
     data: dict[str, str | int]
 
 
-def prepare(recipe: Recipe, checkpoint: Path | None) -> Subject:
+def prepare(recipe: Recipe, checkpoint: Where | None) -> Subject:
     """Loads the model and its examples. Raises RecipeError, CheckpointError, DataError, CaptureError."""
     module = load_model(recipe, checkpoint).cpu().eval()
     inputs, data = _examples(recipe)

@@ -7,8 +7,12 @@ those that only matter when something is wrong (`--debug` shows them), and gives
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
@@ -32,6 +36,7 @@ _COUNTS = {
 
 Steps have numbers from 0, so that step 0 is the first that is done; the other fields are counts.
 """
+_DETAILS = ("format", "epoch", "loss", "workers", "records_per_s")
 _ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "bundle.sealed"}
 _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
@@ -41,6 +46,22 @@ _WORDS = {
     "log.truncated": "  the log goes back to step {steps}: {why}",
     "checkpoint.refused": "  {path} is passed over: {why}",
     "checkpoint.failed": "  no checkpoint at step {step}: {why}",
+    "page.opened": "  see it at {url}",
+    "page.failed": "  {why}",
+    "job.restarted": "  {why}",
+    "job.scaled": "  {workers} workers from now on ({why})",
+    "job.halting": "  waiting up to {patience_s:.0f} s for a checkpoint",
+    "job.failed": "  the job failed: {why}",
+    "launcher.ended": "  the job is over: {outcome} {why}",
+    "worker.leaving": "  {worker} was asked to leave",
+    "worker.killed": "  {worker} is given up: {why}",
+    "worker.quarantined": "  worker {slot} is in quarantine: {why}",
+    "record.suspected": "  record {record} is suspected: {why}",
+    "record.set_aside": "  record {record} is set aside: {why}",
+    "evaluation.done": "  evaluation after step {step}: loss {loss:.4g}, {metrics}",
+    "checkpoint.chosen": "  the best checkpoint is taken: {path}",
+    "checkpoint.skipped": "  no checkpoint at step {step}: {why}",
+    "pool.lost": "  process {worker} is replaced: {why}",
     "master.lost": "  the master died and is started again",
     "agent.lost": "  the engine's agent died and is started again",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
@@ -52,9 +73,10 @@ _WORDS = {
 """Events that have words; the fields are the event's own."""
 _MINOR = {
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
-    "checkpoint.saved", "job.finished", "capture.started", "program.emitted",
+    "checkpoint.saved", "job.finished", "job.stopping", "capture.started", "program.emitted",
 }  # fmt: skip
 """Events that only matter when something is wrong."""
+WINDOW_NS = 5_000_000_000
 _SHARE = 0.1
 """Of the way between two lines of a count where there is no terminal."""
 
@@ -90,15 +112,56 @@ def told(name: str, fields: Mapping[str, Field]) -> str | None:
     if name in _MINOR and not os.environ.get(DEBUG):
         return None
     try:
-        return _WORDS[name].format(**fields).rstrip()
-    except (KeyError, ValueError):  # no words for it, or not for these fields
+        line = _WORDS[name].format(**_readable(fields))
+    except (KeyError, ValueError, AttributeError):  # no words for it, or not for these fields
         return events.render(name, dict(fields))
+    line = re.sub(r"\b1 (worker|epoch)s\b", r"1 \1", line)
+    return line.removesuffix(", 0 epochs").rstrip(" ,")  # a script that has yet to say; no metrics
+
+
+def _readable(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """`fields` with the metrics of an evaluation, which are JSON, in words; the best one so far is called so."""
+    if not isinstance(fields.get("metrics"), str):
+        return dict(fields)
+    named = json.loads(str(fields["metrics"]) or "{}").items()
+    best = ["the best so far"] if fields.get("best") else []
+    return {**fields, "metrics": ", ".join([*(f"{name} {value:.4g}" for name, value in named), *best])}
 
 
 def detail(fields: Mapping[str, Field]) -> str:
     """The fields beside the count, as short text: `loss=0.31 workers=3 records_per_s=5120`."""
-    shown = {key: fields[key] for key in ("format", "loss", "workers", "records_per_s") if fields.get(key) is not None}
+    shown = {key: fields[key] for key in _DETAILS if fields.get(key) is not None}
     return events.render("", shown).strip()
+
+
+class Pace:
+    """Adds to a step what only several events tell together: which epoch it is in, and records a second."""
+
+    def __init__(self) -> None:
+        self._epochs = 0
+        self._marks: deque[tuple[int, int]] = deque()
+        """(when in ns, records) of the steps of the last WINDOW_NS."""
+
+    def added(self, name: str, fields: dict[str, Field]) -> dict[str, Field]:
+        epochs = fields.get("epochs")
+        if name == "job.started" and isinstance(epochs, int):
+            self._epochs = epochs
+        if name != "step.applied":
+            return fields
+        step, total, at, records = (fields.get(key) for key in ("step", "total", "at_ns", "records"))
+        more: dict[str, Field] = {}
+        if self._epochs and isinstance(step, int) and isinstance(total, int) and total:
+            more["epoch"] = f"{step * self._epochs // total + 1}/{self._epochs}"
+        if isinstance(at, int) and isinstance(records, int):
+            more["records_per_s"] = self._rate(at, records)
+        return {**fields, **{key: value for key, value in more.items() if value is not None}}
+
+    def _rate(self, at: int, records: int) -> float | None:
+        self._marks.append((at, records))
+        while at - self._marks[0][0] > WINDOW_NS:
+            self._marks.popleft()
+        seconds = (at - self._marks[0][0]) / 1e9
+        return round(sum(count for _, count in self._marks) / seconds * (1 - 1 / len(self._marks))) if seconds else None
 
 
 @contextlib.contextmanager
@@ -111,30 +174,35 @@ def progress(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[N
         with _Bars(stream) as bars, events.listening(bars.hear):
             yield
     else:
-        with events.listening(_Lines(stream).hear):
+        with events.listening(Lines(stream).hear):
             yield
 
 
-class _Lines:
+class Lines:
+    """A line for what happens; with the time of day when it is told (`at`, seconds since 1970)."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._sparse = Sparse()
+        self._sparse, self._pace = Sparse(), Pace()
 
-    def hear(self, name: str, fields: dict[str, Field]) -> None:
+    def hear(self, name: str, fields: dict[str, Field], *, at: float | None = None) -> None:
+        fields = self._pace.added(name, fields)
         count = counted(name, fields)
         if name in _ENDS:
             self._sparse = Sparse()
         if count is None:
             line = told(name, fields)
             if line is not None:
-                self._say(line)
+                self._say(line, at)
         elif self._sparse.due(name, count[1], count[2]):
             label, done, total = count
-            self._say(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip())
+            self._say(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip(), at)
 
-    def _say(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+    def _say(self, line: str, at: float | None) -> None:
+        stamp = "" if at is None else time.strftime("%H:%M:%S ", time.localtime(at))
+        with contextlib.suppress(OSError, ValueError):  # who read it has gone (`2>&1 | head`): the work goes on
+            self._stream.write(f"{stamp}{line}\n")
+            self._stream.flush()
 
 
 class _Bars:
@@ -143,6 +211,7 @@ class _Bars:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._tasks: dict[str, TaskID] = {}
+        self._pace = Pace()
 
     def __enter__(self) -> _Bars:
         from rich.console import Console
@@ -160,6 +229,7 @@ class _Bars:
         self._progress.stop()
 
     def hear(self, name: str, fields: dict[str, Field]) -> None:
+        fields = self._pace.added(name, fields)
         count = counted(name, fields)
         if count is None:
             if name in _ENDS:

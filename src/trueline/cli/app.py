@@ -21,7 +21,10 @@ from trueline import __version__
 from trueline.cli.options import DEBUG
 from trueline.errors import TruelineError, closest
 
-VERBS = ("init", "train", "evaluate", "predict", "capture", "inspect", "register", "serve", "ship")
+VERBS = (
+    "init", "train", "run", "jobs", "status", "logs", "scale", "halt", "resume", "chaos",
+    "evaluate", "predict", "capture", "inspect", "register", "serve", "ship",
+)  # fmt: skip
 """In the order of the line; `trueline.cli.NAME` holds the `command` of each."""
 
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """
 trueline evaluate digits/recipe.py runs/digits-1
-    loss and metrics of the job's newest checkpoint over the evaluation records
+    loss and metrics of the job's checkpoint over the evaluation records
 
 trueline evaluate digits/recipe.py runs/digits-1 --mode training --json
     the same over the training records, for a script
+
+trueline evaluate digits/recipe.py runs/digits-1 --workers 4
+    four processes share the records; the numbers are the same, also when some are killed
 """
 
 
@@ -26,13 +29,15 @@ trueline evaluate digits/recipe.py runs/digits-1 --mode training --json
 @recipe_argument
 @click.argument("checkpoint")
 @click.option("--mode", type=click.Choice(MODES), default="evaluation", show_default=True, help="Which records.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
 @json_option
 @quiet_option
-def command(recipe: str, checkpoint: str, mode: str, as_json: bool, quiet: bool) -> None:
+def command(recipe: str, checkpoint: str, mode: str, workers: int, as_json: bool, quiet: bool) -> None:
     """Measure a checkpoint over all evaluation records.
 
     Says the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch.
-    CHECKPOINT is a checkpoint, or the folder of a job, which stands for its newest one.
+    CHECKPOINT is a checkpoint (a path or a URL), or the folder of a job:
+    its best one if the job has --monitor or --patience, else its newest.
     """
     from trueline.recipe.load import load_recipe
 
@@ -40,5 +45,7 @@ def command(recipe: str, checkpoint: str, mode: str, as_json: bool, quiet: bool)
     from trueline.train.evaluate import evaluate
 
     with progress(quiet=quiet):
-        found = evaluate(loaded, checkpoint_path(checkpoint), mode=cast("Mode", mode))
+        found = evaluate(
+            loaded if workers == 1 else recipe, checkpoint_path(checkpoint), mode=cast("Mode", mode), workers=workers
+        )
     say(found.as_text(), found.as_dict(), as_json=as_json)

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+if TYPE_CHECKING:
+    from trueline.state.place import Where
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Function], Function]
+
 DEBUG = "TRUELINE_DEBUG"
 """Environment variable of --debug, so that child processes know of it too."""
+
+
+class _Verb(click.Command):
+    """Says its options in sections: those of `section`, then the others."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title in sorted(sections, key="Options".__eq__):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+
+def section(title: str) -> Callable[..., Decorator[Any]]:
+    """`click.option` for options that stand together under `title` in the help."""
+    return functools.partial(click.option, cls=type("Option", (click.Option,), {"section": title}))
 
 
 def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Command]:
@@ -28,7 +54,7 @@ def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Co
             callback=_set_debug,
             help=f"Show tracebacks of errors (or set {DEBUG}=1).",
         )(function)
-        return click.command(name, epilog=epilog)(debugged)
+        return click.command(name, cls=_Verb, epilog=epilog)(debugged)
 
     return declare
 
@@ -40,6 +66,7 @@ def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 recipe_argument = click.argument("recipe")
 json_option = click.option("--json", "as_json", is_flag=True, help="Say the result as one line of JSON.")
+job_argument = click.argument("job")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 tracking_option = click.option(
     "--tracking-uri",
@@ -53,20 +80,43 @@ def say(text: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
     click.echo(json.dumps(facts, default=str) if as_json else text.rstrip("\n"))
 
 
-def checkpoint_path(given: str) -> Path:
-    """`given`, or the newest good checkpoint when it is the folder of a job. Raises UsageError,
-    CheckpointError."""
-    from trueline.errors import UsageError
+def checkpoint_path(given: str) -> Where:
+    """`given`; for the folder of a job its best checkpoint if it was asked for one, else the newest good one, which is
+    also meant by a URL with checkpoints in it. Which one it is, is an event.
 
-    folder = Path(given)
-    if not (folder / "job.json").is_file():
-        return folder
+    Raises UsageError, StorageError.
+    """
+    from trueline.errors import UsageError
+    from trueline.state.place import located
+
+    folder = located(given)
+    if isinstance(folder, Path):
+        if not (folder / "job.json").is_file():
+            return folder
+        from trueline.train import settings
+
+        job = settings.load(folder)
+        folder = job.checkpoints or folder / "checkpoints"
+        if job.wants_best and (best := _best(folder)) is not None:
+            return best
     from trueline.state import checkpoint
 
-    newest = checkpoint.latest(folder / "checkpoints")
+    if checkpoint.exists(folder):
+        return folder
+    newest = checkpoint.latest(folder)
     if newest is None:
-        raise UsageError(f"the job in {folder} has no checkpoint yet", hint="let it train, or go on with --resume")
+        raise UsageError(f"{given} has no checkpoint yet", hint="let the job train, or go on with --resume")
     return newest.path
+
+
+def _best(folder: Where) -> Where | None:
+    from trueline import events
+    from trueline.state import checkpoint
+
+    best = checkpoint.best(folder)
+    if best is not None:
+        events.emit("checkpoint.chosen", path=str(best))
+    return best
 
 
 def pairs(given: tuple[str, ...], flag: str) -> dict[str, str]:

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """
 trueline predict digits/recipe.py runs/digits-1 --out answers.parquet
-    the eager model of the job's newest checkpoint answers for dataset("prediction")
+    the eager model of the job's best or newest checkpoint answers for dataset("prediction")
 
 trueline predict digits/recipe.py digits.bundle --out answers.parquet --mode evaluation
     the bundle's proven program answers for the evaluation records
+
+trueline predict digits/recipe.py s3://bucket/digits/step-00000276 --out answers.parquet --workers 4
+    a checkpoint in an object store; four processes share the records and write the same file
 """
 
 
@@ -28,9 +31,10 @@ trueline predict digits/recipe.py digits.bundle --out answers.parquet --mode eva
 @click.argument("source")
 @click.option("--out", required=True, metavar="FILE", help="File to write, .parquet or .jsonl.")
 @click.option("--mode", type=click.Choice(MODES), default="prediction", show_default=True, help="Which records.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
 @json_option
 @quiet_option
-def command(recipe: str, source: str, out: str, mode: str, as_json: bool, quiet: bool) -> None:
+def command(recipe: str, source: str, out: str, mode: str, workers: int, as_json: bool, quiet: bool) -> None:
     """Write the model's outputs for many records to a file.
 
     SOURCE is a checkpoint (or the folder of a job), which the eager model runs, or a bundle, whose proven
@@ -43,6 +47,12 @@ def command(recipe: str, source: str, out: str, mode: str, as_json: bool, quiet:
     from trueline.train.predict import predict
 
     with progress(quiet=quiet):
-        found = predict(loaded, checkpoint_path(source), Path(out), mode=cast("Mode", mode))
+        found = predict(
+            loaded if workers == 1 else recipe,
+            checkpoint_path(source),
+            Path(out),
+            mode=cast("Mode", mode),
+            workers=workers,
+        )
     facts = {"records": found.records, "path": str(found.path)}
     say(f"{found.records} records: {found.path}", facts, as_json=as_json)

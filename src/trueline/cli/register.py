@@ -71,6 +71,7 @@ def run_facts(job: Path | None, params: dict[str, str], metrics: dict[str, str])
     return RunFacts(
         params={**{key: value for key, value in plain.items() if key not in measured}, **params},
         metrics={**measured, **numbers},
+        job_dir=job,
     )
 
 

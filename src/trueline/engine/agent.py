@@ -2,8 +2,9 @@
 
 A fresh interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds, so
 a replacement steps in at once. The agent is the parent of what it forks, so it sees every exit with its code; it
-speaks newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. It keeps
-one thread only and never starts gRPC or a tensor operation: both break in a forked child.
+speaks newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. An agent that
+follows one that died adopts its processes (`engine/orphans.py`). It keeps one thread only and never starts gRPC or a
+tensor operation: both break in a forked child.
 
 Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
 Replies are one line each; after "watch", one line for every process known and for every change.
@@ -11,6 +12,7 @@ Replies are one line each; after "watch", one line for every process known and f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import selectors
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from trueline.engine import lifeline
+from trueline.engine import lifeline, orphans
 from trueline.engine.contract import Kind, ProcessSpec, Seen
 
 
@@ -39,6 +41,9 @@ class Agent:
 
     def __init__(self, path: str) -> None:
         self.seen: dict[str, Seen] = {}
+        self.births = Path(f"{path}.born")
+        self.adopted: dict[str, int] = {}
+        """Pidfds of the processes that a former agent has forked."""
         self.deadlines: dict[str, float] = {}
         self.watchers: set[socket.socket] = set()
         self.buffers: dict[socket.socket, bytes] = {}
@@ -54,6 +59,17 @@ class Agent:
         self.life = int(os.environ.get(lifeline.VARIABLE, "-1"))
         if self.life >= 0:
             self.selector.register(self.life, selectors.EVENT_READ)
+        for born in orphans.recorded(self.births):
+            self._adopt(born)
+
+    def _adopt(self, born: orphans.Born) -> None:
+        handle = orphans.adopt(born)
+        if handle is None:
+            self.seen[born.ref] = lost(born.ref, born.pid)
+            return
+        self.seen[born.ref] = Seen(ref=born.ref, kind=Kind.STARTED, pid=born.pid)
+        self.adopted[born.ref] = handle
+        self.selector.register(handle, selectors.EVENT_READ, born.ref)
 
     def run(self) -> None:
         signal.set_wakeup_fd(self.waker.fileno())
@@ -66,6 +82,8 @@ class Agent:
                     self.wake.recv(4096)
                 elif key.fileobj == self.life:
                     return
+                elif key.data is not None:
+                    self._bury(key.data)
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
             self._reap()
@@ -132,6 +150,7 @@ class Agent:
         pid = os.fork()
         if pid == 0:
             self._become(spec)
+        orphans.record(self.births, spec.ref, pid)
         self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
 
     def _become(self, spec: ProcessSpec) -> None:
@@ -139,6 +158,7 @@ class Agent:
         code = 1
         try:
             self._let_go()
+            orphans.record(self.births, spec.ref, os.getpid())
             _take_over(spec)
             module, _, function = spec.entry.partition(":")
             code = getattr(importlib.import_module(module), function)() or 0
@@ -158,6 +178,8 @@ class Agent:
         self.selector.close()
         for connection in (self.listener, self.wake, self.waker, *self.buffers):
             connection.close()
+        for handle in self.adopted.values():
+            os.close(handle)
 
     def _kill(self, ref: str, grace_s: float) -> None:
         seen = self.seen.get(ref)
@@ -165,7 +187,13 @@ class Agent:
             return
         if grace_s > 0:
             self.deadlines.setdefault(ref, time.monotonic() + grace_s)
-        os.kill(seen.pid, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+        self._signal(seen, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+
+    def _signal(self, seen: Seen, number: signal.Signals) -> None:
+        if seen.ref in self.adopted:
+            orphans.kill(self.adopted[seen.ref], number)
+        else:
+            os.kill(seen.pid, number)
 
     def _overdue(self, now: float) -> None:
         for ref in [ref for ref, at in self.deadlines.items() if at <= now]:
@@ -176,10 +204,20 @@ class Agent:
         """Kills what still runs and waits for it, so that nobody is left when the agent has gone."""
         for seen in self.seen.values():
             if seen.alive:
-                os.kill(seen.pid, signal.SIGKILL)
+                self._signal(seen, signal.SIGKILL)
         for seen in self.seen.values():
-            if seen.alive:
+            if seen.ref in self.adopted:
+                orphans.wait(self.adopted[seen.ref])
+            elif seen.alive:
                 os.waitpid(seen.pid, 0)
+
+    def _bury(self, ref: str) -> None:
+        """An adopted process has ended; only its parent would learn how."""
+        handle = self.adopted.pop(ref)
+        self.selector.unregister(handle)
+        os.close(handle)
+        self.deadlines.pop(ref, None)
+        self._publish(lost(ref, self.seen[ref].pid))
 
     def _reap(self) -> None:
         while True:
@@ -201,6 +239,10 @@ def exited(ref: str, pid: int, code: int) -> Seen:
         name = signal.Signals(-code).name
         return Seen(ref=ref, kind=Kind.EXITED, pid=pid, signal=-code, reason=f"killed by {name}")
     return Seen(ref=ref, kind=Kind.EXITED, pid=pid, code=code, reason=f"exit code {code}")
+
+
+def lost(ref: str, pid: int) -> Seen:
+    return Seen(ref=ref, kind=Kind.LOST, pid=pid, reason="ended; the agent that would know how had died before")
 
 
 def _take_over(spec: ProcessSpec) -> None:
@@ -230,6 +272,9 @@ def main() -> None:
     agent.run()
     Path(path).unlink(missing_ok=True)
     agent.end()
+    agent.births.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the launcher's folder, when it could not clean up itself
+        os.rmdir(Path(path).parent)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Kind(StrEnum):
     STARTED = "started"
     EXITED = "exited"
     LOST = "lost"
-    """The engine no longer knows; the process may still run (its incarnation fences it)."""
+    """It has ended and nobody knows how, or the engine has lost sight of it (its incarnation fences it)."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,3 +85,7 @@ class Engine(Protocol):
         ...
 
     async def list(self) -> list[Seen]: ...
+
+    async def capacity(self) -> int | None:
+        """For how many workers there is room, those that run included; None: unknown."""
+        ...

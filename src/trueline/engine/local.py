@@ -60,6 +60,10 @@ class LocalEngine:
         (reply,) = await self._ask({"op": "list"})
         return msgspec.json.decode(reply, type=list[Seen])
 
+    async def capacity(self) -> int | None:
+        """One worker for each CPU that this process may use."""
+        return len(os.sched_getaffinity(0))
+
     async def watch(self) -> AsyncIterator[Seen]:
         reader, writer = await self._connect()
         try:

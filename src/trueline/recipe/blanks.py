@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import re
 import sys
 import traceback
@@ -31,6 +32,16 @@ _REQUIRED_CUTOFF = 0.6
 _OPTIONAL_CUTOFF = 0.85
 """How alike (difflib's ratio) a name must be to be a misspelling. A required blank that is missing is an
 error anyway; a helper that merely sounds like an optional one must not be."""
+
+
+_CHOICES = {"precision": ("fp32", "bf16", "fp16")}
+_BELOW = {"ema": 1.0}
+_OTHER_NAMES = {
+    "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",
+    "gradclip": "clip_norm", "maxgradnorm": "clip_norm", "microbatchsize": "micro_batch", "emadecay": "ema",
+    "evalevery": "evaluate_every", "torchcompile": "compile", "randomseed": "seed",
+}  # fmt: skip
+"""What other tools call these values, for those that are not spelt alike; letters only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,30 +218,49 @@ def _our_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> d
 
 
 def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
-    names = {field.name: field.default for field in fields(Defaults)}
-    values = {name: found.values[name] for name in names if found.values.get(name) is not None}
+    usual = {field.name: field.default for field in fields(Defaults)}
+    values = {name: found.values[name] for name in usual if found.values.get(name) is not None}
     problems: list[Problem] = []
     for name, value in values.items():
-        problems += _wrong_value(name, value, names[name])
+        problems += _wrong_value(name, value, usual[name])
     for other, value in found.values.items():
-        if other in names or other.startswith("_") or not other.islower() or not isinstance(value, int):
+        if other in usual or other.startswith("_") or not other.islower() or not isinstance(value, int | float | str):
             continue
-        near = max(names, key=lambda name: _likeness(name, other))
-        if near not in values and _likeness(near, other) >= _OPTIONAL_CUTOFF:
-            text = f"'{near}' is not set, but '{other} = {value}' is"
+        near = _meant(other, value, usual)
+        if near is not None and near not in values:
+            text = f"'{near}' is not set, but '{other} = {value!r}' is"
             hint = f"rename '{other}' to '{near}', or to '_{other}' if it is your own"
             problems.append(Problem(text, hint))
     return values, problems
 
 
+def _meant(other: str, value: object, usual: Mapping[str, object]) -> str | None:
+    """The plain value that `other` is likely to stand for: spelt alike, or another tool's name for it."""
+    alike = max(usual, key=lambda name: _likeness(name, other))
+    near = alike if _likeness(alike, other) >= _OPTIONAL_CUTOFF else _OTHER_NAMES.get(other.replace("_", ""))
+    # A text is no misspelling of a number: `seeds = "a.csv"` is the user's own.
+    return near if near is not None and isinstance(value, str) == isinstance(usual[near], str) else None
+
+
 def _wrong_value(name: str, value: Any, default: object) -> Iterator[Problem]:
+    said = f"{name} = {value!r}"
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            yield Problem(f"{name} = {value!r} is not a truth value, expected True or False", "")
-        return
-    least = 0 if name == "seed" else 1
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        yield Problem(f"{name} = {value!r}, expected a whole number of at least {least}", "")
+            yield Problem(f"{said} is not a truth value, expected True or False", "")
+    elif isinstance(default, str):
+        choices = _CHOICES.get(name)
+        if not isinstance(value, str):
+            yield Problem(f"{said}, expected a text", "")
+        elif choices and value not in choices:
+            yield Problem(f"{said}, expected one of {', '.join(choices)}", "")
+    elif isinstance(default, float):
+        most = _BELOW.get(name, math.inf)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
+            yield Problem(f"{said}, expected a number from 0 to below {most}", "")
+    else:
+        least = 1 if default and name != "seed" else 0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            yield Problem(f"{said}, expected a whole number of at least {least}", "")
 
 
 def _kind(value: Any) -> str:

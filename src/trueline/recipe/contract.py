@@ -126,6 +126,22 @@ class Defaults:
     seed: int = 0
     find_unused_parameters: bool = False
     """True when some parameters take no part in some steps (as torch's DDP names it)."""
+    micro_batch: int = 0
+    """Records of one forward; 0: a worker's whole share of the step."""
+    precision: str = "fp32"
+    """`fp32`, or autocast to `bf16` or `fp16` (the latter with a GradScaler)."""
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together; 0: they are left as they are."""
+    compile: bool = False
+    """True for torch.compile."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the parameters, e.g. 0.999; 0: none. It is what is evaluated then."""
+    evaluate_every: int = 0
+    """Steps between evaluations while training; 0: after each epoch if `monitor` is set, else never."""
+    monitor: str = ""
+    """`loss` or a metric's name: what the best checkpoint is the best by; smaller is better, `-NAME`: larger is."""
+    patience: int = 0
+    """Evaluations without a new best one after which training stops; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,16 @@ epochs = {epochs}
 global_batch = 64  # records of one optimizer step, however many workers share them
 seed = 0  # decides the order of the records and the first weights
 
+# More values; flags of `trueline train` win over them. Remove the comment signs of what you need.
+# micro_batch = 8  # records of one forward; gradients are accumulated
+# precision = "bf16"  # or "fp16": autocast of forward and loss
+# clip_norm = 1.0  # largest norm of all gradients of a step together
+# ema = 0.99  # averages the weights over some 100 steps; the average is what is evaluated and captured
+# compile = True  # torch.compile
+# monitor = "-accuracy"  # evaluates meanwhile, and the best checkpoint stands for the job; "-": larger is better
+# evaluate_every = 50  # steps; at the end of each epoch when it is left out
+# patience = 3  # stops after so many evaluations without a better one
+
 
 '''
 

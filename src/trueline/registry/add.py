@@ -24,6 +24,7 @@ from trueline.registry.find import ModelVersion, to_version
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 _MAX_PARAM = 6000
 
@@ -35,6 +36,8 @@ class RunFacts:
     params: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    job_dir: Path | None = None
+    """The training job that made it: when the job has a run in the same store, that is the run."""
 
 
 def register(
@@ -56,22 +59,29 @@ def register(
     if not model or set(model) & set("/:@"):
         raise UsageError(f"'{model}' cannot name a registered model; use a name without / : @")
     with store.opened(tracking_uri) as client:
-        experiment = _experiment(client, model)
-        run_id = _begin_run(client, experiment, bundle, run or RunFacts())
+        joined = _job_run(client, run.job_dir) if run and run.job_dir else None
+        if joined is not None:
+            experiment, run_id = _join_run(client, joined, bundle, run or RunFacts())
+        else:
+            experiment = experiment_of(client, model)
+            run_id = _begin_run(client, experiment, bundle, run or RunFacts())
         try:
             version = _add_version(client, experiment, run_id, model, bundle)
             if alias:
                 client.set_registered_model_alias(model, alias, version)
         except BaseException:
-            client.set_terminated(run_id, "FAILED")
+            if joined is None:
+                client.set_terminated(run_id, "FAILED")
             raise
-        client.set_terminated(run_id, "FINISHED")
+        if joined is None:
+            client.set_terminated(run_id, "FINISHED")
         found = to_version(client.get_model_version(model, version))
     events.emit("model.registered", uri=found.uri, digest=found.digest, alias=alias)
     return found
 
 
-def _experiment(client: MlflowClient, name: str) -> str:
+def experiment_of(client: MlflowClient, name: str) -> str:
+    """The id of experiment `name`, made when there is none. Raises UsageError when it was deleted."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -101,6 +111,34 @@ def _begin_run(client: MlflowClient, experiment: str, bundle: Bundle, facts: Run
         params=[Param(key, str(value)[:_MAX_PARAM]) for key, value in facts.params.items()],
     )
     return str(run.info.run_id)
+
+
+def _job_run(client: MlflowClient, job_dir: Path) -> Run | None:
+    """The run that `follow` keeps for the job, when this store has it."""
+    from mlflow.exceptions import MlflowException
+
+    link = store.link_of(job_dir, client.tracking_uri)
+    try:
+        run = client.get_run(link["run_id"]) if link else None
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run is not None and run.info.lifecycle_stage == "active" else None
+
+
+def _join_run(client: MlflowClient, run: Run, bundle: Bundle, facts: RunFacts) -> tuple[str, str]:
+    """Adds what is new to the job's run; parameters that it has stay, MLflow lets nobody change them."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    at_ms = int(run.info.end_time or run.info.start_time)
+    client.log_batch(
+        run.info.run_id,
+        metrics=[Metric(key, float(value), at_ms, 0) for key, value in facts.metrics.items()],
+        params=[Param(k, str(v)[:_MAX_PARAM]) for k, v in facts.params.items() if k not in run.data.params],
+        tags=[RunTag(key, value) for key, value in {**facts.tags, **_tags(bundle)}.items()],
+    )
+    return str(run.info.experiment_id), str(run.info.run_id)
 
 
 def _tags(bundle: Bundle) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import tempfile
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from trueline.errors import RegistryError, TruelineError
@@ -81,6 +82,21 @@ def _database(uri: str) -> Path | None:
     if not uri.startswith(_SQLITE):
         return None
     return Path(uri.removeprefix(_SQLITE).partition("?")[0]).resolve()
+
+
+def absolute(uri: str) -> str:
+    """`uri`, meaning the same store in whatever folder it is read."""
+    database = _database(uri)
+    return uri if database is None else f"{_SQLITE}{database}"
+
+
+def link_of(job_dir: Path, tracking_uri: str) -> dict[str, Any]:
+    """The job's run in the store at `tracking_uri`; empty when it has none there."""
+    try:
+        link: dict[str, Any] = json.loads((job_dir / "mlflow.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return link if link.get("tracking_uri") == absolute(tracking_uri) else {}
 
 
 @contextmanager

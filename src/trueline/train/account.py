@@ -6,41 +6,76 @@ the first one of a step counts, and one with another digest is an alarm. Torch-f
 
 from __future__ import annotations
 
+import json
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from trueline.data import order
+from trueline.events import Field
 from trueline.train import ledger
 from trueline.train.journal import Row
-from trueline.train.members import State
+from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 
+REMEMBERED = 4096
+"""Steps whose digests are kept for comparison with later reports of the same step."""
+RATE_S = 10.0
+_COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
+_TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
+_SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
+_EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a worker's report brought: rows for the journal, events to tell, and the fault in words (empty: none)."""
+
+    rows: list[Row] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Field]]] = field(default_factory=list)
+    fault: str = ""
+
 
 class Account:
-    """Built from the journal's rows, so that a restarted master goes on where the last one was."""
+    """Replayed from the journal's rows, so that a restarted master goes on where the last one was."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.num_records = 0
         self.total_steps = 0
         self.logged = 0
         """Steps in the log: the next step to be logged."""
+        self.loss = 0.0
+        self.rates: tuple[int, tuple[float, ...]] = (-1, ())
+        """Generation, and the records a second that each rank of it computes."""
         self.digests: dict[int, int] = {}
-        self.certificates: dict[int, dict[str, int]] = {}
+        self.certificates: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, dict[str, Any]] = {}
         self.regroups: dict[int, dict[str, Any]] = {}
+        self.applied = 0
+        """Records of all steps that were reported to this master, steps done again included."""
+        self.recent: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         for kind, body in rows:
-            self._replay(kind, body)
+            self.apply(kind, body)
 
-    def _replay(self, kind: str, body: dict[str, Any]) -> None:
+    def apply(self, kind: str, body: dict[str, Any]) -> None:
+        """Enters a row of the journal."""
         match kind:
             case "FACTS":
                 self.num_records, self.total_steps = body["num_records"], body["total_steps"]
             case "COMMIT":
-                self.logged = body["step"] + 1
-                self.digests[body["step"]] = body["digest"]
+                self.logged, self.loss = body["step"] + 1, body["loss"]
+                self._remember(body["step"], body["digest"])
                 self._gap(body)
             case "TRUNCATE":
                 self.truncate(body["steps"])
             case "EPOCH":
                 self.certificates[body["epoch"]] = body
+            case "EVAL":
+                self.evaluations[body["step"]] = body
             case "VIEW":
                 self.regrouping(body["generation"], body["reason"])
 
@@ -63,35 +98,59 @@ class Account:
     def truncate(self, steps: int) -> None:
         """The surviving state has applied `steps` steps: what the log has beyond them never happened."""
         self.logged = min(self.logged, steps)
-        for step in [step for step in self.digests if step >= steps]:
-            del self.digests[step]
+        for kept in (self.digests, self.evaluations):
+            for step in [step for step in kept if step > steps or (step == steps and kept is self.digests)]:
+                del kept[step]
 
     def reconstruct(self, steps: int) -> None:
         """The surviving state has applied `steps` steps, though nobody is left to report the last of them."""
         self.logged = max(self.logged, steps)
 
-    def report(self, progress: pb.Progress) -> tuple[list[Row], str]:
-        """Rows for the journal (steps and certificates not known yet) and the fault in words (empty: none)."""
-        rows: list[Row] = []
-        fault = ""
+    def report(self, progress: pb.Progress, now: float = 0.0) -> Report:
+        """Enters what is new in a worker's report."""
+        found = Report()
         for applied in progress.applied:
-            body = {"step": applied.step, "generation": applied.generation, "records": applied.records,
-                    "digest": applied.digest, "loss": applied.loss, "workers": applied.workers,
-                    "gap_ms": applied.gap_ms, "at_ns": applied.at_ns}  # fmt: skip
-            self._gap(body)
-            if applied.step == self.logged:
-                self.logged += 1
-                self.digests[applied.step] = applied.digest
-                rows.append(("COMMIT", body))
-            elif self.digests.get(applied.step, applied.digest) != applied.digest:
-                fault = f"two workers report different records for step {applied.step}"
+            self._enter_step(applied, found, now)
         for signed in progress.certificates:
-            certificate = {field: getattr(signed, field) for field in
-                           ("epoch", "steps", "records", "digest", "tally_min", "tally_max")}  # fmt: skip
+            certificate = {name: getattr(signed, name) for name in _SIGNED}
+            if signed.set_aside:
+                certificate["set_aside"] = list(signed.set_aside)
             if self.certificates.get(signed.epoch) != certificate:
                 self.certificates[signed.epoch] = certificate
-                rows.append(("EPOCH", certificate))
-        return rows, fault
+                found.rows.append(("EPOCH", certificate))
+                aside = json.dumps(list(signed.set_aside))
+                found.told.append(("epoch.certified", {**certificate, "set_aside": aside}))
+        for evaluated in progress.evaluations:
+            evaluation = {name: getattr(evaluated, name) for name in _EVALUATED}
+            if evaluated.step not in self.evaluations:
+                self.evaluations[evaluated.step] = evaluation
+                found.rows.append(("EVAL", evaluation))
+                found.told.append(("evaluation.done", evaluation))
+        return found
+
+    def _enter_step(self, applied: pb.Applied, found: Report, now: float) -> None:
+        body = {name: getattr(applied, name) for name in _COMMIT}
+        self._gap(body)
+        if applied.step != self.logged:
+            if self.digests.get(applied.step, applied.digest) != applied.digest:
+                found.fault = f"two workers report different records for step {applied.step}"
+            return
+        self.logged, self.loss = applied.step + 1, applied.loss
+        self._remember(applied.step, applied.digest)
+        self.applied += applied.records
+        self.recent.append((now, applied.records))
+        if applied.rates:
+            self.rates = (applied.generation, tuple(applied.rates))
+        found.rows.append(("COMMIT", body))
+        rates, shares = json.dumps([round(rate, 1) for rate in applied.rates]), json.dumps(list(applied.shares))
+        times = {name: getattr(applied, name) for name in _TIMES}
+        found.told.append(
+            ("step.applied", {"total": self.total_steps, **body, "rates": rates, "shares": shares, **times})
+        )
+
+    def _remember(self, step: int, digest: int) -> None:
+        self.digests[step] = digest
+        self.digests.pop(step - REMEMBERED, None)
 
     def _gap(self, body: dict[str, Any]) -> None:
         regroup = self.regroups.get(body["generation"])
@@ -100,19 +159,37 @@ class Account:
         if regroup is not None:
             regroup["workers"] = body["workers"]
 
-    def faults(self, epochs: int) -> list[str]:
-        """What is wrong with the job's epochs: nothing, when every record was applied exactly once in each."""
-        expected = ledger.digest_of_all(self.num_records)
+    def records_per_s(self, now: float) -> float:
+        """Over the last ten seconds."""
+        while self.recent and now - self.recent[0][0] > RATE_S:
+            self.recent.popleft()
+        if len(self.recent) < 2:
+            return sum(records for _, records in self.recent) / RATE_S
+        (began, first), *_ = self.recent
+        return (sum(records for _, records in self.recent) - first) / max(now - began, 0.1)
+
+    @property
+    def last_step(self) -> int:
+        """Steps that the job has in all: fewer than planned when an evaluation has stopped it."""
+        stops = [step for step, evaluation in self.evaluations.items() if evaluation["stop"]]
+        return min(stops, default=self.total_steps)
+
+    def faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
+        """What is wrong with the job's epochs: nothing, when every record was applied exactly once in each.
+
+        An epoch in which training was stopped early has the records of the steps up to there.
+        """
+        epoch_steps = max(1, self.total_steps // job.epochs)
         found = []
-        for epoch in range(epochs):
+        for epoch in range(-(-self.last_step // epoch_steps)):
             certificate = self.certificates.get(epoch)
             if certificate is None:
                 found.append(f"epoch {epoch} has no certificate")
                 continue
-            steps = self.total_steps // epochs
-            wrong = ledger.certificate_faults(
-                certificate, num_records=self.num_records, steps=steps, expected_digest=expected
-            )
+            steps = min(epoch_steps, self.last_step - epoch * epoch_steps)
+            out = sorted(set(certificate.get("set_aside", ())))
+            planned = planned_records(job, self.num_records, epoch=epoch, steps=steps, named=out)
+            wrong = certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside)
             found += [f"epoch {epoch}: {fault}" for fault in wrong]
         return found
 
@@ -123,7 +200,7 @@ class Account:
         return {
             "name": job.name,
             "epochs": job.epochs,
-            "steps": self.total_steps,
+            "steps": self.last_step,
             "records": self.num_records,
             "global_batch": job.global_batch,
             "workers_started": sum(state.incarnations.values()),
@@ -131,4 +208,68 @@ class Account:
             "regroups": regroups,
             "certificates": [self.certificates[epoch] for epoch in sorted(self.certificates)],
             "checkpoint": state.checkpoint,
+            "evaluations": self.evaluated(),
+            "best": self.best(),
+            "stopped_early": self.last_step < self.total_steps,
+            "set_aside": [{"record": record, "why": why} for record, why in sorted(state.set_aside.items())],
+            "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
         }
+
+    def evaluated(self) -> list[dict[str, Any]]:
+        """The evaluations in the order of their steps, metrics as numbers."""
+        found = [self.evaluations[step] for step in sorted(self.evaluations)]
+        return [{**body, "metrics": json.loads(body["metrics"] or "{}")} for body in found]
+
+    def best(self) -> dict[str, Any] | None:
+        best = [evaluation for evaluation in self.evaluated() if evaluation["best"]]
+        return {name: best[-1][name] for name in ("step", "loss", "metrics")} if best else None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The records that an epoch, or its first steps, were to apply."""
+
+    records: int
+    digest: int
+    whole: bool
+    out: tuple[int, ...] = ()
+    """Which of the records that a certificate names as left out are among them."""
+
+
+def planned_records(
+    job: JobSettings, num_records: int, *, epoch: int, steps: int, named: Sequence[int] = ()
+) -> Planned:
+    count = min(steps * job.global_batch, num_records)
+    if count == num_records:
+        return Planned(num_records, ledger.digest_of_all(num_records), True, tuple(named))
+    digest, out = 0, list[int]()
+    for start in range(0, count, 1 << 20):
+        positions = np.arange(start, min(start + (1 << 20), count))
+        ids = order.record_at(positions, seed=job.seed, epoch=epoch, num_records=num_records)
+        digest += ledger.digest(ids)
+        out += ids[np.isin(ids, named)].tolist() if named else []
+    return Planned(count, digest % (1 << ledger.DIGEST_BITS), False, tuple(sorted(out)))
+
+
+def certificate_faults(
+    certificate: dict[str, Any], *, steps: int, planned: Planned, set_aside: Collection[int] = ()
+) -> list[str]:
+    """What a certificate shows to be wrong with an epoch: nothing, when each planned record was applied exactly once.
+
+    Records may be left out if the certificate names them and the master has set them aside. What it names counts as
+    not applied; a record that was applied before it was set aside is not named.
+    """
+    out = planned.out
+    digest = (planned.digest - ledger.digest(np.array(out, dtype=np.int64))) % (1 << ledger.DIGEST_BITS)
+    faults = [f"record {record} was left out and nobody has set it aside" for record in out if record not in set_aside]
+    if certificate["records"] + len(out) != planned.records:
+        aside = f" and {len(out)} set aside" if out else ""
+        faults.append(f"{certificate['records']} records were applied{aside}, planned were {planned.records}")
+    if certificate["steps"] != steps:
+        faults.append(f"{certificate['steps']} steps were applied, the epoch has {steps}")
+    if certificate["digest"] != digest:
+        faults.append(f"the digest of the applied records is {certificate['digest']:06x}, not {digest:06x}")
+    fewest, most = certificate["tally_min"], certificate["tally_max"]
+    if fewest != -1 and not (most == 1 and (fewest == 1 or (fewest == 0 and (out or not planned.whole)))):
+        faults.append(f"records were applied {fewest} to {most} times")
+    return faults

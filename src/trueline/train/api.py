@@ -1,22 +1,44 @@
-"""`trueline.train`: a recipe in, a checkpoint and an account of every record out."""
+"""`trueline.train`: a recipe in, a checkpoint and an account of every record out.
+
+A job is made in two strokes: its folder is prepared (settings, for a resumed one the checkpoint to go on from), then
+launched, in this process or in one of its own. Everything that a launcher needs is in the folder.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from trueline import events
-from trueline.errors import UsageError
+import msgspec
+
+from trueline import events, files
+from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
+from trueline.state.checkpoint import best as best_checkpoint
+from trueline.state.checkpoint import steps as checkpoint_steps
+from trueline.state.place import Where, located, split
+from trueline.train import folder as folders
 from trueline.train import settings as job_settings
+from trueline.train import wanted as settled
 from trueline.train.journal import Journal
 from trueline.train.launch import LocalJob
 from trueline.train.settings import Fault, JobSettings, parse_workers
+from trueline.train.wanted import Wanted
+
+USUAL_WORKERS = 3
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "epoch"), counted(12, "epoch")
+    ('1 epoch', '12 epochs')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +52,63 @@ class Summary:
 
     @property
     def exactly_once(self) -> bool:
-        """True when the certificates of all epochs say so; a job that cannot say it has failed."""
-        certificates = self.facts["certificates"]
-        return len(certificates) == self.facts["epochs"] and all(
-            certificate["records"] == self.facts["records"] and certificate["tally_max"] in (1, -1)
-            for certificate in certificates
-        )
+        """True when the certificates of all epochs say so; a job that cannot say it has failed.
+
+        Records that were set aside, and those that an early stop left untrained, are not among what is claimed.
+        """
+        facts, certificates = self.facts, self.facts["certificates"]
+        whole = [certificate for certificate in certificates if not self._partial(certificate)]
+        ended = facts.get("stopped_early") or len(certificates) == facts["epochs"]
+        once = all(certificate["tally_max"] in (1, -1) for certificate in certificates)
+        full = len(whole) >= len(certificates) - bool(facts.get("stopped_early"))
+        return bool(ended and once and full)
 
     def as_text(self) -> str:
         facts = self.facts
         lines = [
-            f"{facts['name']}: {facts['steps']} steps of {facts['global_batch']} records in {facts['seconds']:.1f} s, "
-            f"{facts['workers_started']} workers started, {facts['generations']} generations",
-            f"every one of the {facts['records']} records was applied exactly once in each of the "
-            f"{facts['epochs']} epochs ({self._evidence()})",
+            f"{facts['name']}: {counted(facts['steps'], 'step')} {self._size()}in {facts['seconds']:.1f} s, "
+            f"{counted(facts['workers_started'], 'worker')} started, {counted(facts['generations'], 'generation')}",
+            f"every one of the {facts['records']} records{self._left_out()} was applied exactly once in "
+            f"{self._epochs()} ({self._evidence()})",
         ]
+        lines += [f"set aside: record {one['record']}: {one['why']}" for one in facts.get("set_aside") or ()]
+        lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
+        if facts.get("best"):
+            lines.append(self._best(facts["best"]))
         for regroup in facts["regroups"]:
             if regroup["gap_ms"]:
                 lines.append(
                     f"generation {regroup['generation']}: {regroup['reason']}; "
-                    f"next step after {regroup['gap_ms']:.0f} ms with {regroup['workers']} workers"
+                    f"next step after {regroup['gap_ms']:.0f} ms with {counted(regroup['workers'], 'worker')}"
                 )
         return "\n".join(lines)
+
+    def _size(self) -> str:
+        """A script does not say how many records its steps have."""
+        return f"of {self.facts['global_batch']} records " if self.facts["global_batch"] else ""
+
+    def _left_out(self) -> str:
+        aside = self.facts.get("set_aside") or []
+        return f" but {len(aside)} that failed wherever {'they' if len(aside) > 1 else 'it'} went" if aside else ""
+
+    def _best(self, best: dict[str, Any]) -> str:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in [("loss", best["loss"]), *best["metrics"].items()])
+        stopped = ", and training stopped as no later one was better" if self.facts["stopped_early"] else ""
+        return (
+            f"best of {counted(len(self.facts['evaluations']), 'evaluation')}: step {best['step']}, {values}{stopped}"
+        )
+
+    def _partial(self, certificate: dict[str, Any]) -> bool:
+        return bool(certificate["records"] + len(certificate.get("set_aside", ())) < self.facts["records"])
+
+    def _epochs(self) -> str:
+        *whole, last = self.facts["certificates"]
+        if not self._partial(last):
+            return f"each of the {len(whole) + 1} epochs" if whole else "the one epoch"
+        return (
+            f"each of the {counted(len(whole), 'whole epoch')}, and at most once in the last one, "
+            f"stopped after {counted(last['steps'], 'step')}"
+        )
 
     def _evidence(self) -> str:
         certificates = self.facts["certificates"]
@@ -62,58 +119,140 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    checkpoint: Path
+    checkpoint: Where
+    """The last one; a URL when the checkpoints lie in an object store."""
     job_dir: Path
     summary: Summary
+
+    @property
+    def best(self) -> Where | None:
+        """The checkpoint of the best evaluation; None when nothing was evaluated, or it is not kept any more."""
+        return best_checkpoint(split(self.checkpoint)[0]) if self.summary.facts.get("best") else None
+
+    @property
+    def chosen(self) -> Where:
+        """What stands for the job: its best checkpoint if one was asked for (`monitor`, `patience`), else the last."""
+        return (self.best if job_settings.load(self.job_dir).wants_best else None) or self.checkpoint
 
 
 def train(
     recipe: str | Path | Recipe,
     *,
-    workers: str | int = 3,
-    epochs: int | None = None,
-    global_batch: int | None = None,
-    seed: int | None = None,
+    workers: str | int | None = None,
     job_dir: str | Path | None = None,
     resume: bool = False,
-    checkpoint_every: int = 0,
     faults: Sequence[Fault] = (),
-    lease_s: float = 30.0,
+    **wanted: Unpack[Wanted],
 ) -> TrainResult:
     """Trains `recipe` with elastic workers on this machine and returns its last checkpoint.
 
-    `workers` is a number, or `"2:8"` for a job that waits while it has fewer than two. What is left out comes from
-    the recipe. `resume` goes on with the job in `job_dir` from its newest checkpoint. Raises RecipeError, TrainError,
-    StorageError; no process is left behind in any case.
+    `workers` is a number (3 if left out), or `"2:8"` for a job that waits while it has fewer than two. What is not
+    `wanted` comes from the recipe. `resume` goes on with the job in `job_dir` from its newest checkpoint and keeps its
+    settings; those that decide what is computed cannot be changed. Raises RecipeError, TrainError, StorageError,
+    UsageError; no process is left behind in any case.
     """
+    return launch(prepare(recipe, workers=workers, job_dir=job_dir, resume=resume, faults=faults, **wanted))
+
+
+def launch(folder: Path) -> TrainResult:
+    """Runs the job prepared in `folder` to its end. Raises as `train` does."""
     began = time.monotonic()
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    folder = _job_dir(found, job_dir, resume=resume)
-    low, high = parse_workers(str(workers))
-    given = {"epochs": epochs, "global_batch": global_batch, "seed": seed}
-    usual = job_settings.load(folder) if resume else found.defaults
-    job = JobSettings(
-        name=folder.name,
-        recipe=_where(found, recipe),
-        recipe_digest=found.digest,
-        workers=high,
-        min_workers=low,
-        **{key: getattr(usual, key) if value is None else value for key, value in given.items()},
-        find_unused_parameters=found.defaults.find_unused_parameters,
-        checkpoint_every=checkpoint_every,
-        faults=tuple(faults),
-        lease_s=lease_s,
-        threads=max(1, (os.cpu_count() or 1) // high),
-    )
-    _check(job)
-    if resume:
-        _prepare_resume(folder, job)
-    job_settings.save(job, folder)
-    events.emit("job.started", job=str(folder), workers=high, epochs=job.epochs)
     with LocalJob(folder) as running:
         facts = running.run()
     facts["seconds"] = time.monotonic() - began
-    return TrainResult(checkpoint=Path(facts["checkpoint"]), job_dir=folder, summary=Summary(facts))
+    return TrainResult(checkpoint=located(facts["checkpoint"]), job_dir=folder, summary=Summary(facts))
+
+
+def prepare(
+    recipe: str | Path | Recipe,
+    *,
+    workers: str | int | None = None,
+    job_dir: str | Path | None = None,
+    resume: bool = False,
+    faults: Sequence[Fault] = (),
+    **wanted: Unpack[Wanted],
+) -> Path:
+    """The folder of a job that is ready to be launched. Arguments and errors are those of `train`."""
+    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    where = _where(found, recipe)
+    if resume:
+        if job_dir is None:
+            raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
+        return prepare_resume(job_dir, recipe=found, workers=workers, faults=faults, **wanted)
+    low, high = parse_workers(str(workers or USUAL_WORKERS))
+    own = settled.usual(found.defaults)
+    job = JobSettings(
+        name=found.name, recipe=where, recipe_digest=found.digest, workers=high, min_workers=low,
+        faults=tuple(faults), **own,
+    )  # fmt: skip
+    for fault in faults:
+        if fault.slot >= high:
+            raise UsageError(f"there is no worker {fault.slot} to kill: {counted(high, 'worker')}, numbered from 0")
+    return _new(settled.applied(job, wanted, cores=_cores(), metrics=_metrics(found)), job_dir)
+
+
+def prepare_script(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    workers: str | int | None = None,
+    job_dir: str | Path | None = None,
+    **wanted: Unpack[Wanted],
+) -> Path:
+    """As `prepare`, for a Python file that loops over `trueline.Elastic` itself and decides what a step is."""
+    path = Path(script).resolve()
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", hint="name a Python file that loops over trueline.Elastic")
+    low, high = parse_workers(str(workers or USUAL_WORKERS))
+    job = JobSettings(
+        name=_script_name(path), recipe="", recipe_digest=files.sha256_file(path), script=(str(path), *arguments),
+        workers=high, min_workers=low, epochs=0, global_batch=0, seed=0,
+    )  # fmt: skip
+    return _new(settled.applied(job, wanted, cores=_cores()), job_dir)
+
+
+def _script_name(path: Path) -> str:
+    """What the job is called: the script, or its folder when every script is called so."""
+    return path.parent.name if path.stem in ("train", "main", "run", "__main__") else path.stem
+
+
+def prepare_resume(
+    job_dir: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    workers: str | int | None = None,
+    faults: Sequence[Fault] = (),
+    **wanted: Unpack[Wanted],
+) -> Path:
+    """The folder of an earlier job, ready to go on from its newest checkpoint with what is `wanted` otherwise.
+
+    Raises UsageError when the job runs or has finished, or when it would be another one.
+    """
+    folder = Path(job_dir).resolve()
+    earlier = job_settings.load(folder)
+    if folders.held(folder):
+        raise UsageError(f"the job in {folder} is running", hint=f"follow it with `trueline logs -f {folder}`")
+    low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
+    found = recipe if recipe is not None or earlier.script else load_recipe(earlier.recipe)
+    digest = found.digest if found is not None else files.sha256_file(Path(earlier.script[0]))
+    later = msgspec.structs.replace(
+        earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest
+    )  # fmt: skip
+    later = settled.applied(later, wanted, cores=_cores(), metrics=_metrics(found))
+    settled.refuse_changes(earlier, later, str(folder))
+    if (folder / "summary.json").exists():
+        raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
+    _go_back_to_checkpoint(folder, later)
+    job_settings.save(msgspec.structs.replace(later, checkpoints=_absolute(later.checkpoints)), folder)
+    return folder
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _metrics(recipe: Recipe | None) -> Mapping[str, Any]:
+    return recipe.metrics() if recipe is not None and recipe.metrics is not None else {}
 
 
 def _where(recipe: Recipe, given: str | Path | Recipe) -> str:
@@ -127,30 +266,49 @@ def _where(recipe: Recipe, given: str | Path | Recipe) -> str:
     )
 
 
-def _check(job: JobSettings) -> None:
-    for name in ("epochs", "global_batch"):
-        if getattr(job, name) < 1:
-            raise UsageError(f"{name} is {getattr(job, name)}, expected at least 1")
+def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
+    """A new folder with the job's settings: `job_dir`, or the next free one under ./runs."""
+    if job.checkpoints:
+        _expect_room(job.checkpoints)
+    folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
+    if (folder / "job.json").exists():
+        raise UsageError(
+            f"{folder} holds a job already", hint="add --resume to go on with it, or choose another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    job_settings.save(msgspec.structs.replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
+    return folder
 
 
-def _job_dir(recipe: Recipe, job_dir: str | Path | None, *, resume: bool) -> Path:
-    """A new folder for the job, or the one to resume."""
-    if resume:
-        if job_dir is None:
-            raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
-        return Path(job_dir).resolve()
-    if job_dir is not None:
-        folder = Path(job_dir).resolve()
-        if (folder / "job.json").exists():
-            raise UsageError(
-                f"{folder} holds a job already",
-                hint="add --resume to go on with it, or choose another folder",
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+def _expect_room(checkpoints: str) -> None:
+    """Raises StorageError when the place cannot be reached, UsageError when it holds another job's checkpoints.
+
+    Asked before the training, since the first checkpoint comes late.
+    """
+    where = located(checkpoints)
+    if isinstance(where, Path):
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write checkpoints to {where}: {error.strerror}", hint="name another") from error
+    there = checkpoint_steps(where)
+    if there:
+        raise UsageError(
+            f"{checkpoints} holds checkpoints already, of step {there[-1]} and before",
+            hint="choose another folder, or go on with the job that they are of: trueline resume JOB",
+        )
+
+
+def _absolute(checkpoints: str) -> str:
+    """A local folder as seen from everywhere; a URL as it is."""
+    found = located(checkpoints)
+    return str(found.resolve()) if checkpoints and isinstance(found, Path) else checkpoints
+
+
+def _next_free(name: str) -> Path:
     number = 1
     while True:
-        folder = Path("runs").resolve() / f"{recipe.name}-{number}"
+        folder = Path("runs").resolve() / f"{name}-{number}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -159,25 +317,13 @@ def _job_dir(recipe: Recipe, job_dir: str | Path | None, *, resume: bool) -> Pat
         return folder
 
 
-def _prepare_resume(folder: Path, job: JobSettings) -> None:
-    """Puts the newest checkpoint that verifies into the journal. Raises UsageError when there is nothing to resume."""
+def _go_back_to_checkpoint(folder: Path, job: JobSettings) -> None:
+    """Puts the newest checkpoint that verifies into the journal; with none the job begins from its first step."""
     from trueline.state import checkpoint
 
-    earlier = job_settings.load(folder)
-    if earlier.recipe_digest != job.recipe_digest:
-        raise UsageError(
-            f"the recipe {job.recipe} was changed since the job in {folder} began",
-            hint="restore the recipe, or train the changed one in a new job",
-        )
-    changed = [name for name in ("epochs", "global_batch", "seed") if getattr(earlier, name) != getattr(job, name)]
-    if changed:
-        before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)
-        raise UsageError(
-            f"the job in {folder} is another one: {before}", hint="leave these out to resume with the same"
-        )
-    if (folder / "summary.json").exists():
-        raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
-    newest = checkpoint.latest(folder / "checkpoints")
+    where = job.checkpoints or folder / "checkpoints"
+    checkpoint.sweep(where)  # what a dead writer left; nobody of the job is alive
+    newest = checkpoint.latest(where)
     journal = Journal(folder / "journal.sqlite")
     if newest is None:
         journal.append(("TRUNCATE", {"steps": 0}), ("CKPT", {"step": -1, "path": "", "digest": ""}))

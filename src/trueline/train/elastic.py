@@ -13,35 +13,44 @@ cut anew. See docs/concepts/generation.md for the protocol and its failure cases
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.source import Source, as_source
-from trueline.errors import CheckpointError, RecordsMiscounted, TrainError, UsageError
-from trueline.state import checkpoint
+from trueline.data.seeded import SeededReader, seed_all
+from trueline.data.source import Batch, Source, as_source
+from trueline.errors import RecordsMiscounted, TrainError, UsageError
+from trueline.train import belongings, nature
 from trueline.train import ledger as books
+from trueline.train.advance import Advance
+from trueline.train.faults import Faults
+from trueline.train.fellowship import Fellowship
 from trueline.train.group import GlooGroup, start_store
+from trueline.train.healing import Healing
 from trueline.train.keeper import Keeper
-from trueline.train.link import Link, MasterLink, Solo
-from trueline.train.plan import Ints, JobPlan
+from trueline.train.link import connect
+from trueline.train.options import Options
+from trueline.train.pace import Pace
+from trueline.train.plan import Ints, JobPlan, Piece
 from trueline.train.replica import Replica, is_collective
 from trueline.train.settings import Fault
+from trueline.train.trials import Trials
+from trueline.train.validation import Validation, as_message
 from trueline.wire import train_pb2 as pb
 
-PATIENCE_S = 1.0
-"""After a failed collective, how long to wait for the master's word before asking for a new view."""
+MOST_LOSS = 2.0**127 / 4096
+"""A worker's sum of losses that is as large may have no finite sum over the workers, in float32: that is its fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """This worker's records of one step."""
+    """Records of one forward: this worker's part of a step, or a shard of it."""
 
     inputs: Any
     labels: Any
@@ -49,6 +58,8 @@ class StepBatch:
     step: int
     weight: float
     """Records here / records of the step: what the mean loss of this batch counts in the step."""
+    last: bool = True
+    """Whether `step(loss)` completes the step."""
 
 
 class Elastic:
@@ -68,31 +79,49 @@ class Elastic:
         epochs: int = 1,
         seed: int = 0,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        find_unused_parameters: bool = False,
+        options: Options | None = None,
+        validation: Validation | None = None,
         keeper: Keeper | None = None,
         faults: tuple[Fault, ...] = (),
+        kind: nature.Nature | None = None,
     ) -> None:
         source = (
             dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
         )
         if source.num_records < 1:
             raise UsageError("the data set has no records", hint="check dataset('training')")
-        self._source = source
-        self._plan = JobPlan(num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed)
-        self._replica = Replica(
-            model, optimizer, scheduler, source.num_records, find_unused_parameters=find_unused_parameters
+        options = options or Options()
+        kind = kind or nature.known(model)
+        shard = options.shard_records(global_batch, needed=kind.needs_shards)
+        self._plan = JobPlan(
+            num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed, micro_batch=shard
         )
-        self._group = GlooGroup()
-        self._link = connect(self._group.cut_until_left)
-        self._keeper = keeper
-        self._faults = [fault for fault in faults if f"worker-{fault.slot}.{fault.incarnation}" == self._link.ref]
-        self._view = pb.View(generation=-1)
-        self._holds_state = False
+        self._source, self._reader = source, SeededReader(source, seed)
+        self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate
+        _check_optimizer(model, optimizer)
+        advance = Advance(model, optimizer, scheduler, options)
+        group = GlooGroup()
+        self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
+        self._pace = Pace()
+        self._replica.on_computed = self._pace.computed
+        link = connect(group.cut_until_left)
+        if keeper is None:
+            keeper, faults = belongings.of_script(self._plan, source)
+        self._faults = Faults(faults, link.ref)
+        self._fellows = Fellowship(link, group, self._faults)
+        self._link = link
+        self._healing = Healing(self._replica, self._fellows, self._faults)
+        self._keeper, self._validation = keeper, validation
+        self._trials = Trials(link, self._plan, self._reader, self._replica)
         self._batch: StepBatch | None = None
-        self._wishes = 0
+        self._failed = False
+        self._done: list[Ints] = []
+        self._loss_sum, self._digest = 0.0, 0
+        self._own_loss_finite = True
+        self._wishes = self._redone = 0
+        self._measured_at = -1
         self._last_applied_ns = 0
         self._regrouped = False
-        self._trouble = ""
 
     # What users see. -------------------------------------------------------------------------------------------
 
@@ -110,206 +139,57 @@ class Elastic:
         return self._plan.total_steps
 
     @property
-    def certificates(self) -> list[dict[str, int]]:
+    def certificates(self) -> list[dict[str, Any]]:
         """One account for each finished epoch: steps, records, digest, least and most applications of a record."""
         return self._replica.ledger.certificates
 
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What was measured while training: step, records, loss, metrics, best, stop."""
+        return self._replica.ledger.evaluations
+
     def __iter__(self) -> Iterator[StepBatch]:
         store, address = start_store()
-        self._link.ready(address, num_records=self._plan.num_records, total_steps=self.total_steps)
+        self._link.ready(
+            address, state=self._healing.address, num_records=self._plan.num_records, total_steps=self.total_steps
+        )
         self._regroup()
         while True:
-            if self.steps >= self.total_steps:
-                if self._finished():
-                    break
-                continue
             if self._wishes:
                 self._regroup()
-                continue
-            self._batch = self._read()
-            yield self._batch
-            if self._batch is not None:
-                raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
-        self._group.close()
+            elif self._validation_due():
+                self._validate()
+            elif self._at >= self.total_steps or self._replica.ledger.stopped:
+                if self._finished():
+                    break
+            else:
+                yield from self._one_step()
+        self._fellows.group.close()
+        self._healing.close()
         self._link.close()
         del store
 
     def step(self, loss: torch.Tensor) -> bool:
-        """Applies the step with this worker's `loss`; False when it failed and its records are given out again."""
+        """Takes this worker's `loss` of a batch; True when that completed a step and it was applied.
+
+        False after a batch that is not the last of its step, and when the step failed: its records are given out again.
+        """
         batch = self._batch
         if batch is None:
             raise UsageError("job.step(loss) was called without a batch", hint="call it once for every batch")
         self._batch = None
-        if self._replica.broken is not None:
-            return self._abandon(self._replica.broken)
-        try:
-            summed = self._replica.backward(loss, self._words(batch, loss), batch.weight)
-        except RuntimeError as error:
-            if not is_collective(error):
-                raise
-            return self._abandon(error)
-        self._fault("allreduced")
-        self._apply(batch, summed)
-        return True
-
-    # Step. -----------------------------------------------------------------------------------------------------
-
-    def _read(self) -> StepBatch:
-        step, rank, workers = self.steps, self._rank, len(self._view.members)
-        self._fault("before")
-        records = self._plan.records(step)
-        mine = self._plan.share(step, rank=rank, workers=workers)
-        weight = len(mine) / len(records)
-        torch.manual_seed(hash((self._plan.seed, step, rank)) & 0x7FFFFFFF)
-        # A worker without a record still takes part in the allreduce: with one record that counts nothing.
-        batch = self._source.read(mine if len(mine) else records[:1])
-        self._replica.zero_grad()
-        return StepBatch(inputs=batch.inputs, labels=batch.labels, records=mine, step=step, weight=weight)
-
-    @property
-    def _rank(self) -> int:
-        return list(self._view.members).index(self._link.ref)
-
-    def _words(self, batch: StepBatch, loss: torch.Tensor) -> torch.Tensor:
-        newest = self._link.newest()
-        wish = newest is not None and newest.generation > self._view.generation
-        head = books.words(
-            len(batch.records), books.digest(batch.records), self._view.generation, batch.step, wish=wish
-        )
-        tally = self._replica.ledger.tally
-        words = torch.tensor([*head, len(batch.records) * loss.item()])
-        if tally is not None:
-            words = torch.cat([words, torch.zeros(len(tally))])
-            words[books.WORDS + torch.from_numpy(batch.records)] += 1.0
-        self._arm("backward")
-        return words
-
-    def _apply(self, batch: StepBatch, summed: list[float]) -> None:
-        workers = len(self._view.members)
-        plan = self._plan.records(batch.step)
-        try:
-            sums = books.check(
-                summed,
-                workers=workers,
-                plan=plan,
-                plan_digest=books.digest(plan),
-                generation=self._view.generation,
-                step=batch.step,
-            )
-        except RecordsMiscounted:
-            self._replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
-            raise
-        self._replica.apply()
-        ledger = self._replica.ledger
-        ledger.apply(sums, self._replica.tally())
-        certificate = ledger.close_epoch(self._plan.epoch_of(batch.step)) if self._plan.ends_epoch(batch.step) else None
-        self._fault("applied")
-        self._wishes = sums.wishes
-        self._tell(batch.step, sums, certificate)
-        if self._keeper is not None and self._rank == 0:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
-
-    def _tell(self, step: int, sums: books.Sums, certificate: dict[str, int] | None) -> None:
-        now = time.monotonic_ns()
-        gap_ms = (now - self._last_applied_ns) / 1e6 if self._regrouped and self._last_applied_ns else 0.0
-        self._last_applied_ns, self._regrouped = now, False
-        applied = pb.Applied(
-            step=step,
-            generation=self._view.generation,
-            records=sums.count,
-            digest=sums.digest,
-            loss=sums.loss,
-            workers=len(self._view.members),
-            gap_ms=gap_ms,
-            at_ns=now,
-        )
-        signed = None if certificate is None else pb.Certificate(**certificate)
-        self._link.progress(self._view.generation, self.steps, applied, signed)
-
-    # Regroup. --------------------------------------------------------------------------------------------------
-
-    def _abandon(self, error: RuntimeError) -> bool:
-        """The step failed under us: nobody can have applied more than it. Regroup and do it again."""
-        self._trouble = str(error).partition("\n")[0]
-        events.emit("step.failed", step=self.steps, generation=self._view.generation, why=self._trouble)
-        self._regroup()
+        self._done.append(batch.records)
+        value = loss.item()
+        self._loss_sum += len(batch.records) * value
+        self._own_loss_finite = self._own_loss_finite and abs(self._loss_sum) < MOST_LOSS
+        if batch.last:
+            return self._reduce((loss, batch.weight, batch.records))
+        self._replica.add(loss, batch.weight, batch.records)
         return False
 
-    def _regroup(self) -> None:
-        after = self._view.generation
-        while True:
-            self._replica.detach()
-            self._group.close()
-            view = self._next_view(after)
-            if self._link.ref not in view.members:
-                if self._view.generation >= 0:
-                    raise SystemExit(0)  # a planned departure: the others go on without this worker
-                after = view.generation  # a newcomer whom this view does not hold yet
-                continue
-            self._link.flush()
-            plan = self._link.enter(view.generation, self.steps if self._holds_state else -1)
-            after = view.generation
-            if not plan.superseded and self._formed(view, plan):
-                break
-        self._view, self._wishes, self._regrouped = view, 0, True
-        self._link.leads = self._rank == 0
-
-    def _next_view(self, after: int) -> pb.View:
-        while True:
-            view = self._link.wait_view(after, PATIENCE_S)
-            if view is not None:
-                return view
-            if self._view.generation >= 0:
-                self._link.broken(after, self._trouble)
-
-    def _formed(self, view: pb.View, plan: pb.Plan) -> bool:
-        rank = list(view.members).index(self._link.ref)
-        try:
-            self._group.form(view.generation, rank=rank, size=len(view.members), store=plan.store)
-            self._heal(rank, plan)
-            self._replica.attach()
-        except RuntimeError as error:
-            if not is_collective(error):
-                raise
-            self._trouble = str(error).partition("\n")[0]
-            events.emit("group.failed", generation=view.generation, why=self._trouble)
-            return False
-        return True
-
-    def _heal(self, rank: int, plan: pb.Plan) -> None:
-        """Brings whoever is behind to the state of the member that is furthest ahead."""
-        if plan.checkpoint and rank == plan.source:
-            self._replica.restore(_newest(Path(plan.checkpoint)).state)
-        behind = [step < plan.steps[plan.source] or step < 0 for step in plan.steps]
-        if any(flag for other, flag in enumerate(behind) if other != plan.source):
-            self._replica.exchange(source=plan.source, take=behind[rank])
-        self._holds_state = True
-
-    def _finished(self) -> bool:
-        """True when every member has applied the last step; False after a regroup for one that has not."""
-        self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
-        self._link.flush()
-        if self._keeper is not None and self._rank == 0:
-            self._keeper.complete(self._replica, self._link)
-        if self._link.finish(self._view.generation, self.steps).finished:
-            return True
-        self._regroup()
-        return False
-
-    # Injected faults. ------------------------------------------------------------------------------------------
-
-    def _due(self, phase: str) -> bool:
-        return any(fault.phase == phase and self.steps >= fault.step for fault in self._faults)
-
-    def _fault(self, phase: str) -> None:
-        if self._faults and self._due(phase):
-            os.kill(os.getpid(), 9)
-
-    def _arm(self, phase: str) -> None:
-        """Kills in the middle of backward: when the gradient that is ready last is, others are on their way."""
-        if self._faults and self._due(phase):
-            first = next(iter(self._replica.model.parameters()))
-            first.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), 9))  # type: ignore[no-untyped-call]
+    def try_with(self, loss_of: Callable[[Batch], torch.Tensor]) -> None:
+        """How the loss of a batch is computed when single records are tried; without it only reading is tried."""
+        self._trials.loss_of = loss_of
 
     def leave(self) -> None:
         """Announces a departure; it takes effect between two steps."""
@@ -319,26 +199,317 @@ class Elastic:
         """Ends the job for everybody: an error that every worker would meet."""
         self._link.fail(what, detail)
 
+    # Step. -----------------------------------------------------------------------------------------------------
 
-def _newest(path: Path) -> checkpoint.Checkpoint:
-    """The checkpoint at `path`, or the newest older one when it is torn. Raises CheckpointError."""
-    try:
-        return checkpoint.read(path)
-    except CheckpointError:
-        older = checkpoint.latest(path.parent)
-        if older is None:
+    @property
+    def _at(self) -> int:
+        """The step that the group is at: steps applied, by the others if this worker is still taking the state."""
+        return self.steps if self._healing.holds else self._healing.observed
+
+    def _one_step(self) -> Iterator[StepBatch]:
+        step, fellows = self._at, self._fellows
+        self._faults.at("before" if self._healing.holds else "observing", step)
+        self._link.doing("reading")
+        self._pace.begin()
+        self._replica.begin()
+        self._done, self._digest, self._loss_sum, self._own_loss_finite, self._failed = [], 0, 0.0, True, False
+        pieces = self._plan.pieces(step, rank=fellows.position, weights=fellows.dealt)
+        if fellows.view.careful:
+            self._trials.try_all(step, [piece.records for piece in pieces])
+        if not pieces or not self._healing.holds:
+            self._reduce(None)
+            return
+        for number, piece in enumerate(pieces, 1):
+            if fellows.overtaken():
+                self._abandon("a newer view")
+                return
+            self._batch = self._read(step, piece, last=number == len(pieces))
+            if self._batch is None:
+                return
+            self._digest += piece.digest
+            yield self._batch
+            if self._batch is not None:
+                raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+            if self._failed:
+                return
+
+    def _read(self, step: int, piece: Piece, *, last: bool) -> StepBatch | None:
+        """The batch of a piece; None when a record in it cannot be read and the group has regrouped without it."""
+        epoch = self._plan.epoch_of(step)
+        try:
+            found = self._reader.read(piece.records, epoch=epoch)
+        except Exception as error:  # noqa: BLE001  reading runs the user's code
+            self.blame(error, piece.records)
+            return None
+        weight = len(piece.records) / len(self._plan.records(step))
+        if self._draws:
+            seed_all(self._seed, step, piece.shard)
+        self._replica.syncing = last
+        self._pace.lap("data")
+        if last:
+            self._link.doing("computing")
+        return StepBatch(
+            inputs=found.inputs, labels=found.labels, records=piece.records, step=step, weight=weight, last=last
+        )
+
+    def _words(self) -> list[float]:
+        """The ledger's words and the rates, as this worker has them before the sum."""
+        fellows = self._fellows
+        rates = [0.0] * fellows.size
+        if not self._healing.holds:
+            return [*books.observing(wish=fellows.wishes()), *rates]
+        count, digest = sum(map(len, self._done)), self._digest & books.MASK
+        head = books.words(count, digest, fellows.generation, self._at, wish=fellows.wishes())
+        rates[fellows.rank] = fellows.my_rate(self._pace.rate)
+        return [*head, self._loss_sum, *rates]
+
+    def _reduce(self, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
+        """The allreduce and what follows from it; True when the step was applied."""
+        if self._replica.broken is not None:
+            return self._abandon(str(self._replica.broken))
+        self._faults.arm_backward(self._at, next(iter(self.model.parameters())))
+        try:
+            words = self._words()
+            self._link.doing("waiting")
+            summed = self._replica.reduce(piece, words, self._shards(), self._fellows.order)
+        except RuntimeError as error:
+            if not is_collective(error):
+                self.blame(error, np.concatenate(self._done or [np.empty(0, np.int64)]))
+                return False
+            return self._abandon(str(error))
+        self._link.doing("committing")
+        self._faults.at("allreduced", self._at)
+        self._pace.lap("wait")
+        self._pace.measured(sum(map(len, self._done)))
+        self._wishes = round(summed[6])
+        self._fellows.heard(summed[books.WORDS :])
+        self._healing.heard(round(summed[7]))
+        if not self._healing.holds:
+            self._observe(summed)
+            return False
+        return self._apply(summed)
+
+    def _shards(self) -> list[int]:
+        """How many shards of the step each rank has."""
+        if not self._plan.micro_batch:
+            return []
+        return self._fellows.by_rank(self._plan.shard_counts(self._at, self._fellows.dealt))
+
+    def _apply(self, summed: list[float]) -> bool:
+        step = self.steps
+        sums = self._checked(summed, step)
+        if not math.isfinite(sums.loss):
+            self._blame_loss(step)
+            return False
+        if not self._replica.apply(sums, self._last_value(), left_out=self._plan.left_out(step)):
+            self._redone += 1
+            events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
+            return False
+        certificate = self._certificate(step)
+        self._faults.at("applied", step)
+        self._tell(step, sums, certificate)
+        if self._keeper is not None and self._fellows.rank == 0:
+            self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
+        return True
+
+    def _checked(self, summed: list[float], step: int) -> books.Sums:
+        try:
+            return books.check(
+                summed,
+                records=len(self._plan.records(step)),
+                plan_digest=self._plan.digest(step),
+                generation=self._fellows.generation,
+                step=step,
+            )
+        except RecordsMiscounted:
+            self._replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
             raise
-        return older
+
+    def _certificate(self, step: int) -> dict[str, Any] | None:
+        if not self._plan.ends_epoch(step):
+            return None
+        return self._replica.ledger.close_epoch(self._plan.epoch_of(step))
+
+    def _tell(self, step: int, sums: books.Sums, certificate: dict[str, Any] | None) -> None:
+        self._pace.applied()
+        now = time.monotonic_ns()
+        gap_ms = (now - self._last_applied_ns) / 1e6 if self._regrouped and self._last_applied_ns else 0.0
+        self._last_applied_ns, self._regrouped = now, False
+        fellows, spent = self._fellows, self._pace.last_ms
+        applied = pb.Applied(
+            step=step,
+            generation=fellows.generation,
+            records=sums.count,
+            digest=sums.digest,
+            loss=sums.loss,
+            workers=fellows.size,
+            gap_ms=gap_ms,
+            at_ns=now,
+            rates=fellows.rates,
+            data_ms=spent["data"],
+            compute_ms=spent["compute"],
+            wait_ms=spent["wait"],
+            commit_ms=spent["commit"],
+            redone=self._redone,
+        )
+        self._redone = 0
+        signed = None if certificate is None else pb.Certificate(**certificate)
+        self._link.progress(fellows.generation, self.steps, applied, signed)
+
+    def _observe(self, summed: list[float]) -> None:
+        """This worker took part without a state: keep the sums, and apply them once the state is there."""
+        self._healing.keep(summed)
+        if self._healing.crowded:
+            self._healing.wait()
+        if self._healing.arrived():
+            self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Takes the state that was fetched and what came after it; False when it did not come, after a regroup."""
+        try:
+            missed = self._healing.take()
+        except RuntimeError as error:
+            return self._abandon(str(error))
+        for one in missed:
+            if isinstance(one, list):
+                self._enter_evaluation(one)
+            else:
+                self._replica.begin()
+                self._replica.recall(one)
+                sums = self._checked(one.words, self.steps)
+                if not math.isfinite(sums.loss):
+                    continue  # nobody applied it
+                if self._replica.apply(sums, self._last_value(), left_out=self._plan.left_out(self.steps)):
+                    self._certificate(self.steps - 1)
+        events.emit("worker.caught_up", step=self.steps, missed=len(missed))
+        return True
+
+    # Evaluation. -----------------------------------------------------------------------------------------------
+
+    def _validation_due(self) -> bool:
+        validation, at = self._validation, self._at
+        if validation is None or self._measured_at == at:
+            return False
+        return validation.rule.due(at, self._plan.epoch_steps, self.total_steps)
+
+    def _validate(self) -> None:
+        assert self._validation is not None
+        at, holds = self._at, self._healing.holds
+        self._link.doing("evaluating")
+        self._faults.at("evaluating", at)
+        try:
+            totals = self._validation.reduced(self._fellows, self._replica if holds else None)
+        except RuntimeError as error:
+            if not is_collective(error):
+                raise
+            self._abandon(str(error))
+            return
+        self._measured_at = at
+        if holds:
+            self._enter_evaluation(totals)
+            return
+        self._healing.keep_evaluation(totals)
+        self._healing.wait()  # whether this was the last one follows from the state
+        self._catch_up()
+
+    def _last_value(self) -> float | None:
+        """What the evaluation of the state at hand gave; None: there was none."""
+        found = self._replica.ledger.evaluations[-1:]
+        fresh = self._validation is not None and found and found[0]["step"] == self.steps
+        return self._validation.rule.value(found[0]) if self._validation is not None and fresh else None
+
+    def _enter_evaluation(self, totals: list[float]) -> None:
+        assert self._validation is not None
+        evaluation = self._validation.entered(self._replica, totals)
+        self._link.evaluated(as_message(evaluation))
+        if self._keeper is not None and self._fellows.rank == 0 and evaluation["best"]:
+            self._keeper.after_step(self._replica, self._link, ends_epoch=False, best=True)
+
+    # Regroup. --------------------------------------------------------------------------------------------------
+
+    def _abandon(self, why: str) -> bool:
+        """The step failed under us: nobody can have applied more than it. Regroup and do it again."""
+        self._failed = True
+        self._fellows.trouble, self._fellows.failed = why.partition("\n")[0], True
+        events.emit("step.failed", step=self._at, generation=self._fellows.generation, why=self._fellows.trouble)
+        self._regroup()
+        return False
+
+    def _regroup(self) -> None:
+        self._replica.detach()
+        self._healing.forget()
+        steps = self.steps if self._healing.held else -1
+        self._fellows.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
+        self._wishes, self._regrouped, self._measured_at = 0, True, -1
+
+    def _heal(self) -> None:
+        self._plan.leave_out(list(self._fellows.view.set_aside))
+        self._healing.heal()
+        self._replica.attach(self._fellows.size)
+
+    def _finished(self) -> bool:
+        """True when every member has applied the last step; False after a regroup for one that has not."""
+        if not self._healing.holds:
+            self._healing.wait()
+            self._catch_up()
+            return False
+        self._link.doing("finishing")
+        self._faults.at("finishing", self.steps)
+        self._close_stopped_epoch()
+        self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
+        self._link.flush()
+        if self._keeper is not None and self._fellows.rank == 0:
+            self._keeper.complete(self._replica, self._link)
+        if self._link.finish(self._fellows.generation, self.steps).finished:
+            return True
+        self._regroup()
+        return False
+
+    def _close_stopped_epoch(self) -> None:
+        """A job that an evaluation stopped ends within an epoch: its certificate is of that part."""
+        ledger = self._replica.ledger
+        if not ledger.stopped or not ledger.epoch_steps:
+            return
+        ledger.close_epoch(self._plan.epoch_of(self.steps), partial=True)
+        if self._keeper is not None and self._fellows.rank == 0:
+            self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
+
+    # Records that fail. ----------------------------------------------------------------------------------------
+
+    def blame(self, error: Exception, records: Ints | None = None) -> None:
+        """Finds out which records made this worker's part of the step raise `error`, and has them given to others.
+
+        Raises `error` again when it was not some of the records.
+        """
+        if records is None:
+            records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
+        self._batch = None
+        found = self._trials.to_blame(self._at, records)
+        if not found:
+            raise error
+        for record, why in found.items():
+            self._link.suspect(self._at, [record], why)
+        self._abandon(f"records {sorted(found)} failed")
+
+    def _blame_loss(self, step: int) -> None:
+        """The step's loss is not finite: whoever contributed that looks for the records; nobody applies the step."""
+        if self._own_loss_finite:
+            self._abandon("the loss of the step is not finite")
+            return
+        error = TrainError(
+            f"the loss of step {step} is not finite", hint="the training diverged: lower the learning rate, or clip"
+        )
+        self.blame(error, np.concatenate(self._done))
 
 
-def connect(cut: Callable[[int], None]) -> Link:
-    """The line to the master that started this process, or `Solo` when none did."""
-    address = os.environ.get("TRUELINE_MASTER")
-    if address is None:
-        return Solo()
-    try:
-        return MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut)
-    except KeyError as error:
-        raise TrainError(
-            f"TRUELINE_MASTER is set but {error} is not", hint="start workers through an engine"
-        ) from error
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for parameters that are not the model's: nobody would sum their gradients, nor heal them."""
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in strange if id(parameter) not in known]
+    if strange:
+        raise UsageError(
+            f"the optimizer has {len(strange)} parameters that are not of the model (the first of shape "
+            f"{list(strange[0].shape)})",
+            hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
+        )

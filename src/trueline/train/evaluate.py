@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import numpy as np
 import torch
 
 from trueline import events
+from trueline.data.source import Source
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.state.checkpoint import load_model
+from trueline.state.place import Where, located, split
+from trueline.train import pool
 from trueline.train.calls import call
+from trueline.train.pool import Compute, Work, seeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +43,79 @@ class Evaluation:
 
 
 def evaluate(
-    recipe: str | Path | Recipe, checkpoint: str | Path | None, *, mode: Mode = "evaluation", batch: int = 256
+    recipe: str | Path | Recipe,
+    checkpoint: Where | None,
+    *,
+    mode: Mode = "evaluation",
+    batch: int = 256,
+    workers: int = 1,
 ) -> Evaluation:
-    """Measures `checkpoint` (None: the untrained model) over all records of `mode`.
+    """Measures `checkpoint` (a path or URL; None: the untrained model) over all records of `mode`.
 
     A metric's function returns one value for each record, or the mean over the batch; either is weighted by records.
-    Raises RecipeError, CheckpointError, DataError.
+    `workers` processes of one thread each share the batches; the result is the same for any number of them, and when
+    some are killed. Raises RecipeError, CheckpointError, DataError, StorageError, UsageError.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    model = load_model(found, None if checkpoint is None else Path(checkpoint))
-    source = found.source(mode)
-    functions = dict(found.metrics()) if found.metrics is not None else {}
-    sums: dict[str, float] = defaultdict(float)
-    for start in range(0, source.num_records, batch):
-        indices = np.arange(start, min(start + batch, source.num_records), dtype=np.int64)
-        records = source.read(indices)
-        with torch.no_grad():
+    where = "" if checkpoint is None else str(located(checkpoint))
+    records, compute = _opened(found, where, mode) if workers == 1 else (found.source(mode).num_records, None)
+
+    def advanced(done: int) -> None:
+        events.emit("evaluation.advanced", done=done, total=records)
+
+    if compute is not None:
+        sums = []
+        for start in range(0, records, batch):
+            sums.append(compute(start, min(start + batch, records)))
+            advanced(min(start + batch, records))
+    else:
+        work = pool.work("trueline.train.evaluate:opened", found, recipe, where, mode, records=records, batch=batch)
+        sums = pool.run(work, workers=workers, advanced=advanced)
+    means = _means(sums, max(records, 1))
+    metrics = {name: means.get(f"metric {name}", 0.0) for name in (found.metrics() if found.metrics else {})}
+    measured = split(where)[1] if where else ""
+    return Evaluation(records=records, loss=means.get("loss", 0.0), metrics=metrics, checkpoint=measured)
+
+
+def _means(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
+    """Sums of chunks, added in the order of the chunks so that the rounding is always the same, over `count`."""
+    totals: dict[str, float] = defaultdict(float)
+    for chunk in chunks:
+        for name, value in chunk.items():
+            totals[name] += value
+    return {name: total / count for name, total in totals.items()}
+
+
+def opened(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with its chunks: sums of the loss and the metrics."""
+    return _opened(load_recipe(work.recipe), work.source, work.mode)
+
+
+def _opened(recipe: Recipe, checkpoint: str, mode: Mode) -> tuple[int, Compute]:
+    with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
+        model = load_model(recipe, checkpoint or None)
+    source = recipe.source(mode)
+    return source.num_records, measuring(recipe, model, source)
+
+
+def measuring(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callable[[int, int], dict[str, float]]:
+    """A function of (start, stop): the sums over these records of `loss` and of each metric, as `metric NAME`.
+
+    What reading draws depends on `start` alone, so the same chunks give the same sums in every process.
+    """
+    functions = {"loss": recipe.loss}
+    functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
+
+    def compute(start: int, stop: int) -> dict[str, float]:
+        with torch.no_grad(), seeded(start):
+            records = source.read(np.arange(start, stop, dtype=np.int64))
             outputs = call(model, records.inputs)
-            sums["loss"] += _sum("loss", found.loss(outputs, records.labels), len(indices))
-            for name, function in functions.items():
-                sums[f"metric {name}"] += _sum(name, function(outputs, records.labels), len(indices))
-        events.emit("evaluation.advanced", done=start + len(indices), total=source.num_records)
-    count = max(source.num_records, 1)
-    metrics = {name: sums[f"metric {name}"] / count for name in functions}
-    measured = "" if checkpoint is None else Path(checkpoint).name
-    return Evaluation(records=source.num_records, loss=sums["loss"] / count, metrics=metrics, checkpoint=measured)
+            return {
+                name: _sum(name.removeprefix("metric "), function(outputs, records.labels), stop - start)
+                for name, function in functions.items()
+            }
+
+    return compute
 
 
 def _sum(name: str, found: Any, count: int) -> float:

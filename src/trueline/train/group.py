@@ -7,6 +7,11 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
 * listening sockets must be left alone: gloo's accept loop ends the process when its socket fails;
 * sockets appear while the group forms, so a cut is repeated until the group is closed;
 * a member that dies while the group forms cannot be cut off, so forming has a short timeout of its own;
+* shutting the sockets does not reach everything: gloo tells nobody about a message that was partly written or read
+  when its socket closed (Pair::signalException forgets unbound buffers), so an operation of more than a socket's buffer
+  waits for its timeout. Therefore nothing here waits for gloo itself, but for a promise that the cut breaks;
+* a group with such an operation must not be destroyed either: its destructor joins the thread that waits. It is kept
+  aside until its operations are over, and then dropped by a thread of its own (the join takes 10 ms at best);
 * descriptors are reused: a socket is known by its inode, not by its number;
 * torch names groups by a process-wide count that a failed init does not take back: it is reset, or members that
   failed differently often look for each other under different names for ever.
@@ -22,13 +27,19 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
+Future = torch.futures.Future[Any]
+_NOTHING = torch.empty(0)
 FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 30.0
+"""A store's first connection to itself: a network that is away for a moment is no reason to end."""
 
 
 def start_store() -> tuple[TCPStore, str]:
@@ -45,7 +56,7 @@ def start_store() -> tuple[TCPStore, str]:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=FORM_TIMEOUT_S),
+        timeout=timedelta(seconds=START_TIMEOUT_S),
         master_listen_fd=listener.detach(),
     )
     return store, f"{host}:{port}"
@@ -57,8 +68,49 @@ class GlooGroup:
     def __init__(self) -> None:
         self.generation = -1
         self.open = False
+        self._broken = False
         self._before: set[str] = set()
         self._lock = threading.Lock()
+        self._promises: set[Future] = set()
+        self._works: list[Future] = []
+
+    def promise(self, work: Any, gives: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """A future of `gives`, in which `work` (an asynchronous operation of this group) leaves what it computes.
+
+        A cut breaks it at once.
+        """
+        theirs = work.get_future()
+        mine: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        with self._lock:
+            self._works = [*(other for other in self._works if not other.done()), theirs]
+            self._promises.add(mine)
+            lost = self._broken
+        theirs.add_done_callback(lambda done: self._settle(mine, done, gives))
+        if lost:
+            self._break_promises()
+        return mine
+
+    def wait(self, work: Any) -> None:
+        """Returns when `work` is done. Raises RuntimeError when it failed, or when the group was cut."""
+        self.promise(work, _NOTHING).wait()
+
+    def _settle(self, mine: torch.futures.Future[torch.Tensor], theirs: Future, gives: torch.Tensor) -> None:
+        with self._lock:
+            if mine not in self._promises:
+                return  # the group was cut: what comes late is not believed
+            self._promises.discard(mine)
+        try:
+            theirs.value()
+        except Exception as error:  # noqa: BLE001  whatever made the operation fail, its waiter is told
+            _fail(mine, str(error))
+        else:
+            mine.set_result(gives)
+
+    def _break_promises(self) -> None:
+        with self._lock:
+            broken, self._promises = self._promises, set()
+        for mine in broken:
+            _fail(mine, "the group was cut")
 
     def form(self, generation: int, *, rank: int, size: int, store: str) -> None:
         """Joins the group of `generation` as `rank` of `size`. Raises RuntimeError when it cannot be formed."""
@@ -68,20 +120,24 @@ class GlooGroup:
         with self._lock:
             self._before = set(_sockets())
             self.generation = generation
-            self.open = True
+            self.open, self._broken = True, False
         host, _, port = store.rpartition(":")
         short = timedelta(seconds=FORM_TIMEOUT_S)
+        _check_open(host, int(port))
         client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=short)
         named = PrefixStore(f"generation-{generation}", client)
         dist.init_process_group("gloo", store=named, rank=rank, world_size=size, timeout=short)
         distributed_c10d._set_pg_timeout(timedelta(seconds=RUN_TIMEOUT_S))
 
     def cut(self) -> int:
-        """Shuts down the sockets of the group; returns how many. Safe when there is no group."""
+        """Shuts down the sockets of the group and fails what waits; returns how many. Safe when there is no group."""
         with self._lock:
             if not self.open:
                 return 0
-            return sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
+            self._broken = True
+            shut = sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
+        self._break_promises()
+        return shut
 
     def cut_until_left(self, below: int) -> None:
         """Cuts again and again while this process is in a group of a generation older than `below`."""
@@ -95,12 +151,37 @@ class GlooGroup:
         with self._lock:
             self.open = False
         if dist.is_initialized():
-            with contextlib.suppress(
-                RuntimeError, ValueError
-            ):  # a half-formed group refuses, and is dropped all the same
+            left = dist.group.WORLD
+            with contextlib.suppress(RuntimeError, ValueError):  # a half-formed group refuses, and is dropped as well
                 dist.destroy_process_group()
+            works, self._works = self._works, []
+            threading.Thread(target=_bury, args=([left], works), name="bury", daemon=True).start()
         # torch names groups by a count that a failed init leaves raised; members must agree on the name.
         distributed_c10d._world.group_count = 0
+
+
+def _check_open(host: str, port: int) -> None:
+    """Raises RuntimeError when nobody listens: a TCPStore client would try again for 3 s, out of reach of any cut.
+
+    Members listen before they are in a view, so a refused connection means that rank 0 is dead.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=FORM_TIMEOUT_S):
+            return
+    except OSError as error:
+        raise RuntimeError(f"gloo: the rendezvous store at {host}:{port} is gone: {error}") from error
+
+
+def _fail(promise: torch.futures.Future[torch.Tensor], why: str) -> None:
+    promise.set_exception(RuntimeError(f"gloo: {why}"))  # type: ignore[arg-type]  # its annotation is wrong
+
+
+def _bury(groups: list[Any], works: list[Future]) -> None:
+    """Drops a group once none of its operations is under way; its destructor waits for them, and for its threads."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):  # failed, as was to be expected of a group that was left
+            work.wait()
+    groups.clear()
 
 
 def _sockets() -> dict[str, int]:

@@ -2,8 +2,9 @@
 
 Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published,
 COMMIT after a step was applied, TRUNCATE when the survivors turned out to have applied less. A master that comes
-back reads the rows in order and knows generation, members, incarnations, progress and checkpoints. A row that a
-power cut lost costs nothing but the master's memory of it: the workers hold the truth and say it again.
+back reads the rows in order and knows generation, members, incarnations, progress, checkpoints, the number of workers
+that was asked for last, and what is suspected, set aside or in quarantine. A row that a power cut lost costs nothing
+but the master's memory of it: the workers hold the truth and say it again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trueline.engine.contract import parse_ref
+from trueline.engine.contract import make_ref, parse_ref
 from trueline.errors import StorageError
-from trueline.train.members import Member, State
+from trueline.train.roster import Member, State
 
 Row = tuple[str, dict[str, Any]]
 
@@ -36,10 +36,15 @@ class Journal:
             raise StorageError(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, *rows: Row) -> None:
-        """Writes the rows in one transaction; they are on the disk when it returns."""
+        """Writes the rows in one transaction; they are on the disk when it returns.
+
+        Steps alone are not waited for: a row that a power cut loses, the workers say again.
+        """
         if not rows:
             return
+        durable = any(kind != "COMMIT" for kind, _ in rows)
         try:
+            self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
                 "INSERT INTO log (kind, body) VALUES (?, ?)",
@@ -57,39 +62,53 @@ class Journal:
         self._db.close()
 
 
-def replay(rows: Iterator[Row], now: float) -> tuple[State, list[Row]]:
-    """The members' state that the log tells of, and the rows themselves. Workers of the last view are taken to live
+def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
+    """Brings `state` to where it was when the row was written.
 
-    until the engine or their silence says otherwise; a view stays in force, so that nobody has to regroup only
-    because the master was away.
+    Workers of the last view are taken to live until the engine or their silence says otherwise; a view stays in force,
+    so that nobody has to regroup only because the master was away. Who was to leave by a planned view may be at its
+    last step, until a step of that view is known.
     """
-    state, seen = State(), list(rows)
-    for kind, body in seen:
-        state = _apply(state, kind, body, now)
-    return state, seen
-
-
-def _apply(state: State, kind: str, body: dict[str, Any], now: float) -> State:
     match kind:
         case "START":
             _, slot, incarnation = parse_ref(body["ref"])
-            return replace(state, incarnations={**state.incarnations, slot: incarnation + 1})
+            state.incarnations[slot] = incarnation + 1
+            state.pending.pop(make_ref("worker", slot, incarnation - 1), None)
+            state.pending[body["ref"]] = now
         case "VIEW":
-            view = tuple(body["members"])
-            return replace(
-                state,
-                phase="running" if view else "gathering",
-                generation=body["generation"],
-                cut_below=body["cut_below"],
-                view=view,
-                released=True,
-                members={ref: Member(ref=ref, store="", seen_at=now, steps=0) for ref in view},
-            )
+            _apply_view(state, body, now)
         case "COMMIT":
-            return replace(state, committed=max(state.committed, body["step"] + 1))
+            state.committed = max(state.committed, body["step"] + 1)
+            if len(state.members) > len(state.view) and body.get("generation") == state.generation:
+                state.members = {ref: state.members[ref] for ref in state.view}
         case "TRUNCATE":
-            return replace(state, committed=body["steps"])
+            state.committed = body["steps"]
         case "CKPT":
-            return replace(state, checkpoint=body["path"], checkpoint_step=body["step"])
-        case _:
-            return state
+            state.checkpoint, state.checkpoint_step = body["path"], body["step"]
+        case "LAUNCH":
+            state.workers, state.quarantined = body["workers"], {}
+        case "SCALE":
+            state.workers = body["workers"]
+            state.quarantined = {} if body["workers"] >= body["before"] else state.quarantined
+        case "QUARANTINE":
+            state.quarantined[body["slot"]] = body["why"]
+        case "SUSPECT":
+            state.suspects.setdefault(body["record"], {})[body["worker"]] = body["why"]
+        case "POISON":
+            state.set_aside[body["record"]] = body["why"]
+
+
+def _apply_view(state: State, body: dict[str, Any], now: float) -> None:
+    before = state.view
+    state.generation, state.cut_below, state.view = body["generation"], body["cut_below"], tuple(body["members"])
+    state.rotation, state.careful = body.get("rotation", 0), body.get("careful", False)
+    state.phase, state.released = "running" if state.view else "gathering", True
+    state.awaited, state.unfinished = set(state.view), set(state.view)
+    state.died_at = state.committed if state.careful else -1
+    for ref in state.view:
+        state.pending.pop(ref, None)
+    planned = state.cut_below < state.generation
+    state.members = {
+        ref: Member(ref=ref, slot=parse_ref(ref)[1], store="", seen_at=now, steps=0, rank=rank, joined=True)
+        for rank, ref in [*enumerate(state.view), *((-1, ref) for ref in before if planned and ref not in state.view)]
+    }

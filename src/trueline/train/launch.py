@@ -4,7 +4,10 @@
                    └─ lifeline ──▶ master ◀──────gRPC────── workers
 
 A master that dies is started again on the same port and adopts the workers. When the launcher ends, by whatever
-means, the lifeline ends with it and so do all its processes.
+means, the lifeline ends with it and so do all its processes. How it ended is in JOB/launcher.json, unless it was killed
+with SIGKILL: then nobody holds JOB/lock, and the job is dead.
+
+The launcher is the process of `trueline train`, or one of its own (`detach`) that survives the terminal.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import ast
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import queue
 import secrets
@@ -26,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 
 from trueline import errors, events, files
 from trueline.engine import lifeline
 from trueline.engine.local import start_agent
+from trueline.state.place import located
+from trueline.train import ending, folder
 from trueline.train import settings as job_settings
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -47,50 +54,91 @@ class LocalJob:
     def __init__(self, job_dir: Path) -> None:
         self.job_dir = job_dir
         self.settings: JobSettings = job_settings.load(job_dir)
-        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
-        self.socket = self.scratch / "agent"
-        self.life, self._life_end = os.pipe()
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.master: subprocess.Popen[bytes] | None = None
         self.restarts = 0
         self._port = 0
         self._said: queue.Queue[pb.Event] = queue.Queue()
-        self._seen = 0
         self._closing = False
+        self._page = ""
 
     def __enter__(self) -> LocalJob:
-        logs = self.job_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
-        (self.job_dir / "master.json").unlink(missing_ok=True)
-        self._sweep()
-        self.agent = self._start_agent()
-        self.master = self._start_master()
+        with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
+            held.callback(os.close, folder.hold(self.job_dir))
+            held.enter_context(ending.signals_as_errors(self.job_dir))
+            launch = folder.Launch(pid=os.getpid(), started=time.time())
+            folder.write_launch(self.job_dir, launch)
+            held.push(lambda kind, error, trace: self._tell_the_end(launch, error))
+            job = self.settings
+            self._say("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
+            self._prepare()
+            held.callback(self._clean)
+            held.callback(self._end_processes)
+            self.agent = self._start_agent()
+            self.master = self._start_master()
+            self._held = held.pop_all()
         return self
 
-    def _sweep(self) -> None:
-        """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive."""
-        files.sweep(self.job_dir / "checkpoints")
+    def _prepare(self) -> None:
+        (self.job_dir / "logs").mkdir(parents=True, exist_ok=True)
+        files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
+        (self.job_dir / "master.json").unlink(missing_ok=True)
+        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self.socket = self.scratch / "agent"
+        self.life, self._life_end = os.pipe()
+        self._sweep()
 
-    def __exit__(self, *_: object) -> None:
+    def _say(self, name: str, /, **fields: events.Field) -> None:
+        """An event of the launcher's own, for this process and for those who read the job's folder."""
+        events.emit(name, **fields)
+        folder.record(self.job_dir, name, **fields)
+
+    def _sweep(self) -> None:
+        """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive.
+
+        What was left in a store is swept when the job is resumed: that takes seconds, and its libraries.
+        """
+        where = located(self.settings.checkpoints or self.job_dir / "checkpoints")
+        if isinstance(where, Path):
+            files.sweep(where)
+
+    def __exit__(self, *error: Any) -> None:
+        with ending.no_second_ctrl_c():
+            self._held.__exit__(*error)
+
+    def _end_processes(self) -> None:
         self._closing = True
         self._stop_master()
         os.close(self._life_end)  # the end of every process of the job
         for process in (self.master, self.agent):
-            process.wait()
+            if process is not None:
+                process.wait()
+
+    def _clean(self) -> None:
         os.close(self.life)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         (self.job_dir / "secret").unlink(missing_ok=True)
 
+    def _tell_the_end(self, launch: folder.Launch, error: BaseException | None) -> None:
+        outcome, why = ending.ended_by(error)
+        with contextlib.suppress(errors.StorageError):  # a full disk may be why it ends
+            folder.write_launch(
+                self.job_dir, msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why)
+            )
+        folder.record(self.job_dir, "launcher.ended", outcome=outcome, why=why)
+
     def _stop_master(self) -> None:
         """Lets the master close its journal, if it still can."""
-        if self.master.poll() is None and self._port:
+        if self.master is not None and self.master.poll() is None and self._port:
             with contextlib.suppress(grpc.RpcError, subprocess.TimeoutExpired), self._stub() as master:
                 master.Stop(pb.StopRequest(why="the launcher ends"), metadata=self._metadata, timeout=2.0)
                 self.master.wait(2.0)
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
         self.socket.unlink(missing_ok=True)
-        preload = (*PRELOAD, *libraries_of(Path(self.settings.recipe)))
+        users = self.settings.script[0] if self.settings.script else self.settings.recipe
+        preload = (*PRELOAD, *libraries_of(Path(users)))
         return start_agent(self.socket, preload=preload, life=self.life, log=self.job_dir / "logs" / "agent.log")
 
     def _start_master(self) -> subprocess.Popen[bytes]:
@@ -104,7 +152,7 @@ class LocalJob:
         ]
         with (self.job_dir / "logs" / "master.log").open("ab") as log:
             return subprocess.Popen(
-                [*command, "--port", str(self._port)],
+                [*command, "--port", str(self._port), "--page-port", str(self.settings.page_port)],
                 env={**os.environ, lifeline.VARIABLE: str(self.life), "GRPC_VERBOSITY": "NONE"},
                 pass_fds=(self.life,),
                 stdin=subprocess.DEVNULL,
@@ -117,7 +165,7 @@ class LocalJob:
         """Where the master listens, once it does."""
         file = self.job_dir / "master.json"
         while not file.exists():
-            if self.master.poll() is not None:
+            if self.master is not None and self.master.poll() is not None:
                 raise errors.TrainError(
                     f"the master ended with exit code {self.master.returncode} before it listened",
                     hint=f"see {self.job_dir / 'logs' / 'master.log'}",
@@ -137,41 +185,60 @@ class LocalJob:
         return (("authorization", f"Bearer {(self.job_dir / 'secret').read_text()}"),)
 
     def run(self) -> dict[str, Any]:
-        """Follows the job to its end and returns the summary. Raises what made it fail."""
+        """Follows the job to its end and returns the summary. Raises what made it fail, or JobStopped."""
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
         looked_at = time.monotonic()
-        while True:
+        summary: dict[str, Any] | None = None
+        while summary is None:
             if time.monotonic() >= looked_at + POLL_S:
                 looked_at = time.monotonic()
                 self._keep_alive()
-            try:
-                event = self._said.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            fields = json.loads(event.fields)
-            if event.name == "job.failed":
-                raise _error(fields)
-            events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
-            if event.name == "job.finished":
-                summary: dict[str, Any] = json.loads(fields["summary"])
-                return summary
+            with contextlib.suppress(queue.Empty):
+                summary = self._hear(self._said.get(timeout=POLL_S))
+        if self.settings.script:
+            ending.let_scripts_end(self.job_dir, self.socket)
+        return summary
+
+    def _hear(self, event: pb.Event) -> dict[str, Any] | None:
+        """Passes an event on; returns the summary if it is the end."""
+        fields = json.loads(event.fields)
+        if event.name == "job.failed":
+            raise _error(fields)
+        events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
+        if event.name == "view.published" and not self._page:
+            self._tell_the_page()
+        if event.name == "job.stopping":
+            raise ending.stopped(fields["why"], self.job_dir)
+        found: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
+        return found
+
+    def _tell_the_page(self) -> None:
+        """Not for JOB/events.jsonl: the address holds a token, and that file is everybody's."""
+        with contextlib.suppress(OSError, ValueError):  # a master that has just died
+            self._page = json.loads((self.job_dir / "master.json").read_text()).get("page", "")
+        if self._page:
+            events.emit("page.opened", url=self._page)
 
     def _follow(self) -> None:
         """Brings the master's events, of every life of the master, in order."""
         while not self._closing:
             seen = 0
             with contextlib.suppress(grpc.RpcError, errors.TrainError), self._stub() as master:
-                for event in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
-                    self._said.put(event)
+                for bundle in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
+                    for event in bundle.events:
+                        self._said.put(event)
             time.sleep(0.05)  # the master is away; it is being started again
 
     def _keep_alive(self) -> None:
         """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
-        if self.agent.poll() is not None:
-            self._count_restart("agent", self.agent.returncode)
+        agent, master = _exit_code(self.agent), _exit_code(self.master)
+        if agent is not None:
+            self._count_restart("agent", agent)
             self.agent = self._start_agent()
-        if self.master.poll() is not None:
-            self._count_restart("master", self.master.returncode)
+        if master == 0 and self._said.empty():  # it was asked to end, and its last words did not come through
+            raise ending.stopped("its master was asked to end", self.job_dir)
+        if master:
+            self._count_restart("master", master)
             self.master = self._start_master()
 
     def _count_restart(self, role: str, code: int) -> None:
@@ -181,7 +248,48 @@ class LocalJob:
                 f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
                 hint=f"see {self.job_dir / 'logs' / f'{role}.log'}; go on with --resume",
             )
-        events.emit(f"{role}.lost", code=code, restarts=self.restarts)
+        self._say(f"{role}.lost", code=code, restarts=self.restarts)
+
+
+def detach(job_dir: Path) -> int:
+    """Launches the job in `job_dir` in a process of its own that outlives this one; returns its pid when it runs.
+
+    Raises TrainError when it does not.
+    """
+    log = job_dir / "logs" / "launcher.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "trueline.train.launch", str(job_dir)],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    while (found := folder.read_launch(job_dir)) is None or found.pid != pid:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")
+        time.sleep(0.02)  # its imports take some 300 ms
+    return pid
+
+
+def main() -> None:
+    """`python -m trueline.train.launch JOB`: what `detach` starts."""
+    job_dir = Path(sys.argv[1])
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        with LocalJob(job_dir) as running:
+            running.run()
+    except errors.TruelineError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
+
+
+def _exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
+    return None if process is None else process.poll()
 
 
 def libraries_of(recipe: Path) -> list[str]:
@@ -214,3 +322,7 @@ def _error(fields: dict[str, Any]) -> errors.TruelineError:
 
 def _kinds(kind: type[errors.TruelineError]) -> list[type[errors.TruelineError]]:
     return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
+
+
+if __name__ == "__main__":
+    main()

@@ -9,13 +9,17 @@ Where the records are few enough, a tally rides along too: one counter for each 
 Words of one worker (float32; sums stay below 2**24, where float32 is exact):
 
     0 records, low 12 bits     2 digest, low 12 bits     4 generation mod 4096     6 wish to regroup
-    1 records, high bits       3 digest, high 12 bits    5 step mod 4096           7 records x mean loss
+    1 records, high bits       3 digest, high 12 bits    5 step mod 4096           7 1: it holds the state
+                                                                                   8 records x mean loss
+
+A member that is still taking the state (an observer) sends zeros, but for its wish.
 
 Torch-free: the master uses it to know what an epoch's digest has to be.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +28,9 @@ import numpy.typing as npt
 
 from trueline.errors import RecordsMiscounted
 
-WORDS = 8
+WORDS = 9
 DIGEST_BITS = 24
-_MASK = (1 << DIGEST_BITS) - 1
+MASK = (1 << DIGEST_BITS) - 1
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,11 +43,21 @@ def digest(records: Ints) -> int:
     >>> (digest(np.array([5, 7])) + digest(np.array([1]))) % 2**24 == digest(np.array([7, 1, 5]))
     True
     """
+    return int(mixed(records).sum(dtype=np.uint64)) & MASK
+
+
+def mixed(records: Ints) -> npt.NDArray[np.uint64]:
+    """Each record's part of a digest: the sum of parts, modulo 2**24, is the digest of the records."""
     z = records.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    return int(np.bitwise_and(z, np.uint64(_MASK)).sum(dtype=np.uint64)) & _MASK
+    return z & np.uint64(MASK)
+
+
+def total(parts: npt.NDArray[np.uint64]) -> int:
+    """The digest of records whose parts these are."""
+    return int(parts.sum()) & MASK
 
 
 def digest_of_all(num_records: int) -> int:
@@ -51,11 +65,11 @@ def digest_of_all(num_records: int) -> int:
     total = 0
     for start in range(0, num_records, 1 << 20):
         total += digest(np.arange(start, min(start + (1 << 20), num_records), dtype=np.int64))
-    return total & _MASK
+    return total & MASK
 
 
 def words(count: int, digest: int, generation: int, step: int, *, wish: bool) -> list[float]:
-    """The first seven words of one worker; the eighth, records x mean loss, is the worker's to fill in."""
+    """The words of one worker but for the last, records x mean loss, which is the worker's to fill in."""
     return [
         float(count & 4095),
         float(count >> 12),
@@ -64,7 +78,13 @@ def words(count: int, digest: int, generation: int, step: int, *, wish: bool) ->
         float(generation & 4095),
         float(step & 4095),
         float(wish),
+        1.0,
     ]
+
+
+def observing(*, wish: bool) -> list[float]:
+    """The words of a member that takes part without holding the state."""
+    return [0.0] * 6 + [float(wish), 0.0, 0.0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +98,19 @@ class Sums:
     """Mean over the step's records."""
 
 
-def check(summed: list[float], *, workers: int, plan: Ints, plan_digest: int, generation: int, step: int) -> Sums:
-    """Compares the sums of `workers` workers with the plan of the step. Raises RecordsMiscounted."""
-    low, high, digest_low, digest_high, generations, steps, wishes = (round(word) for word in summed[:7])
+def check(summed: list[float], *, records: int, plan_digest: int, generation: int, step: int) -> Sums:
+    """Compares the summed words with the plan of the step: `records` in number. Raises RecordsMiscounted."""
+    low, high, digest_low, digest_high, generations, steps, wishes, holders = (round(word) for word in summed[:8])
     count = low + (high << 12)
-    found = (digest_low + (digest_high << 12)) & _MASK
-    same_step = steps == workers * (step & 4095) and generations == workers * (generation & 4095)
-    if count != len(plan) or found != plan_digest or not same_step:
+    found = (digest_low + (digest_high << 12)) & MASK
+    same_step = steps == holders * (step & 4095) and generations == holders * (generation & 4095)
+    if count != records or found != plan_digest or not same_step or not holders:
         raise RecordsMiscounted(
             f"step {step} of generation {generation}: the gradients hold {count} records with digest {found:06x}, "
-            f"the plan has {len(plan)} with digest {plan_digest:06x}; the step was not applied",
+            f"the plan has {records} with digest {plan_digest:06x}; the step was not applied",
             hint="this is a defect of Trueline or of a changing data set; please report it with the job's logs",
         )
-    return Sums(count=count, digest=found, wishes=wishes, loss=summed[7] / max(count, 1))
+    return Sums(count=count, digest=found, wishes=wishes, loss=summed[8] / max(count, 1))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,31 +123,47 @@ class Ledger:
     epoch_steps: int = 0
     epoch_records: int = 0
     epoch_digest: int = 0
+    epoch_left_out: list[int] = field(default_factory=list)
+    """Records of its applied steps that were set aside."""
     tally: npt.NDArray[np.int32] | None = None
     """Applications of each record in the current epoch, as counted by the gradients; None: too many records."""
-    certificates: list[dict[str, int]] = field(default_factory=list)
+    certificates: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured while training, oldest first: step, records, loss, metrics, best, stop."""
 
-    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None) -> None:
-        """Enters an applied step. `tally` is how often each record was in it."""
+    @property
+    def stopped(self) -> bool:
+        """True when an evaluation ended the job."""
+        return bool(self.evaluations) and bool(self.evaluations[-1]["stop"])
+
+    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None, left_out: Sequence[int] = ()) -> None:
+        """Enters an applied step. `tally` is how often each record was in it, `left_out` what was set aside of it."""
+        self.epoch_left_out += left_out
         self.steps += 1
         self.epoch_steps += 1
         self.epoch_records += sums.count
-        self.epoch_digest = (self.epoch_digest + sums.digest) & _MASK
+        self.epoch_digest = (self.epoch_digest + sums.digest) & MASK
         if self.tally is not None and tally is not None:
             self.tally += tally
 
-    def close_epoch(self, epoch: int) -> dict[str, int]:
-        """Ends epoch `epoch` with its certificate and begins the next one."""
+    def close_epoch(self, epoch: int, *, partial: bool = False) -> dict[str, Any]:
+        """Ends epoch `epoch` with its certificate and begins the next one.
+
+        `partial`: the job was stopped within it, so that records may have been applied no time.
+        """
+        kept = None if self.tally is None else np.delete(self.tally, self.epoch_left_out)
         certificate = {
             "epoch": epoch,
             "steps": self.epoch_steps,
             "records": self.epoch_records,
             "digest": self.epoch_digest,
-            "tally_min": -1 if self.tally is None else int(self.tally.min()),
+            "tally_min": -1 if kept is None or partial or not len(kept) else int(kept.min()),
             "tally_max": -1 if self.tally is None else int(self.tally.max()),
+            "set_aside": sorted(self.epoch_left_out),
         }
         self.certificates.append(certificate)
         self.epoch_steps = self.epoch_records = self.epoch_digest = 0
+        self.epoch_left_out = []
         if self.tally is not None:
             self.tally[:] = 0
         return certificate
@@ -139,8 +175,10 @@ class Ledger:
             "epoch_steps": self.epoch_steps,
             "epoch_records": self.epoch_records,
             "epoch_digest": self.epoch_digest,
+            "epoch_left_out": list(self.epoch_left_out),
             "tally": None if self.tally is None else self.tally.copy(),
             "certificates": [dict(certificate) for certificate in self.certificates],
+            "evaluations": [dict(evaluation) for evaluation in self.evaluations],
         }
 
     @classmethod

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from trueline.errors import TrainError
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -34,22 +35,43 @@ class Link(Protocol):
     """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
     those that it does not get within a second: the one that leads may be dead."""
 
-    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
-        """Says that this worker can train; views arrive from now on."""
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
+        """Says that this worker can train; views arrive from now on. `state`: where its state can be fetched."""
         ...
 
     def newest(self) -> pb.View | None: ...
 
-    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
-        """The newest view if its generation is above `after`, else None after `timeout_s`."""
+    def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
+        """The newest view if its generation is above `after`, else None after `timeout_s`.
+
+        It also has to cut generation `cuts`; -1, for those who need no cut, is cut by every view.
+        """
         ...
 
-    def enter(self, generation: int, step: int) -> pb.Plan: ...
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        """Enters a view, with everything that was not reported yet; answered when all its members have entered."""
+        ...
 
     def finish(self, generation: int, step: int) -> pb.Plan: ...
 
     def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
         """Reports a step without waiting."""
+        ...
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        """Reports an evaluation without waiting."""
+        ...
+
+    def doing(self, phase: str) -> None:
+        """What this worker is at from now on; the master sees it in the next heartbeat."""
+        ...
+
+    def suspect(self, step: int, records: list[int], why: str) -> None:
+        """One vote against each of the records."""
+        ...
+
+    def trying(self, step: int, record: int) -> None:
+        """Waits until the master knows that `record` is about to be tried; -1: the trial is over."""
         ...
 
     def certify(self, certificates: list[pb.Certificate]) -> None:
@@ -89,12 +111,14 @@ class MasterLink:
         self._generation, self._step = -1, -1
         self._applied: deque[pb.Applied] = deque()
         self._certificates: deque[pb.Certificate] = deque()
+        self._evaluations: deque[pb.Evaluation] = deque()
+        self._phase, self._since = "starting", time.monotonic()
         self._sending = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
 
-    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
-        hello = pb.Hello(ref=self.ref, store=store, num_records=num_records, total_steps=total_steps)
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
+        hello = pb.Hello(ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps)
         threading.Thread(target=self._watch, args=(hello,), name="views", daemon=True).start()
         threading.Thread(target=self._report, name="reports", daemon=True).start()
 
@@ -113,13 +137,20 @@ class MasterLink:
     def newest(self) -> pb.View | None:
         return self._view
 
-    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
-        with self._news:
-            self._news.wait_for(lambda: self._view is not None and self._view.generation > after, timeout_s)
-            return self._view if self._view is not None and self._view.generation > after else None
+    def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
+        def there() -> bool:
+            view = self._view
+            return view is not None and view.generation > after and view.cut_below > cuts
 
-    def enter(self, generation: int, step: int) -> pb.Plan:
-        plan: pb.Plan = self._call(self._master.Enter, pb.Entry(ref=self.ref, generation=generation, step=step))
+        with self._news:
+            return self._view if self._news.wait_for(there, timeout_s) else None
+
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        with self._sending:
+            message = self._unreported(everything=True)
+            self._reported(message, 0)  # the call is repeated until it arrives; meanwhile heartbeats go on
+        entry = pb.Entry(ref=self.ref, generation=generation, step=step, rate=rate, progress=message)
+        plan: pb.Plan = self._call(self._master.Enter, entry)
         return plan
 
     def finish(self, generation: int, step: int) -> pb.Plan:
@@ -133,6 +164,19 @@ class MasterLink:
         self._generation, self._step = generation, step
         if certificate is not None or (self.leads and len(self._applied) == 1):
             self._wake.set()
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        self._evaluations.append(evaluation)
+        self._wake.set()
+
+    def doing(self, phase: str) -> None:
+        self._phase, self._since = phase, time.monotonic()
+
+    def suspect(self, step: int, records: list[int], why: str) -> None:
+        self._call(self._master.Suspect, pb.Suspicion(ref=self.ref, step=step, records=records, why=why))
+
+    def trying(self, step: int, record: int) -> None:
+        self._call(self._master.Try, pb.Trial(ref=self.ref, step=step, record=record))
 
     def certify(self, certificates: list[pb.Certificate]) -> None:
         self._certificates.extend(certificates)
@@ -149,23 +193,32 @@ class MasterLink:
 
     def _send(self, *, everything: bool = False) -> None:
         with self._sending:
-            certificates = list(self._certificates)
-            overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
-            applied = list(self._applied) if everything or self.leads or overdue else []
-            message = pb.Progress(
-                ref=self.ref,
-                generation=self._generation,
-                step=self._step,
-                applied=applied,
-                certificates=certificates,
-            )
+            message = self._unreported(everything=everything)
             ack: pb.Ack = self._call(self._master.Report, message)
-            for _ in applied:
-                self._applied.popleft()
-            while self._applied and self._applied[0].step < ack.committed:
-                self._applied.popleft()
-            for _ in certificates:
-                self._certificates.popleft()
+            self._reported(message, ack.committed)
+
+    def _unreported(self, *, everything: bool) -> pb.Progress:
+        overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
+        return pb.Progress(
+            ref=self.ref,
+            generation=self._generation,
+            step=self._step,
+            applied=list(self._applied) if everything or self.leads or overdue else [],
+            certificates=list(self._certificates),
+            evaluations=list(self._evaluations),
+            phase=self._phase,
+            phase_s=time.monotonic() - self._since,
+        )
+
+    def _reported(self, message: pb.Progress, committed: int) -> None:
+        for _ in message.applied:
+            self._applied.popleft()
+        while self._applied and self._applied[0].step < committed:
+            self._applied.popleft()
+        for _ in message.certificates:
+            self._certificates.popleft()
+        for _ in message.evaluations:
+            self._evaluations.popleft()
 
     def saved(self, step: int, path: str, digest: str) -> None:
         self._call(self._master.Saved, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
@@ -213,25 +266,41 @@ class Solo:
         self._store = ""
         self._view: pb.View | None = None
         self.steps: list[pb.Applied] = []
+        self.evaluations: list[pb.Evaluation] = []
 
-    def ready(self, store: str, *, num_records: int, total_steps: int) -> None:
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
         self._store = store
         self._view = pb.View(generation=1, members=[self.ref], cut_below=1, reason="alone")
 
     def newest(self) -> pb.View | None:
         return self._view
 
-    def wait_view(self, after: int, timeout_s: float) -> pb.View | None:
+    def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
         return self._view if self._view is not None and self._view.generation > after else None
 
-    def enter(self, generation: int, step: int) -> pb.Plan:
-        return pb.Plan(source=0, steps=[step], store=self._store)
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        return pb.Plan(source=0, steps=[step], rates=[rate], store=self._store)
 
     def finish(self, generation: int, step: int) -> pb.Plan:
         return pb.Plan(finished=True)
 
     def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
         self.steps.append(applied)
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def doing(self, phase: str) -> None:
+        return
+
+    def suspect(self, step: int, records: list[int], why: str) -> None:
+        """Alone there is nobody else to try: one vote decides."""
+        generation = 1 if self._view is None else self._view.generation + 1
+        aside = sorted({*(self._view.set_aside if self._view is not None else ()), *records})
+        self._view = pb.View(generation=generation, members=[self.ref], cut_below=generation, set_aside=aside)
+
+    def trying(self, step: int, record: int) -> None:
+        return
 
     def certify(self, certificates: list[pb.Certificate]) -> None:
         return
@@ -253,3 +322,16 @@ class Solo:
 
     def close(self) -> None:
         return
+
+
+def connect(cut: Callable[[int], None]) -> Link:
+    """The line to the master that started this process, or `Solo` when none did."""
+    address = os.environ.get("TRUELINE_MASTER")
+    if address is None:
+        return Solo()
+    try:
+        return MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut)
+    except KeyError as error:
+        raise TrainError(
+            f"TRUELINE_MASTER is set but {error} is not", hint="start workers through an engine"
+        ) from error

@@ -1,12 +1,12 @@
-"""Who is in the job, in which generation: decisions as a pure function of (state, event, now).
+"""Who is in the job, in which generation: decisions as a function of (state, event, now).
 
-    state, event, now  ──decide──▶  state', actions, reason
+    state, event, now  ──decide──▶  actions with their reasons; the state has changed
 
-A **view** is a numbered list of workers; its number is the **generation**. A planned view (a join, a departure that
-was announced) takes effect between two steps and fails none. A forced view follows a death: the groups of older
-generations cannot complete a step any more and are cut (`cut_below`). Members of a view *enter* it with the number
-of steps they have applied; when all have, the one that is furthest ahead becomes the source and the others take its
-state. Nothing here knows of gRPC, processes or files: `master.py` is the shell around it.
+A planned view (a join, a departure that was announced) takes effect between two steps and fails none. A forced view
+follows a death: the groups of older generations cannot complete a step any more and are cut (`cut_below`). Members of a
+view *enter* it with the number of steps they have applied; when all have, the one that is furthest ahead becomes the
+source and the others take its state. Nothing here knows of gRPC, processes, files or clocks: `master.py` is the shell
+around it, `roster.py` holds the state, `health.py` says who is given up, `suspicion.py` what is set aside.
 
 Sources: torchft's `quorum_compute` (decide with `now`, return the reason), DESIGN §3, the exactness protocol in
 docs/concepts/generation.md.
@@ -14,423 +14,224 @@ docs/concepts/generation.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from trueline.engine.contract import parse_ref
+from trueline.train import happenings as h
+from trueline.train.happenings import Action
+from trueline.train.health import forgive, given_up, kill, lose, stranded
+from trueline.train.roster import Member, Policy, State, fill, form, settle
+from trueline.train.suspicion import suspect
 
-from trueline.engine.contract import make_ref, parse_ref
-
-Phase = Literal["gathering", "running", "finished", "failed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    workers: int
-    """How many workers the job is to have; a dead one is replaced."""
-    min_workers: int = 1
-    """With fewer the job waits."""
-    gather_s: float = 30.0
-    """How long the first view waits for all workers once one is ready."""
-    lease_s: float = 30.0
-    """A worker that is silent for so long is given up."""
-    start_s: float = 180.0
-    """A worker that is not ready so long after its start is given up."""
-    max_failures: int = 3
-    """So many deaths of one slot in a row, without one step of the job between them, end the job."""
-
-    def delay_s(self, failures: int) -> float:
-        """How long a slot stays empty after so many deaths in a row before its first step.
-
-        >>> [Policy(workers=1).delay_s(n) for n in (0, 1, 2, 3, 99)]
-        [0.0, 0.0, 0.5, 1.0, 30.0]
-        """
-        return 0.0 if failures < 2 else float(min(30.0, 0.25 * 2 ** min(failures - 1, 8)))
+SMOOTH = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    ref: str
-    store: str
-    """host:port of its rendezvous store; empty while a restarted master waits for it to say hello again."""
-    seen_at: float
-    entered: int | None = None
-    """Steps it had applied when it entered the current generation; None: it has not entered, -1: it has no state."""
-    done: bool = False
-    leaving: bool = False
-    steps: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Deaths of one slot in a row before its first step."""
-
-    count: int
-    since_step: int
-    """Steps that the job had applied at the first of them."""
-    until: float
-    """When the slot may be filled again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    phase: Phase = "gathering"
-    generation: int = 0
-    cut_below: int = 0
-    view: tuple[str, ...] = ()
-    released: bool = False
-    members: Mapping[str, Member] = field(default_factory=dict)
-    pending: Mapping[str, float] = field(default_factory=dict)
-    """Started and not ready yet: ref -> when it was started."""
-    incarnations: Mapping[int, int] = field(default_factory=dict)
-    """Next incarnation of each slot."""
-    failures: Mapping[int, Failures] = field(default_factory=dict)
-    committed: int = 0
-    """Steps known to be applied."""
-    checkpoint: str = ""
-    checkpoint_step: int = -1
-    gathering_since: float | None = None
-
-
-# What happens. -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The job starts (or its master has come back): fill the slots that are empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    ref: str
-    store: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    ref: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    ref: str
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    ref: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    ref: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    ref: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBroken:
-    ref: str
-    generation: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-Event = Begin | Ready | Gone | Entered | Done | Heard | Leaving | GroupBroken | Tick
-
-
-# What to do. ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    slot: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    ref: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """The state has a new view: write it to the journal, then tell every member."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Every member has entered: they may form the group. `source` is the rank whose state counts."""
-
-    source: int
-    steps: tuple[int, ...]
-    checkpoint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """The surviving state has `steps` applied steps; the log is ahead of it and follows."""
-
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Every member has applied the last step."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailJob:
-    code: Literal["train", "state_lost"]
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """The sender is not of this job any more."""
-
-    ref: str
-
-
-Action = Start | Kill | Publish | Release | Truncate | Finish | FailJob | Fence
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    state: State
-    actions: tuple[Action, ...] = ()
-
-
-def decide(state: State, event: Event, now: float, policy: Policy) -> Decision:
-    """What `event` at time `now` (seconds, monotonic) means for the job."""
+def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Action]:
+    """What `event` at time `now` (seconds, monotonic) means: changes `state` and returns what is to be done."""
     if state.phase in ("finished", "failed"):
-        return Decision(state)
+        return []
     match event:
-        case Begin():
-            return _fill(state, now, policy)
-        case Tick():
+        case h.Begin():
+            return _begin(state, event, now, policy)
+        case h.Tick():
             return _tick(state, now, policy)
-        case Gone():
-            return _gone(state, event, now, policy)
-    if event.ref not in state.members and not (isinstance(event, Ready) and event.ref in state.pending):
-        return Decision(state, (Fence(event.ref),))
-    state = _heard(state, event.ref, now)
+        case h.Gone():
+            return lose(state, [event], now, policy)
+        case h.Lost():
+            return lose(state, event.deaths, now, policy)
+        case h.Scale():
+            return _scale(state, event, now, policy)
+    member = state.members.get(event.ref)
+    if member is not None:
+        member.seen_at = now
+        return _told(state, member, event, now, policy)
+    if isinstance(event, h.Ready) and event.ref in state.pending:
+        return _join(state, event, now, policy)
+    return [h.Fence(event.ref)]
+
+
+def _told(state: State, member: Member, event: h.Told, now: float, policy: Policy) -> list[Action]:
     match event:
-        case Ready():
-            return _ready(state, event, now, policy)
-        case Entered():
-            return _entered(state, event, policy)
-        case Done():
-            return _done(state, event)
-        case Heard():
-            return _progress(state, event)
-        case Leaving():
-            return _leaving(state, event)
-        case GroupBroken():
-            return _broken(state, event)
+        case h.Heard():
+            return _heard(state, member, event, now, policy)
+        case h.Ready():
+            member.store, member.state = event.store, event.state
+            return _release(state, now, policy)
+        case h.Entered():
+            return _entered(state, member, event, now, policy)
+        case h.Done():
+            return _done(state, member, event)
+        case h.Leaving():
+            member.leaving = True
+            return settle(state, now, policy)
+        case h.Trying():
+            member.trying = event.record
+            return []
+        case h.Suspect():
+            return suspect(state, event, now, policy)
+        case h.Saved():
+            return _saved(state, event)
+        case h.GroupBroken():
+            return _broken(state, event, now)
 
 
-def _member(state: State, ref: str, **changes: object) -> State:
-    changed = replace(state.members[ref], **changes)  # type: ignore[arg-type]
-    return replace(state, members={**state.members, ref: changed})
+def scale_fault(workers: int, policy: Policy) -> str:
+    """Why the job cannot have so many workers; empty: it can."""
+    if workers >= policy.min_workers:
+        return ""
+    return f"{workers} workers are fewer than the job's minimum of {policy.min_workers}; ask for at least as many"
 
 
-def _heard(state: State, ref: str, now: float) -> State:
-    return _member(state, ref, seen_at=now) if ref in state.members else state
+def _begin(state: State, event: h.Begin, now: float, policy: Policy) -> list[Action]:
+    """Adopts what runs; where nothing does, all slots are filled anew."""
+    if event.launch:
+        state.workers, state.quarantined = policy.workers, {}
+    if not event.alive:
+        state.members, state.pending, state.failures = {}, {}, {}
+        state.phase, state.view, state.awaited, state.unfinished = "gathering", (), set(), set()
+        rows: list[Action] = [h.Log("LAUNCH", {"workers": state.workers})] if event.launch else []
+        return [*rows, *fill(state, now)]
+    state.pending = dict.fromkeys(event.alive - state.members.keys(), now)
+    dead = [h.Gone(ref, "died while the master was away") for ref in state.members if ref not in event.alive]
+    return lose(state, dead, now, policy)
 
 
-def _fill(state: State, now: float, policy: Policy) -> Decision:
-    """Starts a worker in every slot that has none and does not have to wait."""
-    taken = {parse_ref(ref)[1] for ref in (*state.members, *state.pending)}
-    taken |= {slot for slot, failures in state.failures.items() if failures.until > now}
-    starts: list[Action] = []
-    pending, incarnations = dict(state.pending), dict(state.incarnations)
-    for slot in (slot for slot in range(policy.workers) if slot not in taken):
-        incarnation = incarnations.get(slot, 0)
-        starts.append(Start(slot, incarnation))
-        pending[make_ref("worker", slot, incarnation)] = now
-        incarnations[slot] = incarnation + 1
-    return Decision(replace(state, pending=pending, incarnations=incarnations), tuple(starts))
-
-
-def _form(state: State, reason: str, *, forced: bool) -> Decision:
-    """A new view of all members that stay: survivors in their old order, then newcomers as they came.
-
-    Those who are about to leave stay until somebody else has their state.
-    """
-    staying = [ref for ref, member in state.members.items() if not member.leaving]
-    if not any(state.members[ref].steps >= 0 for ref in staying):
-        staying = list(state.members)
-    view = tuple(ref for ref in state.view if ref in staying) + tuple(ref for ref in staying if ref not in state.view)
-    generation = state.generation + 1
-    members = {ref: replace(member, entered=None, done=False) for ref, member in state.members.items()}
-    state = replace(
-        state,
-        phase="running" if view else "gathering",
-        generation=generation,
-        cut_below=generation if forced else state.cut_below,
-        view=view,
-        released=False,
-        members=members,
-        gathering_since=None,
-    )
-    return Decision(state, (Publish(reason),))
-
-
-def _ready(state: State, event: Ready, now: float, policy: Policy) -> Decision:
-    if event.ref in state.members:
-        return _release(_member(state, event.ref, store=event.store), policy)
-    pending = {ref: at for ref, at in state.pending.items() if ref != event.ref}
-    member = Member(ref=event.ref, store=event.store, seen_at=now)
-    state = replace(state, pending=pending, members={**state.members, event.ref: member})
+def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Action]:
+    del state.pending[event.ref]
+    slot = parse_ref(event.ref)[1]
+    state.members[event.ref] = Member(ref=event.ref, slot=slot, store=event.store, state=event.state, seen_at=now)
     if state.phase == "gathering":
-        since = now if state.gathering_since is None else state.gathering_since
-        return _gather(replace(state, gathering_since=since), now, policy)
-    if any(other.done for other in state.members.values()):
-        return Decision(state)  # the others are at the end: let them finish without a newcomer
-    return _form(state, f"{event.ref} joins", forced=False)
+        state.gathering_since = now if state.gathering_since is None else state.gathering_since
+        return _gather(state, now, policy)
+    return settle(state, now, policy)
 
 
-def _gather(state: State, now: float, policy: Policy) -> Decision:
-    ready = len(state.members)
+def _gather(state: State, now: float, policy: Policy) -> list[Action]:
+    wanted = state.wanted
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
-    everyone = ready >= policy.workers
-    if everyone or (waited and ready >= policy.min_workers):
-        why = "all are ready" if everyone else f"{ready} of {policy.workers} are ready after {policy.gather_s:g} s"
-        return _form(state, why, forced=True)
-    return Decision(state)
+    if len(state.members) < wanted and not waited:
+        return []
+    ready = sum(member.left_at is None and not state.goes(member) for member in state.members.values())
+    if ready and (ready >= wanted or (waited and ready >= policy.min_workers)):
+        everyone = ready >= wanted
+        why = "all are ready" if everyone else f"{ready} of {wanted} are ready after {policy.gather_s:g} s"
+        return form(state, why, now, forced=True)
+    return []
 
 
-def _gone(state: State, event: Gone, now: float, policy: Policy) -> Decision:
-    ref = event.ref
-    if ref not in state.members and ref not in state.pending:
-        return Decision(state)
-    slot = parse_ref(ref)[1]
-    member = state.members.get(ref)
-    progressed = member is not None and (member.steps > 0 or member.leaving)
-    before = state.failures.get(slot, Failures(0, state.committed, now))
-    count = 0 if progressed else before.count + 1
-    since = before.since_step if count > 1 else state.committed
-    failures = Failures(count, since, now + policy.delay_s(count))
-    in_view = ref in state.view
-    state = replace(
-        state,
-        members={other: m for other, m in state.members.items() if other != ref},
-        pending={other: at for other, at in state.pending.items() if other != ref},
-        failures={**state.failures, slot: failures},
-    )
-    if count >= policy.max_failures and since == state.committed:
-        why = f"worker slot {slot} died {count} times in a row before its first step; last: {event.why}"
-        return Decision(replace(state, phase="failed"), (FailJob("train", why),))
-    actions: tuple[Action, ...] = ()
-    if in_view:
-        formed = _form(state, f"{ref} is gone: {event.why}", forced=True)
-        state, actions = formed.state, formed.actions
-    filled = _fill(state, now, policy)
-    return Decision(filled.state, (*actions, *filled.actions))
+def _entered(state: State, member: Member, event: h.Entered, now: float, policy: Policy) -> list[Action]:
+    if event.generation != state.generation or member.rank < 0:
+        return []  # superseded: the shell answers so
+    member.entered, member.steps = event.step, max(event.step, member.steps)
+    member.rate = event.rate or member.rate
+    state.awaited.discard(event.ref)
+    state.released = False
+    return _release(state, now, policy)
 
 
-def _entered(state: State, event: Entered, policy: Policy) -> Decision:
-    if event.generation != state.generation or event.ref not in state.view:
-        return Decision(state)  # superseded: the shell answers so
-    state = _member(state, event.ref, entered=event.step, steps=max(event.step, state.members[event.ref].steps))
-    return _release(replace(state, released=False), policy)
-
-
-def _release(state: State, policy: Policy) -> Decision:
+def _release(state: State, now: float, policy: Policy) -> list[Action]:
     """Lets the group form when every member of the view has entered and they are enough."""
-    members = [state.members[ref] for ref in state.view]
-    steps = [member.entered for member in members if member.entered is not None]
-    ready = len(steps) == len(members) and len(members) >= policy.min_workers and bool(members) and members[0].store
-    if state.released or not ready:
-        return Decision(state)
+    view = state.view
+    if state.released or state.awaited or not view:
+        return []
+    for member in state.members.values():
+        member.left_at = now if member.left and member.left_at is None else member.left_at
+    if len(view) < policy.min_workers or not state.members[view[0]].store:
+        return []
+    group = [state.members[ref] for ref in view]
+    steps = tuple(-1 if member.entered is None else member.entered for member in group)
     most = max(steps)
+    source, checkpoint = (steps.index(most), "") if most >= 0 else (0, state.checkpoint)
+    if most < 0 and not checkpoint and state.committed:
+        why = f"every process that held the state of step {state.committed} is gone and there is no checkpoint"
+        state.phase = "failed"
+        return [h.FailJob("state_lost", why)]
     if most < 0:
-        return _first_state(state, tuple(steps))
-    actions: tuple[Action, ...] = (Release(steps.index(most), tuple(steps)),)
+        most = state.checkpoint_step if checkpoint else 0
+    rates = tuple(member.rate for member in group)
+    actions: list[Action] = [h.Release(source, steps, checkpoint, group[0].store, group[source].state, rates)]
     if most < state.committed:
-        actions = (Truncate(most), *actions)
-    return Decision(replace(state, released=True, committed=most), actions)
+        actions = [h.Log("TRUNCATE", {"steps": most}), h.Truncate(most), *actions]
+    state.released, state.committed, state.stepped_at = True, most, None
+    for member in group:
+        member.base = most if member.base is None else min(member.base, most)
+    return actions + settle(state, now, policy)
 
 
-def _first_state(state: State, steps: tuple[int, ...]) -> Decision:
-    """Nobody holds a state: it comes from a checkpoint, or from nothing when nothing was ever applied."""
-    if state.checkpoint:
-        restored = replace(state, released=True, committed=state.checkpoint_step)
-        actions: tuple[Action, ...] = (Release(0, steps, state.checkpoint),)
-        if state.checkpoint_step < state.committed:
-            actions = (Truncate(state.checkpoint_step), *actions)
-        return Decision(restored, actions)
-    if state.committed == 0:
-        return Decision(replace(state, released=True), (Release(0, steps),))
-    why = f"every process that held the state of step {state.committed} is gone and there is no checkpoint"
-    return Decision(replace(state, phase="failed"), (FailJob("state_lost", why),))
+def _heard(state: State, member: Member, event: h.Heard, now: float, policy: Policy) -> list[Action]:
+    first = member.steps < 0 <= event.step
+    member.phase, member.phase_s = event.phase, event.phase_s
+    if event.step > member.steps:
+        member.steps = event.step
+        member.base = event.step if member.base is None else member.base
+    if event.step > state.committed:
+        _pace(state, event.step - state.committed, now)
+        state.committed = event.step
+        if state.fill_at > now and state.released:
+            state.fill_at = now
+            return [*fill(state, now), *(settle(state, now, policy) if first else [])]
+    return settle(state, now, policy) if first else []
 
 
-def _done(state: State, event: Done) -> Decision:
-    if event.generation != state.generation or event.ref not in state.view:
-        return Decision(state)
-    state = _member(state, event.ref, done=True)
-    if all(state.members[ref].done for ref in state.view):
-        return Decision(replace(state, phase="finished"), (Finish(),))
-    return Decision(state)
+def _pace(state: State, steps: int, now: float) -> None:
+    if state.stepped_at is not None:
+        took_s = (now - state.stepped_at) / steps
+        state.usual_s = took_s if not state.usual_s else (1 - SMOOTH) * state.usual_s + SMOOTH * took_s
+    state.stepped_at = now
 
 
-def _progress(state: State, event: Heard) -> Decision:
-    state = _member(state, event.ref, steps=max(event.step, state.members[event.ref].steps))
-    return _let_go(replace(state, committed=max(state.committed, event.step)))
+def _done(state: State, member: Member, event: h.Done) -> list[Action]:
+    if event.generation != state.generation or member.rank < 0:
+        return []
+    state.finishing = True
+    state.unfinished.discard(event.ref)
+    if state.unfinished:
+        return []
+    state.phase = "finished"
+    return [h.Finish()]
 
 
-def _leaving(state: State, event: Leaving) -> Decision:
-    return _let_go(_member(state, event.ref, leaving=True))
+def _saved(state: State, event: h.Saved) -> list[Action]:
+    """The newest checkpoint counts; one that is written late by a former rank 0 does not take its place."""
+    if event.step < state.checkpoint_step <= state.committed:
+        return []
+    state.checkpoint, state.checkpoint_step = event.path, event.step
+    return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
 
 
-def _let_go(state: State) -> Decision:
-    """A planned view without those who leave, as soon as somebody who stays holds the state."""
-    leaving = [ref for ref in state.view if state.members[ref].leaving]
-    holders = [ref for ref in state.view if not state.members[ref].leaving and state.members[ref].steps >= 0]
-    at_the_end = any(member.done for member in state.members.values())
-    if not leaving or not holders or not state.released or at_the_end:
-        return Decision(state)
-    return _form(state, f"{' and '.join(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}", forced=False)
+def _broken(state: State, event: h.GroupBroken, now: float) -> list[Action]:
+    """Only who was let go into a group can say so; a master that came back may not remember that it was."""
+    if event.generation != state.generation:
+        return []
+    return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", now, forced=True)
 
 
-def _broken(state: State, event: GroupBroken) -> Decision:
-    if event.generation != state.generation or not state.released:
-        return Decision(state)
-    return _form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
+def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Action]:
+    """Fills new slots (and tries those in quarantine again), or lets the highest ones leave by a planned view."""
+    before, state.workers = state.workers, event.workers
+    if event.workers >= before:
+        state.quarantined = {}
+    waiting = [ref for ref in state.pending if parse_ref(ref)[1] >= event.workers]
+    waiting += [m.ref for m in state.members.values() if m.rank < 0 and not m.left and m.slot >= event.workers]
+    for ref in waiting:
+        state.pending.pop(ref, None)
+        state.members.pop(ref, None)
+    actions: list[Action] = [h.Log("SCALE", {"workers": event.workers, "before": before, "why": event.why})]
+    actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
+    actions += _gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy)
+    return actions + fill(state, now)
 
 
-def _tick(state: State, now: float, policy: Policy) -> Decision:
-    actions: list[Action] = []
-    silent = [(m.ref, f"silent for {now - m.seen_at:.1f} s") for m in state.members.values()
-              if now - m.seen_at > policy.lease_s]  # fmt: skip
-    slow = [(ref, f"not ready {now - at:.0f} s after its start") for ref, at in state.pending.items()
-            if now - at > policy.start_s]  # fmt: skip
-    for ref, why in (*silent, *slow):
-        decision = _gone(state, Gone(ref, why), now, policy)
-        state = decision.state
-        actions += [Kill(ref, why), *decision.actions]
+def _tick(state: State, now: float, policy: Policy) -> list[Action]:
+    forgive(state, now, policy)
+    deaths = given_up(state, now, policy)
+    actions = [*kill(deaths), *lose(state, deaths, now, policy)] if deaths else []
+    if state.phase == "failed":
+        return actions
     if state.phase == "gathering" and state.members:
-        decision = _gather(state, now, policy)
-        state = decision.state
-        actions += decision.actions
-    if state.phase in ("gathering", "running") and state.incarnations:
-        decision = _fill(state, now, policy)
-        state = decision.state
-        actions += decision.actions
-    return Decision(state, tuple(actions))
+        actions += _gather(state, now, policy)
+    if state.incarnations and now >= state.fill_at:
+        actions += fill(state, now)
+    if count := stranded(state, policy):
+        return actions + form(state, f"{count} wait in a group that others have left", now, forced=True)
+    if state.careful and state.committed > state.died_at and state.released and not state.finishing:
+        return actions + form(state, "a step was applied: records are tried together again", now, forced=False)
+    return actions + settle(state, now, policy)

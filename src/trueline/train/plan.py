@@ -1,11 +1,16 @@
 """The plan of a job: which records form step k, and which of them are whose.
 
-A pure function of (seed, step, global_batch, number of workers, rank); who computes it, and how often, changes nothing.
-Plans of neighbouring steps are computed together because numpy's cost is per call.
+A pure function of (seed, step, global_batch), of the records that were set aside, and for the split of the members'
+weights; who computes it, and how often, changes nothing. Plans of neighbouring steps are computed together because
+numpy's cost is per call.
+
+A **shard** is a fixed run of at most `micro_batch` records of a step, all of nearly one length: a short last step must
+not end in a shard of one record, which normalization layers refuse. Without shards a member's part is one slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -20,8 +25,19 @@ _TOGETHER = 64
 
 
 @lru_cache(maxsize=256)
-def _equal_shares(count: int, workers: int) -> list[tuple[int, int]]:
-    return order.split(count, [1.0] * workers)
+def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
+    return order.split(count, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Records of one forward."""
+
+    records: Ints
+    shard: int
+    """Which shard of the step; without shards the rank."""
+    digest: int
+    """`ledger.digest` of the records."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +46,14 @@ class JobPlan:
     global_batch: int
     epochs: int
     seed: int
+    micro_batch: int = 0
+    """Most records of a shard; 0: no shards."""
+    set_aside: tuple[int, ...] = ()
+    """Records that are in no step any more."""
     _first: int = -1
     _records: list[Ints] = field(default_factory=list)
+    _left_out: list[list[int]] = field(default_factory=list)
+    _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
 
     @property
     def epoch_steps(self) -> int:
@@ -47,11 +69,30 @@ class JobPlan:
     def ends_epoch(self, step: int) -> bool:
         return (step + 1) % self.epoch_steps == 0
 
+    def leave_out(self, records: Collection[int]) -> None:
+        """From now on `records` are in no step."""
+        if tuple(sorted(records)) != self.set_aside:
+            self.set_aside = tuple(sorted(records))
+            self._first = -1
+
     def records(self, step: int) -> Ints:
         """The ids of the records of `step` (0-based over the whole job), in the order of the epoch's permutation."""
+        self._reach(step)
+        return self._records[step - self._first]
+
+    def left_out(self, step: int) -> list[int]:
+        """Records that would be in `step`, had they not been set aside."""
+        self._reach(step)
+        return self._left_out[step - self._first]
+
+    def digest(self, step: int) -> int:
+        """`ledger.digest` of the records of `step`."""
+        self._reach(step)
+        return ledger.total(self._mixed[step - self._first])
+
+    def _reach(self, step: int) -> None:
         if not 0 <= step - self._first < len(self._records) or self._first < 0:
             self._compute(step)
-        return self._records[step - self._first]
 
     def _compute(self, step: int) -> None:
         epoch, start, _ = order.locate(step, num_records=self.num_records, global_batch=self.global_batch)
@@ -59,14 +100,42 @@ class JobPlan:
         ids = order.record_at(
             np.arange(start, stop, dtype=np.int64), seed=self.seed, epoch=epoch, num_records=self.num_records
         )
+        parts = ledger.mixed(ids)
         self._first = step
-        self._records = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        mixed = [parts[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        self._left_out = [[] for _ in steps]
+        if self.set_aside:
+            kept = [~np.isin(records, self.set_aside) for records in steps]
+            self._left_out = [records[~keep].tolist() for records, keep in zip(steps, kept, strict=True)]
+            steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
+            mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
+        self._records, self._mixed = steps, mixed
 
-    def share(self, step: int, *, rank: int, workers: int) -> Ints:
-        """The part of `records(step)` that `rank` of `workers` trains on; it may be empty in a short last step."""
-        records = self.records(step)
-        start, stop = _equal_shares(len(records), workers)[rank]
-        return records[start:stop]
+    def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[Piece]:
+        """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""
+        count = len(self.records(step))
+        if not self.micro_batch:
+            bounds = _slices(count, weights)[rank]
+            return [self._piece(step, bounds, rank)] if bounds[1] > bounds[0] else []
+        shards = self.num_shards(step)
+        if not shards:
+            return []  # all its records were set aside
+        bounds_of = _slices(count, (1.0,) * shards)
+        return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
 
-    def digest(self, step: int) -> int:
-        return ledger.digest(self.records(step))
+    def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> Piece:
+        at, part = step - self._first, slice(*bounds)
+        return Piece(self._records[at][part], shard, ledger.total(self._mixed[at][part]))
+
+    def num_shards(self, step: int) -> int:
+        return -(-len(self.records(step)) // self.micro_batch)
+
+    def shard_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
+        """How many shards of `step` each rank has."""
+        return [stop - start for start, stop in _slices(self.num_shards(step), weights)]
+
+    def share_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
+        """How many records of `step` each rank has."""
+        return [sum(len(piece.records) for piece in self.pieces(step, rank=rank, weights=weights))
+                for rank in range(len(weights))]  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from trueline import events, files
@@ -20,12 +23,14 @@ from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import open_program
 from trueline.state import checkpoint
 from trueline.state.checkpoint import load_model
+from trueline.state.place import Where, located
+from trueline.train import pool
+from trueline.train.pool import Compute, Work, seeded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trueline.bundle.signature import Array
-    from trueline.data.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,36 +41,89 @@ class Prediction:
 
 def predict(
     recipe: str | Path | Recipe,
-    source: str | Path,
+    source: Where,
     out: str | Path,
     *,
     mode: Mode = "prediction",
     batch: int = 256,
+    workers: int = 1,
 ) -> Prediction:
     """Writes the outputs for every record of `mode`: by the eager model of a checkpoint, or by a bundle's program.
 
     `out` ends in .parquet (columns `record` and one list for each output) or .jsonl (one object for each record).
+    `workers` processes of one thread each share the batches; the file is the same for any number of them.
     Raises UsageError, CheckpointError, BundleError, DataError, StorageError; `out` is then as it was.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    out = Path(out)
+    out, where = Path(out), str(located(source))
     if out.suffix not in (".parquet", ".jsonl"):
         raise UsageError(f"{out} has no ending that says how to write it", hint="use .parquet or .jsonl")
-    records = found.source(mode)
-    answers = list(_answers(found, Path(source), records, batch))
+    if workers == 1:
+        count, answer = _answering(found, where, mode)
+        answers = []
+        for start in range(0, count, batch):
+            answers.append(answer(start, min(start + batch, count)))
+            _advanced(min(start + batch, count), count)
+    else:
+        count = found.source(mode).num_records
+        work = pool.work("trueline.train.predict:opened", found, recipe, where, mode, records=count, batch=batch)
+        answers = _shared_out(work, workers, out)
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
     files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
-    return Prediction(records=records.num_records, path=out)
+    return Prediction(records=count, path=out)
 
 
-def _answers(recipe: Recipe, source: Path, records: Source, batch: int) -> Iterator[dict[str, Array]]:
-    model = load_model(recipe, source if (source / checkpoint.MANIFEST).exists() else None)
-    program = None if (source / checkpoint.MANIFEST).exists() else open_program(open_bundle(source))
-    for start in range(0, records.num_records, batch):
-        indices = np.arange(start, min(start + batch, records.num_records), dtype=np.int64)
-        eager = EagerSession(model, records.read(indices).inputs)
-        yield (program or eager).run(eager.example)
-        events.emit("prediction.advanced", done=start + len(indices), total=records.num_records)
+def _advanced(done: int, total: int) -> None:
+    events.emit("prediction.advanced", done=done, total=total)
+
+
+def _shared_out(work: Work, workers: int, out: Path) -> list[dict[str, Array]]:
+    """The answers of many processes, which they leave in files beside `out`."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent)
+    except OSError as error:
+        raise files.storage_error(error, out) from error
+    try:
+        work = msgspec.structs.replace(work, out=str(Path(scratch).resolve()))
+        replies = pool.run(work, workers=workers, advanced=lambda done: _advanced(done, work.num_records))
+        return [_restored(Path(scratch, reply["file"]), reply["names"]) for reply in replies]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _restored(file: Path, names: list[str]) -> dict[str, Array]:
+    with file.open("rb") as stream:
+        return {name: np.load(stream, allow_pickle=False) for name in names}
+
+
+def opened(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with its chunks: it leaves the outputs in a file of `work.out`, and names them."""
+    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode)
+
+    def compute(start: int, stop: int) -> dict[str, Any]:
+        arrays, stream = answer(start, stop), io.BytesIO()
+        for array in arrays.values():
+            np.save(stream, array, allow_pickle=False)
+        file = Path(work.out, f"{start}-{stop}.npy")
+        files.write_atomic(file, stream.getvalue())
+        return {"file": file.name, "names": list(arrays)}
+
+    return count, compute
+
+
+def _answering(recipe: Recipe, where: str, mode: Mode) -> tuple[int, Callable[[int, int], dict[str, Array]]]:
+    trained = checkpoint.exists(where)
+    model = load_model(recipe, where if trained else None)
+    program = None if trained else open_program(open_bundle(Path(where)))
+    records = recipe.source(mode)
+
+    def answer(start: int, stop: int) -> dict[str, Array]:
+        with seeded(start):
+            eager = EagerSession(model, records.read(np.arange(start, stop, dtype=np.int64)).inputs)
+            return (program or eager).run(eager.example)
+
+    return records.num_records, answer
 
 
 def _parquet(columns: dict[str, Array]) -> bytes:

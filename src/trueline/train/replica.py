@@ -1,17 +1,22 @@
-"""One worker's copy of the job's state, and the gradients' way through DDP.
+"""One worker's copy of the job's state, and the gradients' way through the group.
 
 The user's model is wrapped in torch's DistributedDataParallel (bucketed, overlapped with backward) together with one
-more parameter, the words of the ledger, whose gradient is what this worker contributes to the step. So the account of
-a step travels in the very allreduce that carries its gradients and costs no round trip.
+more parameter, the words, whose gradient is what this worker contributes to the step beside its gradients:
 
-Gradients are weighted by records: with n of a step's B records here, the mean loss counts n/B, whatever the split.
+    [ words of the ledger | one slot for each rank's rate | tally of records | changes of running statistics ]
+
+So the account of a step travels in the very allreduce that carries its gradients and costs no round trip. A step may
+take several forwards (pieces); only the last backward is reduced. In bit-for-bit mode the pieces' gradients go through
+`ordered.py` instead. Gradients are weighted by records: with n of a step's B records in a piece, its mean loss counts
+n/B, whatever the split.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,134 +27,283 @@ from torch.nn.parallel import DistributedDataParallel
 from trueline.errors import RecipeError, listed
 from trueline.state import tree
 from trueline.train import ledger as books
+from trueline.train import nature
+from trueline.train.advance import Advance
+from trueline.train.group import GlooGroup
 from trueline.train.ledger import Ledger
+from trueline.train.options import Options
+from trueline.train.ordered import OrderedSum
+from trueline.train.plan import Ints
 
 TALLY_BYTES = 64 << 10
 """Records are tallied one by one when their counters are no larger than this, or than 2 % of the parameters."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a step's allreduce gave, kept by a member that cannot apply it yet."""
+
+    words: list[float]
+    beside: torch.Tensor
+    gradients: list[torch.Tensor | None]
+
+
 class _Replicated(torch.nn.Module):
     """What DDP sees: the model's own forward, and the words."""
 
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], width: int, *, tie: bool) -> None:
+    words: torch.nn.Parameter
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], *, tie: bool) -> None:
         super().__init__()
         self.model = model
-        self.words = torch.nn.Parameter(torch.zeros(width))
+        self.instead: Sequence[torch.nn.Parameter] | None = None
+        """Instead of a forward: a sum that gives these parameters gradients of zeros."""
         self._forward = forward
         self._tie = tie
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._forward(*args, **kwargs)
+        if self.instead is not None:
+            flat = (value.reshape(-1)[:1] * 0.0 for value in self.instead)
+            outputs = sum((value.sum().float() for value in flat), torch.zeros(()))
+        else:
+            outputs = self._forward(*args, **kwargs)
         return (outputs, self.words * 1.0) if self._tie else outputs
 
 
 class Replica:
-    """Model, optimizer, scheduler and ledger; `model(...)` goes through DDP while a group is attached."""
+    """Model, optimizer's side and ledger; `model(...)` goes through DDP in the last piece of a step."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        advance: Advance,
+        group: GlooGroup,
         num_records: int,
+        options: Options,
         *,
-        find_unused_parameters: bool = False,
+        sharded: bool,
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._group = group
+        self.model, self.advance, self.options, self.sharded = model, advance, options, sharded
         tallied = _tallied(model, num_records)
         self.ledger = Ledger(num_records=num_records, tally=np.zeros(num_records, np.int32) if tallied else None)
-        self.find_unused = find_unused_parameters
         self.broken: RuntimeError | None = None
-        self._original = model.forward
-        self._inside = False
+        self.syncing = True
+        """Whether the next forward is that of the step's last piece."""
+        self.on_computed: Callable[[], None] = lambda: None
+        """Called when the local part of a backward is over, before it waits for peers."""
+        self._running = nature.running_statistics(model) if sharded else []
+        self._counters = nature.batch_counters(model) if sharded else []
+        self._tallied = num_records if tallied else 0
+        self._parameters = [value for value in model.parameters() if value.requires_grad]
+        width = self._tallied + sum(value.numel() for value in self._running)
+        self._ordered = OrderedSum(self._parameters, group, width + 1) if options.bitwise else None
+        self._beside = torch.zeros(width)
+        self._before: list[torch.Tensor] = []
+        self._original = torch.compile(model.forward) if options.compile else model.forward
+        self._inside = self._went = False
         self._ddp: DistributedDataParallel | None = None
-        width = books.WORDS + (num_records if tallied else 0)
-        self._replicated = _Replicated(model, self._original, width, tie=find_unused_parameters)
+        self._replicated = _Replicated(model, self._original, tie=options.find_unused_parameters)
         model.forward = self._forward
 
     # The gradients' way. ---------------------------------------------------------------------------------------
 
-    def attach(self) -> None:
-        """Wraps the model for the process group that was just formed."""
+    def attach(self, size: int) -> None:
+        """Wraps the model for the process group of `size` members that was just formed."""
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken = None
+        if self._ordered is not None:
+            self._ordered.drop()
+            return
+        self._replicated.words = torch.nn.Parameter(torch.zeros(books.WORDS + size + len(self._beside)))
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
-            find_unused_parameters=self.find_unused,
+            find_unused_parameters=self.options.find_unused_parameters,
             gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
         )
+        self._ddp.register_comm_hook(self._group, lambda group, bucket: _summed(group, bucket.buffer()))
 
     def detach(self) -> None:
         """Forgets the group; DDP's hooks go with it, so that an old group never sees a new gradient."""
         self._ddp = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ddp is None or self._inside or self.broken or not (self.model.training and torch.is_grad_enabled()):
+        through = self._ddp is not None and self.syncing and not self._inside and not self.broken
+        if not through or not (self.model.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
-        self._inside = True
-        self._entered_model = False
         try:
-            outputs = self._ddp(*args, **kwargs)
-            return outputs[0] if self.find_unused else outputs
+            outputs = self._wrapped(*args, **kwargs)
+            return outputs[0] if self.options.find_unused_parameters else outputs
         except RuntimeError as error:
             if not is_collective(error):
                 raise _explained(error) from error
             self.broken = error
             return self._original(*args, **kwargs)
+
+    def _wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._ddp is not None
+        self._inside = self._went = True
+        try:
+            return self._ddp(*args, **kwargs)
         finally:
             self._inside = False
 
-    def backward(self, loss: torch.Tensor, words: torch.Tensor, weight: float) -> list[float]:
-        """Backward of `weight` x `loss` with `words` beside it; returns the first words summed over all workers.
+    def begin(self) -> None:
+        """A step begins: no gradients, no contributions; the running statistics are those of the last applied step."""
+        self._take_back()
+        self.advance.zero_grad()
+        self._went = False
+        if self._ordered is not None:
+            self._ordered.drop()
+        elif self._ddp is not None:
+            self._replicated.words.grad = None
+        self._beside.zero_()
+        self._before = [value.clone() for value in (*self._running, *self._counters)]
 
-        `weight` is records here / records of the step. Raises RuntimeError when a peer fails.
+    def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
+        """Backward of a piece that is not the last; nothing leaves this process."""
+        self._note(weight, records)
+        self._last_of_local(self.advance.scaled(loss) * weight).backward()  # type: ignore[no-untyped-call]
+        self._take_back()
+        if self._ordered is not None:
+            self._row(loss, len(records))
+
+    def reduce(
+        self,
+        piece: tuple[torch.Tensor, float, Ints] | None,
+        words: list[float],
+        shards: Sequence[int],
+        order: Sequence[int],
+    ) -> list[float]:
+        """Backward of the last piece (loss, weight, records), if there is any, and the sum over all members.
+
+        `words` are the ledger's and the rates; they come back summed. `shards`: how many shards each rank has in this
+        step; `order`: ranks in the order of their shards. Raises RuntimeError when a peer fails.
         """
-        size = dist.get_world_size()
-        scaled = loss * (weight * size)
-        total = scaled + (self._replicated.words * (words * size)).sum().to(scaled.dtype)
+        if self._ordered is not None:
+            return self._reduce_ordered(piece, words, shards, order)
+        if piece is None:
+            # a parameter that the others leave out stays without a gradient, whether or not somebody has no records
+            total = self._zeros(() if self.options.find_unused_parameters else self._parameters)
+        else:
+            loss, weight, records = piece
+            self._note(weight, records)
+            total = self.advance.scaled(loss) * weight
+            if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
+                total = total + self._zeros(self._parameters)
+        row = torch.cat([torch.tensor(words), self._beside])
+        total = self._last_of_local(total + (self._replicated.words * row).sum().to(total.dtype))
         total.backward()  # type: ignore[no-untyped-call]
+        self._take_back()
         gradient = self._replicated.words.grad
         assert gradient is not None
-        self._summed = gradient
-        found: list[float] = gradient[: books.WORDS].tolist()
+        self._summed = gradient[len(words) :]
+        found: list[float] = gradient[: len(words)].tolist()
         return found
+
+    def _reduce_ordered(
+        self,
+        piece: tuple[torch.Tensor, float, Ints] | None,
+        words: list[float],
+        shards: Sequence[int],
+        order: Sequence[int],
+    ) -> list[float]:
+        assert self._ordered is not None
+        if piece is not None:
+            self.add(*piece)
+        self.on_computed()
+        row = torch.tensor(words, dtype=torch.float64)
+        self._group.wait(dist.all_reduce(row, async_op=True))
+        summed = self._ordered.reduce(shards, order).float()
+        self._summed = summed[:-1]
+        found: list[float] = row.tolist()
+        found[books.WORDS - 1] = summed[-1].item()  # the loss too in the order of the shards
+        return found
+
+    def _row(self, loss: torch.Tensor, count: int) -> None:
+        assert self._ordered is not None
+        self._ordered.add(torch.cat([self._beside, torch.tensor([loss.item() * count])]))
+        self._beside.zero_()
+
+    def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """What a member without records puts into the allreduce: zeros for `parameters`."""
+        self._replicated.instead = parameters
+        try:
+            outputs = self._wrapped()
+        finally:
+            self._replicated.instead = None
+        total: torch.Tensor = outputs[0] if self.options.find_unused_parameters else outputs
+        return total
+
+    def _last_of_local(self, total: torch.Tensor) -> torch.Tensor:
+        """`total`, whose backward says when the engine has done its own part and only waits for peers."""
+        engine = torch.autograd.Variable._execution_engine
+
+        def began(gradient: torch.Tensor) -> None:
+            engine.queue_callback(self.on_computed)  # runs before DDP's own, which was queued later and waits
+
+        total.register_hook(began)  # type: ignore[no-untyped-call]
+        return total
+
+    def _note(self, weight: float, records: Ints) -> None:
+        """Enters a piece's records and what its forward did to the running statistics."""
+        if self._tallied:
+            self._beside[torch.from_numpy(records)] += 1.0
+        at = self._tallied
+        for value, before in zip(self._running, self._before, strict=False):
+            self._beside[at : at + value.numel()] += weight * (value - before).flatten()
+            at += value.numel()
+
+    def _take_back(self) -> None:
+        """Each piece starts from the same running statistics. After the backward: a checkpointed forward runs again."""
+        for value, before in zip((*self._running, *self._counters), self._before, strict=False):
+            value.copy_(before)
 
     def check_all_used(self) -> None:
         """Raises RecipeError when parameters took no part in the backward that has just ended."""
         named = self.model.named_parameters()
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-        if unused and not self.find_unused:
+        if unused and not self.options.find_unused_parameters:
             raise _unused(unused)
 
-    def tally(self) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-        """How often each record was in the step whose backward has just ended."""
-        if self.ledger.tally is None:
-            return None
-        counts: np.ndarray[Any, np.dtype[np.int32]] = self._summed[books.WORDS :].round().to(torch.int32).numpy()
-        return counts
+    def keep(self, words: list[float]) -> Reduced:
+        """What was just reduced, as a copy."""
+        gradients = [None if value.grad is None else value.grad.clone() for value in self._parameters]
+        return Reduced(words, self._summed.clone(), gradients)
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._replicated.words.grad = None
+    def recall(self, reduced: Reduced) -> None:
+        """As if `reduced` had just been reduced."""
+        self._summed = reduced.beside
+        for parameter, gradient in zip(self._parameters, reduced.gradients, strict=True):
+            parameter.grad = gradient
 
-    def apply(self) -> None:
-        """The optimizer's and the scheduler's step."""
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+    def apply(self, sums: books.Sums, measured: float | None = None, *, left_out: Sequence[int] = ()) -> bool:
+        """Applies the step; False when its gradients overflowed: nothing but their scale has changed.
+
+        `left_out`: records of the step that were set aside.
+        `measured`: what an evaluation of the state at hand gave, if there was one.
+        """
+        if not self.advance.apply(measured, steps=self.ledger.steps):
+            return False
+        at = self._tallied
+        self._before = []
+        with torch.no_grad():
+            for value in self._running:
+                value += self._summed[at : at + value.numel()].view_as(value)
+                at += value.numel()
+            for counter in self._counters:
+                counter += 1
+        tally = self._summed[: self._tallied].round().to(torch.int32).cpu().numpy() if self._tallied else None
+        self.ledger.apply(sums, tally, left_out)
+        return True
 
     # The state's way. ------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The whole state; its tensors are the live ones."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "ledger": self.ledger.as_tree(),
-        }
+        return {"model": self.model.state_dict(), **self.advance.state(), "ledger": self.ledger.as_tree()}
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, copied: a thread may write it while training goes on."""
@@ -159,26 +313,19 @@ class Replica:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes `state` as its own."""
+        self._before = []
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        self.advance.restore(state)
         self.ledger = Ledger.from_tree(state["ledger"])
+        self.begin()
 
-    def exchange(self, *, source: int, take: bool) -> None:
-        """Broadcasts the state of rank `source` over the group; a rank that is behind takes it.
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.advance.averaged()
 
-        Raises RuntimeError when a peer fails; then nothing was taken.
-        """
-        sending = dist.get_rank() == source
-        skeleton, tensors = tree.encode(self.state()) if sending else (None, [])
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        header = _broadcast_bytes(json.dumps([skeleton, shapes]).encode() if sending else b"", source)
-        skeleton, shapes = json.loads(header)
-        flat = torch.cat([_as_bytes(tensor) for tensor in tensors]) if sending and tensors else None
-        received = _broadcast_flat(flat, source, sum(_nbytes(dtype, shape) for dtype, shape in shapes))
-        if take and not sending:
-            self.restore(tree.decode(skeleton, _split(received, shapes)))
+
+def _summed(group: GlooGroup, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the plain sum of a bucket (not the mean), waited for through the group's promises."""
+    return group.promise(dist.all_reduce(bucket, async_op=True), bucket)
 
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -207,37 +354,3 @@ def _unused(names: Sequence[str]) -> RecipeError:
         f"some parameters of the model took no part in the loss of a step{which}",
         hint="set `find_unused_parameters = True` in the recipe, or use every parameter in every step",
     )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _nbytes(dtype: str, shape: list[int]) -> int:
-    return int(getattr(torch, dtype).itemsize * np.prod(shape, dtype=np.int64))
-
-
-def _split(flat: torch.Tensor, shapes: list[list[Any]]) -> list[torch.Tensor]:
-    tensors, at = [], 0
-    for dtype, shape in shapes:
-        size = _nbytes(dtype, shape)
-        piece = flat[at : at + size].clone()  # a copy of its own: aligned, and free of the large buffer
-        tensors.append(piece.view(getattr(torch, dtype)).reshape(shape))
-        at += size
-    return tensors
-
-
-def _broadcast_bytes(data: bytes, source: int) -> bytes:
-    size = torch.tensor([len(data)], dtype=torch.int64)
-    dist.broadcast(size, source)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
-    received = _broadcast_flat(flat, source, int(size.item()))
-    return bytes(received.numpy())
-
-
-def _broadcast_flat(flat: torch.Tensor | None, source: int, size: int) -> torch.Tensor:
-    buffer = torch.empty(size, dtype=torch.uint8) if flat is None else flat
-    piece = 64 << 20
-    for start in range(0, size, piece):
-        dist.broadcast(buffer[start : start + piece], source)
-    return buffer

@@ -10,27 +10,38 @@ import msgspec
 from trueline import files
 from trueline.errors import UsageError
 
-Phase = Literal["before", "backward", "allreduced", "applied"]
+Phase = Literal[
+    "before", "backward", "allreduced", "applied",
+    "entering", "forming", "healing", "observing", "evaluating", "saving", "finishing",
+]  # fmt: skip
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """An injected SIGKILL: incarnation `incarnation` of worker `slot` kills itself at the first step >= `step`.
+    """An injected signal, which incarnation `incarnation` of worker `slot` sends to itself after `step` applied steps.
 
-    `phase` is where in the step: before it, while gradients are being reduced, after the allreduce and before the
-    optimizer, or after the optimizer and before anybody is told.
+    `phase` is where. In a step: before it, while gradients are being reduced, after the allreduce and before the
+    optimizer, after the optimizer and before anybody is told. In a regroup: before it enters the view, before the group
+    forms, while the state is handed over, while it takes part without a state. Beside: in an evaluation, while a
+    checkpoint is written, before the finish.
     """
 
     step: int
     slot: int
     incarnation: int = 0
+    """-1: whichever gets there first, once in the job's life; a file in JOB/faults says so."""
     phase: Phase = "backward"
+    signal: int = 9
+    """9: SIGKILL; 19: SIGSTOP, a hang."""
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     recipe: str
-    """Absolute path of the recipe, or `module:object`."""
+    """Absolute path of the recipe, or `module:object`; empty for a job that runs `script`."""
     recipe_digest: str
+    script: tuple[str, ...] = ()
+    """A Python file with a loop of its own over `trueline.Elastic`, and its arguments."""
     workers: int
     min_workers: int = 1
     epochs: int
@@ -39,11 +50,45 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     find_unused_parameters: bool = False
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: at the end of each epoch. The last step always has one."""
+    checkpoints: str = ""
+    """Folder or fsspec URL of the checkpoints; empty: `checkpoints` in the job's folder."""
+    keep: int = 3
+    """Newest checkpoints that stay; the best one stays beside them."""
+    micro_batch: int = 0
+    """Records of one forward; 0: a worker's whole share. See `shards` in docs/concepts/generation.md."""
+    bitwise: bool = False
+    """Weights that do not depend on the number of workers in a single bit."""
+    precision: Precision = "fp32"
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together; 0: they are left as they are."""
+    compile: bool = False
+    ema: float = 0.0
+    """Decay of the exponential moving average of the parameters; 0: none is kept."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0: at the end of each epoch when `patience` or `monitor` ask for it, else never."""
+    monitor: str = ""
+    """What "best" means: `loss` or the name of a metric, smaller is better; `-NAME`: larger is better. Empty: no
+    evaluation unless `evaluate_every` is set, and then the loss counts."""
+    patience: int = 0
+    """Evaluations without a new best one after which training stops; 0: never."""
+    set_aside: int = 100
+    """So many records that fail wherever they go may be set aside before the job ends; 0: the first one ends it."""
+    autoscale: bool = False
+    """Whether the number of workers between min_workers and workers follows throughput and capacity."""
     faults: tuple[Fault, ...] = ()
-    lease_s: float = 30.0
+    lease_s: float = 3.0
+    """A worker that is silent for so long is given up."""
     max_failures: int = 3
+    """So many deaths of a slot in a row before a step of its own put it into quarantine."""
+    page_port: int = 0
+    """Of the live page; 0, or a port that is in use: any."""
     threads: int = 1
     """Intra-op threads of each worker."""
+
+    @property
+    def wants_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation stands for the job, and not the last one."""
+        return bool(self.monitor or self.patience)
 
 
 def save(settings: JobSettings, job_dir: Path) -> None:
@@ -60,7 +105,10 @@ def load(job_dir: Path) -> JobSettings:
             f"{job_dir} holds no job: it has no job.json", hint="name the folder of an earlier job"
         ) from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"{file} is not a job's settings: {error}") from error
+        raise UsageError(
+            f"{file} is not a job's settings: {error}",
+            hint="the job's checkpoints can still be evaluated and captured: name one of them",
+        ) from error
 
 
 def parse_workers(text: str) -> tuple[int, int]:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+import random
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
-from trueline import __version__
+from trueline import events
+from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, TruelineError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
+from trueline.train import nature
 from trueline.train import settings as job_settings
 from trueline.train.calls import call
-from trueline.train.elastic import Elastic, connect
+from trueline.train.elastic import Elastic, StepBatch
+from trueline.train.evaluate import measuring
 from trueline.train.keeper import Keeper
+from trueline.train.link import connect
+from trueline.train.options import Options
+from trueline.train.replica import is_collective
 from trueline.train.settings import JobSettings
+from trueline.train.validation import Rule, Validation
+
+UNREACHABLE_EXIT = 75
+TRIED = 8
+"""Records of the forward that is tried before the first step."""
 
 
 def main() -> int:
@@ -29,6 +45,10 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     job_dir = Path(os.environ["TRUELINE_JOB"])
     settings = job_settings.load(job_dir)
+    if settings.script:
+        from trueline.train.script import main as run_script
+
+        return run_script()
     torch.set_num_threads(settings.threads)
     job: Elastic | None = None
     try:
@@ -36,9 +56,12 @@ def main() -> int:
         check_digest(recipe, settings)
         job = build(recipe, settings, job_dir)
         _leave_on_sigterm(job)
-        train(recipe, job)
+        train(recipe, job, Options.of(settings))
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: everybody would meet this error, so the job ends
+        if isinstance(error, RuntimeError) and is_collective(error):
+            traceback.print_exc()  # of the network, and of this process alone: the master replaces it
+            return UNREACHABLE_EXIT
         _report(job, error)
         return 1
 
@@ -53,19 +76,15 @@ def check_digest(recipe: Recipe, settings: JobSettings) -> None:
 
 def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     """The job's loop: same seed, same model in every worker."""
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
     model = recipe.model().train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     source = recipe.source("training")
-    facts: dict[str, Any] = {
-        "trueline": __version__,
-        "torch": str(torch.__version__),
-        "recipe": {"name": recipe.name, "digest": recipe.digest},
-        "data": source.fingerprint(),
-        "job": {"name": settings.name, "seed": settings.seed, "global_batch": settings.global_batch,
-                "epochs": settings.epochs, "num_records": source.num_records},
-    }  # fmt: skip
+    facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
+    options = Options.of(settings)
     return Elastic(
         model,
         optimizer,
@@ -74,16 +93,74 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         epochs=settings.epochs,
         seed=settings.seed,
         scheduler=scheduler,
-        find_unused_parameters=settings.find_unused_parameters,
-        keeper=Keeper(job_dir / "checkpoints", facts, every=settings.checkpoint_every),
+        options=options,
+        validation=validation_of(recipe, model, settings),
+        keeper=Keeper.of(settings, job_dir, facts),
         faults=settings.faults,
+        kind=_nature(recipe, model, source),
     )
 
 
-def train(recipe: Recipe, job: Elastic) -> None:
-    model = job.model
+def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> nature.Nature:
+    """What one forward on the first records shows of the model; what its modules say when that forward fails."""
+    first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
+
+    def loss() -> torch.Tensor:
+        batch = source.read(first)
+        return recipe.loss(call(model, batch.inputs), batch.labels)
+
+    try:
+        return nature.tried(model, loss, len(first))
+    except Exception as error:  # noqa: BLE001  a record that the model cannot take is found out, and told, in its step
+        events.emit("model.untried", why=f"{type(error).__name__}: {error}")
+        return nature.known(model)
+
+
+def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
+    """The evaluation that the settings ask for while training, if any."""
+    if not (settings.evaluate_every or settings.monitor or settings.patience):
+        return None
+    rule = Rule(every=settings.evaluate_every, monitor=settings.monitor or "loss", patience=settings.patience)
+    names = tuple(recipe.metrics()) if recipe.metrics is not None else ()
+    source = recipe.source("evaluation")
+    compute = measuring(recipe, model, source)
+
+    def measure(start: int, stop: int) -> list[float]:
+        model.eval()
+        try:
+            found = compute(start, stop)
+        finally:
+            model.train()
+        return [found["loss"], *(found[f"metric {name}"] for name in names)]
+
+    return Validation(rule=rule, num_records=source.num_records, names=names, measure=measure)
+
+
+def train(recipe: Recipe, job: Elastic, options: Options) -> None:
+    """The loop. A batch that raises is looked into: some of its records may be to blame."""
+    cast = autocast(job.model, options)
+
+    def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
+        with cast():
+            return recipe.loss(call(job.model, batch.inputs), batch.labels).mean()
+
+    job.try_with(loss_of)
     for batch in job:
-        job.step(recipe.loss(call(model, batch.inputs), batch.labels).mean())
+        try:
+            loss = loss_of(batch)
+        except Exception as error:  # noqa: BLE001  a user's code may raise anything
+            job.blame(error)
+            continue
+        job.step(loss)
+
+
+def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which forward and loss are computed."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if options.precision not in dtypes:
+        return contextlib.nullcontext
+    device = next(model.parameters()).device.type
+    return functools.partial(torch.autocast, device, dtype=dtypes[options.precision])
 
 
 def _leave_on_sigterm(job: Elastic) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19trueline/wire/train.proto\x12\x11trueline.train.v1\"M\n\x05Hello\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\x13\n\x0bnum_records\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\"\x15\n\x06Worker\x12\x0b\n\x03ref\x18\x01 \x01(\t\"N\n\x04View\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x11\n\tcut_below\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\"6\n\x05\x45ntry\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\"n\n\x04Plan\x12\x12\n\nsuperseded\x18\x01 \x01(\x08\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\x05\x12\r\n\x05steps\x18\x04 \x03(\x03\x12\r\n\x05store\x18\x05 \x01(\t\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\"\x8a\x01\n\x07\x41pplied\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0f\n\x07records\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x03\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x0e\n\x06gap_ms\x18\x07 \x01(\x01\x12\r\n\x05\x61t_ns\x18\x08 \x01(\x03\"r\n\x0b\x43\x65rtificate\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05steps\x18\x02 \x01(\x03\x12\x0f\n\x07records\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x03\x12\x11\n\ttally_min\x18\x05 \x01(\x05\x12\x11\n\ttally_max\x18\x06 \x01(\x05\"\x9c\x01\n\x08Progress\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12+\n\x07\x61pplied\x18\x04 \x03(\x0b\x32\x1a.trueline.train.v1.Applied\x12\x34\n\x0c\x63\x65rtificates\x18\x05 \x03(\x0b\x32\x1e.trueline.train.v1.Certificate\"\x18\n\x03\x41\x63k\x12\x11\n\tcommitted\x18\x01 \x01(\x03\"F\n\x05\x46\x61ult\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"E\n\nCheckpoint\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\x17\n\x06\x43ursor\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\"2\n\x05\x45vent\x12\x0b\n\x03seq\x18\x01 \x01(\x03\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\"+\n\x0bStopRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x12\x0b\n\x03why\x18\x02 \x01(\t2\xf1\x04\n\x06Master\x12<\n\x05Watch\x12\x18.trueline.train.v1.Hello\x1a\x17.trueline.train.v1.View0\x01\x12:\n\x05\x45nter\x12\x18.trueline.train.v1.Entry\x1a\x17.trueline.train.v1.Plan\x12;\n\x06\x46inish\x12\x18.trueline.train.v1.Entry\x1a\x17.trueline.train.v1.Plan\x12=\n\x06Report\x12\x1b.trueline.train.v1.Progress\x1a\x16.trueline.train.v1.Ack\x12:\n\x05Leave\x12\x19.trueline.train.v1.Worker\x1a\x16.trueline.train.v1.Ack\x12:\n\x06\x42roken\x12\x18.trueline.train.v1.Fault\x1a\x16.trueline.train.v1.Ack\x12\x38\n\x04\x46\x61il\x12\x18.trueline.train.v1.Fault\x1a\x16.trueline.train.v1.Ack\x12>\n\x05Saved\x12\x1d.trueline.train.v1.Checkpoint\x1a\x16.trueline.train.v1.Ack\x12?\n\x06\x46ollow\x12\x19.trueline.train.v1.Cursor\x1a\x18.trueline.train.v1.Event0\x01\x12>\n\x04Stop\x12\x1e.trueline.train.v1.StopRequest\x1a\x16.trueline.train.v1.Ackb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19trueline/wire/train.proto\x12\x11trueline.train.v1\"\\\n\x05Hello\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\x13\n\x0bnum_records\x18\x03 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x03\x12\r\n\x05state\x18\x05 \x01(\t\"\x15\n\x06Worker\x12\x0b\n\x03ref\x18\x01 \x01(\t\"\x84\x01\n\x04View\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x11\n\tcut_below\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\tset_aside\x18\x05 \x03(\x03\x12\x10\n\x08rotation\x18\x06 \x01(\x05\x12\x0f\n\x07\x63\x61reful\x18\x07 \x01(\x08\"s\n\x05\x45ntry\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12-\n\x08progress\x18\x05 \x01(\x0b\x32\x1b.trueline.train.v1.Progress\x12\x0c\n\x04rate\x18\x04 \x01(\x01\"\x8c\x01\n\x04Plan\x12\x12\n\nsuperseded\x18\x01 \x01(\x08\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\x05\x12\r\n\x05steps\x18\x04 \x03(\x03\x12\r\n\x05store\x18\x05 \x01(\t\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\x12\r\n\x05rates\x18\x07 \x03(\x01\x12\r\n\x05state\x18\x08 \x01(\t\"\x82\x02\n\x07\x41pplied\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0f\n\x07records\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x03\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x0e\n\x06gap_ms\x18\x07 \x01(\x01\x12\r\n\x05\x61t_ns\x18\x08 \x01(\x03\x12\r\n\x05rates\x18\t \x03(\x01\x12\x0e\n\x06shares\x18\n \x03(\x03\x12\x0f\n\x07\x64\x61ta_ms\x18\x0b \x01(\x01\x12\x12\n\ncompute_ms\x18\x0c \x01(\x01\x12\x0f\n\x07wait_ms\x18\r \x01(\x01\x12\x11\n\tcommit_ms\x18\x0e \x01(\x01\x12\x0e\n\x06redone\x18\x0f \x01(\x05\"\x85\x01\n\x0b\x43\x65rtificate\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05steps\x18\x02 \x01(\x03\x12\x0f\n\x07records\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x03\x12\x11\n\ttally_min\x18\x05 \x01(\x05\x12\x11\n\ttally_max\x18\x06 \x01(\x05\x12\x11\n\tset_aside\x18\x07 \x03(\x03\"\xf0\x01\n\x08Progress\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12+\n\x07\x61pplied\x18\x04 \x03(\x0b\x32\x1a.trueline.train.v1.Applied\x12\x34\n\x0c\x63\x65rtificates\x18\x05 \x03(\x0b\x32\x1e.trueline.train.v1.Certificate\x12\x32\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32\x1d.trueline.train.v1.Evaluation\x12\r\n\x05phase\x18\x07 \x01(\t\x12\x0f\n\x07phase_s\x18\x08 \x01(\x01\"f\n\nEvaluation\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0f\n\x07records\x18\x02 \x01(\x03\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x0f\n\x07metrics\x18\x04 \x01(\t\x12\x0c\n\x04\x62\x65st\x18\x05 \x01(\x08\x12\x0c\n\x04stop\x18\x06 \x01(\x08\"\x18\n\x03\x41\x63k\x12\x11\n\tcommitted\x18\x01 \x01(\x03\"F\n\x05\x46\x61ult\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"E\n\nCheckpoint\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"D\n\tSuspicion\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07records\x18\x03 \x03(\x03\x12\x0b\n\x03why\x18\x04 \x01(\t\"2\n\x05Trial\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06record\x18\x03 \x01(\x03\",\n\x0cScaleRequest\x12\x0f\n\x07workers\x18\x01 \x01(\x05\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x19\n\tJobStatus\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x17\n\x06\x43ursor\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\"2\n\x06\x45vents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.trueline.train.v1.Event\">\n\x05\x45vent\x12\x0b\n\x03seq\x18\x01 \x01(\x03\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12\n\n\x02\x61t\x18\x04 \x01(\x01\"+\n\x0bStopRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x12\x0b\n\x03why\x18\x02 \x01(\t2\xf1\x06\n\x06Master\x12<\n\x05Watch\x12\x18.trueline.train.v1.Hello\x1a\x17.trueline.train.v1.View0\x01\x12:\n\x05\x45nter\x12\x18.trueline.train.v1.Entry\x1a\x17.trueline.train.v1.Plan\x12;\n\x06\x46inish\x12\x18.trueline.train.v1.Entry\x1a\x17.trueline.train.v1.Plan\x12=\n\x06Report\x12\x1b.trueline.train.v1.Progress\x1a\x16.trueline.train.v1.Ack\x12:\n\x05Leave\x12\x19.trueline.train.v1.Worker\x1a\x16.trueline.train.v1.Ack\x12:\n\x06\x42roken\x12\x18.trueline.train.v1.Fault\x1a\x16.trueline.train.v1.Ack\x12\x38\n\x04\x46\x61il\x12\x18.trueline.train.v1.Fault\x1a\x16.trueline.train.v1.Ack\x12>\n\x05Saved\x12\x1d.trueline.train.v1.Checkpoint\x1a\x16.trueline.train.v1.Ack\x12?\n\x07Suspect\x12\x1c.trueline.train.v1.Suspicion\x1a\x16.trueline.train.v1.Ack\x12\x37\n\x03Try\x12\x18.trueline.train.v1.Trial\x1a\x16.trueline.train.v1.Ack\x12@\n\x05Scale\x12\x1f.trueline.train.v1.ScaleRequest\x1a\x16.trueline.train.v1.Ack\x12\x41\n\x06Status\x12\x19.trueline.train.v1.Cursor\x1a\x1c.trueline.train.v1.JobStatus\x12@\n\x06\x46ollow\x12\x19.trueline.train.v1.Cursor\x1a\x19.trueline.train.v1.Events0\x01\x12>\n\x04Stop\x12\x1e.trueline.train.v1.StopRequest\x1a\x16.trueline.train.v1.Ackb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,33 +32,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'trueline.wire.train_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=48
-  _globals['_HELLO']._serialized_end=125
-  _globals['_WORKER']._serialized_start=127
-  _globals['_WORKER']._serialized_end=148
-  _globals['_VIEW']._serialized_start=150
-  _globals['_VIEW']._serialized_end=228
-  _globals['_ENTRY']._serialized_start=230
-  _globals['_ENTRY']._serialized_end=284
-  _globals['_PLAN']._serialized_start=286
-  _globals['_PLAN']._serialized_end=396
-  _globals['_APPLIED']._serialized_start=399
-  _globals['_APPLIED']._serialized_end=537
-  _globals['_CERTIFICATE']._serialized_start=539
-  _globals['_CERTIFICATE']._serialized_end=653
-  _globals['_PROGRESS']._serialized_start=656
-  _globals['_PROGRESS']._serialized_end=812
-  _globals['_ACK']._serialized_start=814
-  _globals['_ACK']._serialized_end=838
-  _globals['_FAULT']._serialized_start=840
-  _globals['_FAULT']._serialized_end=910
-  _globals['_CHECKPOINT']._serialized_start=912
-  _globals['_CHECKPOINT']._serialized_end=981
-  _globals['_CURSOR']._serialized_start=983
-  _globals['_CURSOR']._serialized_end=1006
-  _globals['_EVENT']._serialized_start=1008
-  _globals['_EVENT']._serialized_end=1058
-  _globals['_STOPREQUEST']._serialized_start=1060
-  _globals['_STOPREQUEST']._serialized_end=1103
-  _globals['_MASTER']._serialized_start=1106
-  _globals['_MASTER']._serialized_end=1731
+  _globals['_HELLO']._serialized_end=140
+  _globals['_WORKER']._serialized_start=142
+  _globals['_WORKER']._serialized_end=163
+  _globals['_VIEW']._serialized_start=166
+  _globals['_VIEW']._serialized_end=298
+  _globals['_ENTRY']._serialized_start=300
+  _globals['_ENTRY']._serialized_end=415
+  _globals['_PLAN']._serialized_start=418
+  _globals['_PLAN']._serialized_end=558
+  _globals['_APPLIED']._serialized_start=561
+  _globals['_APPLIED']._serialized_end=819
+  _globals['_CERTIFICATE']._serialized_start=822
+  _globals['_CERTIFICATE']._serialized_end=955
+  _globals['_PROGRESS']._serialized_start=958
+  _globals['_PROGRESS']._serialized_end=1198
+  _globals['_EVALUATION']._serialized_start=1200
+  _globals['_EVALUATION']._serialized_end=1302
+  _globals['_ACK']._serialized_start=1304
+  _globals['_ACK']._serialized_end=1328
+  _globals['_FAULT']._serialized_start=1330
+  _globals['_FAULT']._serialized_end=1400
+  _globals['_CHECKPOINT']._serialized_start=1402
+  _globals['_CHECKPOINT']._serialized_end=1471
+  _globals['_SUSPICION']._serialized_start=1473
+  _globals['_SUSPICION']._serialized_end=1541
+  _globals['_TRIAL']._serialized_start=1543
+  _globals['_TRIAL']._serialized_end=1593
+  _globals['_SCALEREQUEST']._serialized_start=1595
+  _globals['_SCALEREQUEST']._serialized_end=1639
+  _globals['_JOBSTATUS']._serialized_start=1641
+  _globals['_JOBSTATUS']._serialized_end=1666
+  _globals['_CURSOR']._serialized_start=1668
+  _globals['_CURSOR']._serialized_end=1691
+  _globals['_EVENTS']._serialized_start=1693
+  _globals['_EVENTS']._serialized_end=1743
+  _globals['_EVENT']._serialized_start=1745
+  _globals['_EVENT']._serialized_end=1807
+  _globals['_STOPREQUEST']._serialized_start=1809
+  _globals['_STOPREQUEST']._serialized_end=1852
+  _globals['_MASTER']._serialized_start=1855
+  _globals['_MASTER']._serialized_end=2736
 # @@protoc_insertion_point(module_scope)

@@ -31,11 +31,14 @@ class Hello(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     NUM_RECORDS_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     store: _builtins.str
     """host:port of the worker's own rendezvous store"""
     num_records: _builtins.int
     total_steps: _builtins.int
+    state: _builtins.str
+    """host:port where joiners fetch this worker's state"""
     def __init__(
         self,
         *,
@@ -43,10 +46,11 @@ class Hello(_message.Message):
         store: _builtins.str = ...,
         num_records: _builtins.int = ...,
         total_steps: _builtins.int = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_records", b"num_records", "ref", b"ref", "store", b"store", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_records", b"num_records", "ref", b"ref", "state", b"state", "store", b"store", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,13 +83,24 @@ class View(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     CUT_BELOW_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
+    ROTATION_FIELD_NUMBER: _builtins.int
+    CAREFUL_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     cut_below: _builtins.int
     """groups of an older generation than this cannot complete: cut them now"""
     reason: _builtins.str
+    rotation: _builtins.int
+    """shares are dealt to the ranks shifted by this: suspicious records change hands"""
+    careful: _builtins.bool
+    """try each record alone, and say so, before the step: somebody dies of one"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """refs; the index is the rank"""
+
+    @_builtins.property
+    def set_aside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """records that no step trains on any more"""
 
     def __init__(
         self,
@@ -94,10 +109,13 @@ class View(_message.Message):
         members: _abc.Iterable[_builtins.str] | None = ...,
         cut_below: _builtins.int = ...,
         reason: _builtins.str = ...,
+        set_aside: _abc.Iterable[_builtins.int] | None = ...,
+        rotation: _builtins.int = ...,
+        careful: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_below", b"cut_below", "generation", b"generation", "members", b"members", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["careful", b"careful", "cut_below", b"cut_below", "generation", b"generation", "members", b"members", "reason", b"reason", "rotation", b"rotation", "set_aside", b"set_aside"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,20 +128,30 @@ class Entry(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     generation: _builtins.int
     step: _builtins.int
     """steps applied; -1: this worker holds no state"""
+    rate: _builtins.float
+    """records a second that this worker computes, as it measured; 0: not known"""
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """what was not reported yet"""
+
     def __init__(
         self,
         *,
         ref: _builtins.str = ...,
         generation: _builtins.int = ...,
         step: _builtins.int = ...,
+        progress: Global___Progress | None = ...,
+        rate: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "progress", b"progress", "rate", b"rate", "ref", b"ref", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,6 +167,8 @@ class Plan(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     superseded: _builtins.bool
     finished: _builtins.bool
     source: _builtins.int
@@ -147,8 +177,14 @@ class Plan(_message.Message):
     """host:port of the rendezvous store of this generation"""
     checkpoint: _builtins.str
     """not empty: the source restores this first"""
+    state: _builtins.str
+    """host:port where the source's state is fetched"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by rank, as entered"""
+
+    @_builtins.property
+    def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """by rank, as entered"""
 
     def __init__(
@@ -160,10 +196,12 @@ class Plan(_message.Message):
         steps: _abc.Iterable[_builtins.int] | None = ...,
         store: _builtins.str = ...,
         checkpoint: _builtins.str = ...,
+        rates: _abc.Iterable[_builtins.float] | None = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "source", b"source", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "finished", b"finished", "rates", b"rates", "source", b"source", "state", b"state", "steps", b"steps", "store", b"store", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,6 +219,13 @@ class Applied(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     GAP_MS_FIELD_NUMBER: _builtins.int
     AT_NS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    DATA_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    COMMIT_MS_FIELD_NUMBER: _builtins.int
+    REDONE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """the step's index; after it, step + 1 steps are applied"""
     generation: _builtins.int
@@ -192,6 +237,24 @@ class Applied(_message.Message):
     """> 0 on the first step after a regroup: since the last applied step"""
     at_ns: _builtins.int
     """CLOCK_MONOTONIC of the worker's machine"""
+    data_ms: _builtins.float
+    """of the reporting worker: reading its records,"""
+    compute_ms: _builtins.float
+    """forward and backward,"""
+    wait_ms: _builtins.float
+    """waiting for the allreduce,"""
+    commit_ms: _builtins.float
+    """optimizer, ledger, copies for checkpoints"""
+    redone: _builtins.int
+    """times that this step was computed again because its gradients overflowed"""
+    @_builtins.property
+    def rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """by rank: records a second that each worker computed, smoothed; 0: took no part"""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by rank: records of this step"""
+
     def __init__(
         self,
         *,
@@ -203,10 +266,17 @@ class Applied(_message.Message):
         workers: _builtins.int = ...,
         gap_ms: _builtins.float = ...,
         at_ns: _builtins.int = ...,
+        rates: _abc.Iterable[_builtins.float] | None = ...,
+        shares: _abc.Iterable[_builtins.int] | None = ...,
+        data_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+        wait_ms: _builtins.float = ...,
+        commit_ms: _builtins.float = ...,
+        redone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ns", b"at_ns", "digest", b"digest", "gap_ms", b"gap_ms", "generation", b"generation", "loss", b"loss", "records", b"records", "step", b"step", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ns", b"at_ns", "commit_ms", b"commit_ms", "compute_ms", b"compute_ms", "data_ms", b"data_ms", "digest", b"digest", "gap_ms", b"gap_ms", "generation", b"generation", "loss", b"loss", "rates", b"rates", "records", b"records", "redone", b"redone", "shares", b"shares", "step", b"step", "wait_ms", b"wait_ms", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +292,7 @@ class Certificate(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     TALLY_MIN_FIELD_NUMBER: _builtins.int
     TALLY_MAX_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     steps: _builtins.int
     records: _builtins.int
@@ -230,6 +301,10 @@ class Certificate(_message.Message):
     tally_min: _builtins.int
     """applications of the least and the most applied record; -1: not tallied"""
     tally_max: _builtins.int
+    @_builtins.property
+    def set_aside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """records left out of this epoch, or of a part of it"""
+
     def __init__(
         self,
         *,
@@ -239,10 +314,11 @@ class Certificate(_message.Message):
         digest: _builtins.int = ...,
         tally_min: _builtins.int = ...,
         tally_max: _builtins.int = ...,
+        set_aside: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "set_aside", b"set_aside", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,13 +333,22 @@ class Progress(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     CERTIFICATES_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PHASE_S_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     generation: _builtins.int
     step: _builtins.int
+    phase: _builtins.str
+    """reading, computing, waiting, committing, regrouping, healing, evaluating, finishing"""
+    phase_s: _builtins.float
+    """for how long"""
     @_builtins.property
     def applied(self) -> _containers.RepeatedCompositeFieldContainer[Global___Applied]: ...
     @_builtins.property
     def certificates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Certificate]: ...
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluation]: ...
     def __init__(
         self,
         *,
@@ -272,14 +357,55 @@ class Progress(_message.Message):
         step: _builtins.int = ...,
         applied: _abc.Iterable[Global___Applied] | None = ...,
         certificates: _abc.Iterable[Global___Certificate] | None = ...,
+        evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
+        phase: _builtins.str = ...,
+        phase_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "generation", b"generation", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "certificates", b"certificates", "evaluations", b"evaluations", "generation", b"generation", "phase", b"phase", "phase_s", b"phase_s", "ref", b"ref", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Evaluation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """steps applied before it"""
+    records: _builtins.int
+    loss: _builtins.float
+    metrics: _builtins.str
+    """JSON object: name -> mean"""
+    best: _builtins.bool
+    """so far"""
+    stop: _builtins.bool
+    """this was the last one: no step follows"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        records: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        metrics: _builtins.str = ...,
+        best: _builtins.bool = ...,
+        stop: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "loss", b"loss", "metrics", b"metrics", "records", b"records", "step", b"step", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
@@ -358,6 +484,102 @@ class Checkpoint(_message.Message):
 Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
+class Suspicion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    step: _builtins.int
+    why: _builtins.str
+    @_builtins.property
+    def records(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        step: _builtins.int = ...,
+        records: _abc.Iterable[_builtins.int] | None = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records", "ref", b"ref", "step", b"step", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Suspicion: _TypeAlias = Suspicion  # noqa: Y015
+
+@_typing.final
+class Trial(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    step: _builtins.int
+    record: _builtins.int
+    """-1: done, the step itself begins"""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        step: _builtins.int = ...,
+        record: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trial: _TypeAlias = Trial  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["why", b"why", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class JobStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
 class Cursor(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -377,26 +599,50 @@ class Cursor(_message.Message):
 Global___Cursor: _TypeAlias = Cursor  # noqa: Y015
 
 @_typing.final
+class Events(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Events: _TypeAlias = Events  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     name: _builtins.str
     fields: _builtins.str
     """JSON object"""
+    at: _builtins.float
+    """seconds since 1970"""
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
         name: _builtins.str = ...,
         fields: _builtins.str = ...,
+        at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "name", b"name", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "fields", b"fields", "name", b"name", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

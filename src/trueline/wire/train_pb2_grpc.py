@@ -74,10 +74,30 @@ class MasterStub:
                 request_serializer=trueline_dot_wire_dot_train__pb2.Checkpoint.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Suspect = channel.unary_unary(
+                '/trueline.train.v1.Master/Suspect',
+                request_serializer=trueline_dot_wire_dot_train__pb2.Suspicion.SerializeToString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Try = channel.unary_unary(
+                '/trueline.train.v1.Master/Try',
+                request_serializer=trueline_dot_wire_dot_train__pb2.Trial.SerializeToString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/trueline.train.v1.Master/Scale',
+                request_serializer=trueline_dot_wire_dot_train__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/trueline.train.v1.Master/Status',
+                request_serializer=trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.JobStatus.FromString,
+                _registered_method=True)
         self.Follow = channel.unary_stream(
                 '/trueline.train.v1.Master/Follow',
                 request_serializer=trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
-                response_deserializer=trueline_dot_wire_dot_train__pb2.Event.FromString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.Events.FromString,
                 _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/trueline.train.v1.Master/Stop',
@@ -146,6 +166,35 @@ class MasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Suspect(self, request, context):
+        """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
+        one, a record is set aside (or the job ends, as its settings say).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Try(self, request, context):
+        """A careful worker is about to try this record alone; should it die now, that counts as its vote.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """For operators: another number of workers, from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """For operators: the job as one JSON object.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Follow(self, request, context):
         """For launchers and viewers: what happened, from an event number on.
         """
@@ -203,10 +252,30 @@ def add_MasterServicer_to_server(servicer, server):
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Checkpoint.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
+            'Suspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspect,
+                    request_deserializer=trueline_dot_wire_dot_train__pb2.Suspicion.FromString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
+            ),
+            'Try': grpc.unary_unary_rpc_method_handler(
+                    servicer.Try,
+                    request_deserializer=trueline_dot_wire_dot_train__pb2.Trial.FromString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=trueline_dot_wire_dot_train__pb2.ScaleRequest.FromString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=trueline_dot_wire_dot_train__pb2.Cursor.FromString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.JobStatus.SerializeToString,
+            ),
             'Follow': grpc.unary_stream_rpc_method_handler(
                     servicer.Follow,
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Cursor.FromString,
-                    response_serializer=trueline_dot_wire_dot_train__pb2.Event.SerializeToString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.Events.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -441,6 +510,114 @@ class Master:
             _registered_method=True)
 
     @staticmethod
+    def Suspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trueline.train.v1.Master/Suspect',
+            trueline_dot_wire_dot_train__pb2.Suspicion.SerializeToString,
+            trueline_dot_wire_dot_train__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Try(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trueline.train.v1.Master/Try',
+            trueline_dot_wire_dot_train__pb2.Trial.SerializeToString,
+            trueline_dot_wire_dot_train__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trueline.train.v1.Master/Scale',
+            trueline_dot_wire_dot_train__pb2.ScaleRequest.SerializeToString,
+            trueline_dot_wire_dot_train__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trueline.train.v1.Master/Status',
+            trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
+            trueline_dot_wire_dot_train__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Follow(request,
             target,
             options=(),
@@ -456,7 +633,7 @@ class Master:
             target,
             '/trueline.train.v1.Master/Follow',
             trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
-            trueline_dot_wire_dot_train__pb2.Event.FromString,
+            trueline_dot_wire_dot_train__pb2.Events.FromString,
             options,
             channel_credentials,
             insecure,

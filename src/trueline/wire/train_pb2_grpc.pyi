@@ -54,7 +54,17 @@ class MasterStub:
     """The worker met an error that would meet every worker (a bug in the recipe): the job ends."""
     Saved: _grpc.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]
     """A checkpoint is on the disk."""
-    Follow: _grpc.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Event]
+    Suspect: _grpc.UnaryUnaryMultiCallable[_train_pb2.Suspicion, _train_pb2.Ack]
+    """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
+    one, a record is set aside (or the job ends, as its settings say).
+    """
+    Try: _grpc.UnaryUnaryMultiCallable[_train_pb2.Trial, _train_pb2.Ack]
+    """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]
+    """For operators: another number of workers, from now on."""
+    Status: _grpc.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]
+    """For operators: the job as one JSON object."""
+    Follow: _grpc.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]
     """For launchers and viewers: what happened, from an event number on."""
     Stop: _grpc.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]
     """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
@@ -80,7 +90,17 @@ class MasterAsyncStub(MasterStub):
     """The worker met an error that would meet every worker (a bug in the recipe): the job ends."""
     Saved: _aio.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]  # type: ignore[assignment]
     """A checkpoint is on the disk."""
-    Follow: _aio.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Event]  # type: ignore[assignment]
+    Suspect: _aio.UnaryUnaryMultiCallable[_train_pb2.Suspicion, _train_pb2.Ack]  # type: ignore[assignment]
+    """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
+    one, a record is set aside (or the job ends, as its settings say).
+    """
+    Try: _aio.UnaryUnaryMultiCallable[_train_pb2.Trial, _train_pb2.Ack]  # type: ignore[assignment]
+    """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
+    Scale: _aio.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]  # type: ignore[assignment]
+    """For operators: another number of workers, from now on."""
+    Status: _aio.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]  # type: ignore[assignment]
+    """For operators: the job as one JSON object."""
+    Follow: _aio.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]  # type: ignore[assignment]
     """For launchers and viewers: what happened, from an event number on."""
     Stop: _aio.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]  # type: ignore[assignment]
     """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
@@ -153,11 +173,45 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         """A checkpoint is on the disk."""
 
     @_abc_1.abstractmethod
+    def Suspect(
+        self,
+        request: _train_pb2.Suspicion,
+        context: _ServicerContext,
+    ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
+        """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
+        one, a record is set aside (or the job ends, as its settings say).
+        """
+
+    @_abc_1.abstractmethod
+    def Try(
+        self,
+        request: _train_pb2.Trial,
+        context: _ServicerContext,
+    ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
+        """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _train_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
+        """For operators: another number of workers, from now on."""
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _train_pb2.Cursor,
+        context: _ServicerContext,
+    ) -> _typing.Union[_train_pb2.JobStatus, _abc.Awaitable[_train_pb2.JobStatus]]:
+        """For operators: the job as one JSON object."""
+
+    @_abc_1.abstractmethod
     def Follow(
         self,
         request: _train_pb2.Cursor,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_train_pb2.Event], _abc.AsyncIterator[_train_pb2.Event]]:
+    ) -> _typing.Union[_abc.Iterator[_train_pb2.Events], _abc.AsyncIterator[_train_pb2.Events]]:
         """For launchers and viewers: what happened, from an event number on."""
 
     @_abc_1.abstractmethod

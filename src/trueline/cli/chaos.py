@@ -1,0 +1,255 @@
+"""`trueline chaos`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trueline.cli.options import json_option, recipe_argument, say, section, verb
+
+if TYPE_CHECKING:
+    from trueline.train.chaos import Storm
+    from trueline.train.victim import Weather
+
+_EXAMPLES = """
+trueline chaos digits/recipe.py
+    a hundred kills of workers, master, agent and launcher; the model has to be the one of a calm run
+
+trueline chaos digits/recipe.py --kills 500 --workers 2:4 --what points,worker,all
+    only workers: at named points of the protocol, at random instants, and all at once
+
+trueline chaos digits/recipe.py --seed 17 --every 40 --kills 1
+    one storm again: seed and distance decide what is struck and when
+"""
+_storm = section("The storm")
+TOOLS = ("unshare", "ip", "ss", "mount")
+
+
+@verb("chaos", examples=_EXAMPLES)
+@recipe_argument
+@_storm("--kills", type=int, default=100, metavar="N", help="Storms follow each other until so many are done; 100.")
+@_storm("--seed", type=int, metavar="S", help="Decides everything that is struck; random if left out, and printed.")
+@_storm("--what", default="", metavar="KIND,...", help="Only these strikes; --what help explains them.")
+@_storm("--points", default="", metavar="PHASE,...", help="Only these named points.")
+@_storm("--every", type=int, default=0, metavar="STEPS", help="Steps between two strikes; else a third of a second.")
+@_storm("--workers", default="2:3", metavar="N|MIN:MAX", help="Worker processes; 2:3 if nobody says.")
+@_storm("--epochs", type=int, metavar="N", help="Length of each job; the recipe's if left out.")
+@_storm("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers.")
+@_storm("--checkpoint-every", type=int, default=25, metavar="STEPS", help="Steps between checkpoints; 25.")
+@_storm("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training, to strike there too.")
+@_storm("--bitwise", is_flag=True, default=None, help="Train bit for bit; then no difference at all is allowed.")
+@_storm("--tolerance", type=float, default=1e-6, metavar="X", help="Largest relative difference of weights and losses.")
+@_storm("--keep", metavar="FOLDER", help="Where the jobs are; else a folder that goes when nothing is wrong.")
+@_storm("--peers", is_flag=True, help="Kill workers of torchrun, torchft and DLRover too, where they are installed.")
+@json_option
+def command(
+    recipe: str, what: str, points: str, kills: int, seed: int | None, peers: bool, as_json: bool, **given: Any
+) -> int:
+    """Kill anything in a training job; compare the answer.
+
+    The recipe is trained once undisturbed, then again and again under a storm: workers die at every point of the
+    protocol and at random instants, hang, lose the network, find the disk full; master, agent and launcher die too.
+    Each time every record has to be applied exactly once in each epoch, losses and weights have to be those of the
+    undisturbed run, and nothing may be left behind. Exit code 1 and the command that replays it when not.
+    """
+    from trueline.train import chaos, strikes, victim
+
+    kinds, left_out = chosen(what)
+    if kinds is None:
+        click.echo("\n".join(f"{kind:10} {strikes.MEANING[kind]}" for kind in strikes.KINDS))
+        return 0
+    apart(kinds)
+    seed = int.from_bytes(os.urandom(3)) if seed is None else seed
+    keep, tolerance = given.pop("keep"), given.pop("tolerance")
+    weather = victim.Weather(
+        recipe=recipe, workers=given.pop("workers"), every=given.pop("every"), kinds=kinds,
+        points=tuple(points.split(",")) if points else strikes.POINTS,  # type: ignore[arg-type]  # checked as a setting
+        tolerance=0.0 if given["bitwise"] else tolerance, settings={k: v for k, v in given.items() if v is not None},
+    )  # fmt: skip
+    home = chaos.home_for(keep)
+    tell(f"seed {seed}; jobs in {home}" + (f"; without {left_out}" if left_out else ""))
+    found: list[Storm] = []
+    for weather, storm in chaos.storms(weather, kills=kills, seed=seed, home=home, tell=tell):  # noqa: B020
+        found.append(storm)
+        tell_storm(weather, storm, sum(s.kills.total() for s in found), kills)
+    facts = figures(found)
+    if not facts["violations"]:
+        shutil.rmtree(home, ignore_errors=True)
+    others = compared() if peers else {}
+    said = "\n".join([table(found, facts), *peer_rows(facts, others)])
+    say(said, {"seed": seed, **facts, **({"peers": others} if peers else {})}, as_json=as_json)
+    return 1 if facts["violations"] else 0
+
+
+def tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def chosen(what: str) -> tuple[tuple[str, ...] | None, str]:
+    """The kinds asked for (None: only an explanation), and what is left out of them and why."""
+    from trueline.errors import UsageError
+    from trueline.train import strikes
+
+    if what == "help":
+        return None, ""
+    kinds = tuple(what.split(",")) if what else tuple(strikes.KINDS)
+    for kind in kinds:
+        if kind not in strikes.KINDS:
+            raise UsageError(f"there is no strike '{kind}'", hint=f"one of {', '.join(strikes.KINDS)}")
+    if os.geteuid() == 0 and all(shutil.which(tool) for tool in TOOLS):
+        return kinds, ""
+    rooted = [kind for kind in kinds if kind in strikes.ROOTS]
+    left = tuple(kind for kind in kinds if kind not in strikes.ROOTS)
+    if not left:
+        raise UsageError(f"{', '.join(rooted)} needs root, and {', '.join(TOOLS)}", hint="run it as root on Linux")
+    return left, f"{', '.join(rooted)}: that needs root, and {', '.join(TOOLS)}" if rooted else ""
+
+
+def apart(kinds: tuple[str, ...]) -> None:
+    """Begins again with a network and mounts of its own, when strikes on them are asked for."""
+    from trueline.train import strikes
+
+    if not set(kinds) & set(strikes.ROOTS) or os.environ.get("TRUELINE_CHAOS_APART"):
+        return
+    os.environ["TRUELINE_CHAOS_APART"] = "1"
+    inside = 'ip link set lo up && exec "$@"'
+    command = [sys.executable, "-m", "trueline", *sys.argv[1:]]
+    os.execvp("unshare", ["unshare", "-n", "-m", "--propagation", "private", "sh", "-c", inside, "sh", *command])
+
+
+def tell_storm(weather: Weather, storm: Storm, done: int, kills: int) -> None:
+    verdict = storm.verdict
+    tell(
+        f"storm {storm.seed}: {storm.kills.total()} strikes in {storm.seconds:.0f} s ({done}/{kills}), "
+        f"difference {verdict.difference:.1e}, {len(verdict.violations)} violations"
+    )
+    for violation in verdict.violations:
+        tell(f"  {violation}")
+    if verdict.violations:
+        tell(f"  the job: {storm.folder}\n  again: {replay(weather, storm.seed)}")
+
+
+def replay(weather: Weather, seed: int) -> str:
+    """The command that calls up a storm again."""
+    command = ["trueline", "chaos", weather.recipe, "--seed", str(seed), "--kills", "1", "--every", str(weather.every),
+               "--workers", weather.workers, "--what", ",".join(weather.kinds), "--points",
+               ",".join(weather.points), "--tolerance", str(weather.tolerance)]  # fmt: skip
+    for name, value in weather.settings.items():
+        option = "--batch" if name == "global_batch" else f"--{name.replace('_', '-')}"
+        command += [option] if value is True else [option, str(value)]
+    return shlex.join(command)
+
+
+def figures(found: list[Storm]) -> dict[str, Any]:
+    from trueline.train.strikes import KINDS
+
+    kills: Counter[str] = sum((storm.kills for storm in found), Counter())
+    gaps: dict[str, list[float]] = {}
+    for storm in found:
+        for kind, some in storm.gaps_ms.items():
+            gaps.setdefault(kind, []).extend(some)
+    deaths = {kind for kind in gaps if kind in SINGLE or (kind not in KINDS and not kind.endswith("(stop)"))}
+    single = sorted(gap for kind in deaths for gap in gaps[kind])
+    order = [kind for kind in KINDS if kills[kind]] + sorted(point for point in kills if point not in KINDS)
+    return {
+        "storms": len(found), "kills": kills.total(),
+        "struck": {kind: {"times": kills[kind], **quantiles(sorted(gaps.get(kind, [])))} for kind in order},
+        **quantiles(single),
+        "lost": sum(storm.verdict.lost for storm in found),
+        "repeated": sum(storm.verdict.repeated for storm in found),
+        "rolled_back": sum(storm.verdict.rolled_back for storm in found),
+        "difference": max(storm.verdict.difference for storm in found),
+        "loss_difference": max(storm.verdict.loss_difference for storm in found),
+        "violations": [{"seed": s.seed, "what": what} for s in found for what in s.verdict.violations],
+    }  # fmt: skip
+
+
+SINGLE = ("worker", "two")
+"""With the named points: deaths of workers while master and agent live."""
+
+
+def quantiles(ordered: list[float]) -> dict[str, float | None]:
+    last = len(ordered) - 1
+    places = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+    return {name: ordered[min(last, int(share * len(ordered)))] if ordered else None for name, share in places.items()}
+
+
+def table(found: list[Storm], facts: dict[str, Any]) -> str:
+    from trueline.train.strikes import KINDS
+
+    lines = [f"{'struck':22}{'times':>7}{'gap p50':>10}{'p99':>9}{'max':>9}   ms to the next step"]
+    for kind, one in facts["struck"].items():
+        what = kind if kind in KINDS else f"at {kind}"
+        lines.append(f"{what:22}{one['times']:7}{_ms(one['p50_ms']):>10}{_ms(one['p99_ms']):>9}{_ms(one['max_ms']):>9}")
+    lines += [
+        "",
+        f"{facts['kills']} strikes in {len(found)} jobs: {facts['lost']} records lost, {facts['repeated']} repeated; "
+        f"{facts['rolled_back']} steps taken back to a checkpoint and done again",
+        f"death of workers -> next step: p50 {_ms(facts['p50_ms'])} ms, p99 {_ms(facts['p99_ms'])} ms, "
+        f"max {_ms(facts['max_ms'])} ms",
+        f"difference to the undisturbed run: weights {facts['difference']:.1e}, losses {facts['loss_difference']:.1e}",
+        f"violations: {len(facts['violations'])}",
+    ]
+    return "\n".join(lines)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+# Others. -------------------------------------------------------------------------------------------------------
+
+PEERS = ("torchrun", "torchft", "dlrover")
+PEER_KILLS, PEER_STEPS = 4, 3600
+
+
+def compared() -> dict[str, Any]:
+    """What became of the counting model under kills of workers in other systems; a string says why it was not tried."""
+    driver = Path(__file__).parents[3] / "bench" / "peers" / "drive.py"
+    return {name: _peer(driver, name) for name in PEERS}
+
+
+def _peer(driver: Path, name: str) -> Any:
+    if not driver.exists():
+        return "bench/peers is not here: run this in a checkout of the repository"
+    tell(f"{name}: {PEER_KILLS} kills")
+    env = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
+    command = [sys.executable, str(driver), name, str(PEER_KILLS), str(PEER_STEPS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peer_rows(facts: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    if not others:
+        return []
+    lines = ["", f"{'kills of workers':18}{'kills':>7}{'gap p50':>10}{'max':>9}{'lost':>8}{'repeated':>10}   finished"]
+    lines.append(_row("trueline", facts["kills"], facts["p50_ms"], facts["max_ms"], facts["lost"], facts["repeated"],
+                      "no" if facts["violations"] else "yes"))  # fmt: skip
+    for name, one in others.items():
+        if isinstance(one, str):
+            lines.append(f"{name:18}{one}")
+            continue
+        gaps = sorted(one["gap_ms"]) or [None]
+        finished = "yes" if one["survived"] else f"no: {one['why']}"
+        lines.append(
+            _row(name, len(one["gap_ms"]), gaps[len(gaps) // 2], gaps[-1], one["lost"], one["repeated"], finished)
+        )
+    return lines
+
+
+def _row(
+    name: str, kills: int, p50: float | None, most: float | None, lost: object, repeated: object, finished: str
+) -> str:
+    counts = f"{'-' if lost is None else lost:>8}{'-' if repeated is None else repeated:>10}"
+    return f"{name:18}{kills:7}{_ms(p50):>10}{_ms(most):>9}{counts}   {finished}"

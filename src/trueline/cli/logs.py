@@ -1,0 +1,98 @@
+"""`trueline logs`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from trueline import events
+from trueline.cli._progress import Lines, progress
+from trueline.cli.options import job_argument, verb
+
+_EXAMPLES = """
+trueline logs digits-1
+    what happened in runs/digits-1, a line for each event and for each tenth of the way
+
+trueline logs -f digits-1
+    follows it to its end, with a bar on a terminal
+
+trueline logs runs/digits-1 --worker worker-1.0
+    what worker 1, the first of that place, wrote; also: master, agent, launcher, events
+"""
+POLL_S = 0.2
+
+
+@verb("logs", examples=_EXAMPLES)
+@job_argument
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--worker", "which", metavar="REF|NAME", help="The log of one process, or the events as JSON.")
+def command(job: str, follow: bool, which: str | None) -> None:
+    """Show what happened in a job, or what one of its processes wrote.
+
+    Without --worker it is the job's story: who came and went and why, checkpoints, evaluations, progress. JOB
+    is a job's folder, or its name under ./runs; it may run or have ended.
+    """
+    from trueline.train import folder as folders
+    from trueline.train.jobs import find
+
+    folder = find(job)
+    going_on: Callable[[], bool] = (lambda: folders.held(folder)) if follow else (lambda: False)
+    if which is not None:
+        for line in lines(log_of(folder, which), going_on):
+            click.echo(line, nl=False)
+        return
+    story = folders.events_from(lines(folder / "events.jsonl", going_on))
+    if follow:
+        with progress(stream=sys.stdout):
+            for name, fields, _ in story:
+                events.emit(name, **fields)
+        return
+    tell = Lines(sys.stdout)
+    for name, fields, at in story:
+        tell.hear(name, fields, at=at)
+
+
+def lines(path: Path, going_on: Callable[[], bool]) -> Iterator[str]:
+    """Whole lines of a file that may be appended to, until it is at its end and nothing goes on."""
+    while not path.exists() and going_on():
+        time.sleep(POLL_S)  # a process that has not written yet
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        part = ""
+        while True:
+            more = going_on()  # asked before reading: what was written before the end is read
+            for text in file:
+                part += text
+                if part.endswith("\n"):
+                    yield part
+                    part = ""
+            if not more:
+                break
+            time.sleep(POLL_S)  # as tail -f does
+        if part:
+            yield part
+
+
+def log_of(folder: Path, which: str) -> Path:
+    """The file of `master`, `agent`, `launcher`, `events`, `worker-1.0`, or the newest of `worker-1`.
+
+    Raises UsageError with what there is.
+    """
+    from trueline.errors import UsageError, closest, listed
+
+    files = {path.stem: path for path in (folder / "logs").glob("*.log")} | {"events": folder / "events.jsonl"}
+    wanted = f"worker-{which}" if which[:1].isdecimal() else which
+    same_place = [name for name in files if name.rpartition(".")[0] == wanted]
+    found = wanted if wanted in files else max(same_place, key=lambda name: int(name.rpartition(".")[2]), default="")
+    if not found:
+        near = closest(wanted, files)
+        raise UsageError(
+            f"{folder.name} has no log of '{which}' (has: {listed(sorted(files))})",
+            hint=f"did you mean '{near}'?" if near else "",
+        )
+    return files[found]

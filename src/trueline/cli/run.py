@@ -1,0 +1,37 @@
+"""`trueline run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from trueline.cli import _launch
+from trueline.cli.options import verb
+
+_EXAMPLES = """
+trueline run own_loop.py --workers 3
+    the script runs in three processes, which share each step of its loop over trueline.Elastic
+
+trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
+    in the background; what follows -- is the script's own
+"""
+
+
+@verb("run", examples=_EXAMPLES)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_launch.worker_options
+@_launch.checkpoint_options
+@_launch.job_option
+@_launch.how_options
+def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
+    """Run a training loop of your own in elastic worker processes.
+
+    SCRIPT is a Python file with a loop over trueline.Elastic, which decides what a step is: model, optimizer,
+    records, batch and epochs are the script's. Alone (`python SCRIPT`) it trains in one process; here the job
+    survives deaths, is checkpointed and can be resumed. ARGUMENTS are the script's.
+    """
+    from trueline.train.api import prepare_script
+
+    _launch.launch(lambda **job: prepare_script(script, arguments, **job), given)

@@ -1,0 +1,212 @@
+"""Where checkpoints lie: a local folder, or a folder of an object store that fsspec can reach.
+
+    place    a folder                       runs/digits-1/checkpoints, s3://bucket/digits
+    name     one checkpoint in it           step-00000120
+    part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal: it comes last)
+
+A local name is whole or absent by rename. Stores cannot rename a folder, so there a name exists once its seal does;
+parts without a seal are what a dead writer left. Implementations share `tests/state/place_conformance.py`.
+Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's PUT of one object is atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from trueline import files
+from trueline.errors import StorageError, TruelineError
+
+Where = str | Path
+"""A local path or a URL. A URL stays a string: a Path would take one of its two slashes."""
+
+Parts = Iterable[tuple[str, Iterable[bytes | memoryview]]]
+"""Files with their content in pieces, in the order in which they are to be written."""
+
+BLOCK_BYTES = 16 << 20
+"""What is sent to a store at once."""
+
+
+class Place(Protocol):
+    def names(self, *, unfinished: bool = False) -> list[str]:
+        """What is whole here, sorted; or what is not: leftovers of writers, some of which may still be at work."""
+        ...
+
+    def put(self, name: str, parts: Parts) -> None:
+        """Writes `parts` as `name`, whole or not at all; an older `name` is replaced. Raises StorageError."""
+        ...
+
+    def fetch(self, name: str, part: str) -> AbstractContextManager[Path]:
+        """A local file with the part, as long as the block runs. Raises FileNotFoundError, StorageError."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Removes what there is of `name`; a reader finds all of it or sees it as gone. Raises StorageError."""
+        ...
+
+
+def place_of(where: Where, *, seal: str) -> Place:
+    """The place at a path or URL. Raises StorageError when no library for the URL's store is installed."""
+    found = located(where)
+    return LocalPlace(found) if isinstance(found, Path) else StorePlace(found, seal=seal)
+
+
+def located(where: Where) -> Where:
+    """`where` as a Path when it is local, else as a URL without a slash at its end.
+
+    >>> located("s3://bucket/digits/"), located("file:///tmp/digits")
+    ('s3://bucket/digits', PosixPath('/tmp/digits'))
+    """
+    text = str(where)
+    if isinstance(where, Path) or "://" not in text:
+        return Path(where)
+    return Path(text.removeprefix("file://")) if text.startswith("file://") else text.rstrip("/")
+
+
+def inside(where: Where, name: str) -> Where:
+    """
+    >>> inside("s3://bucket/digits", "step-00000120")
+    's3://bucket/digits/step-00000120'
+    """
+    found = located(where)
+    return found / name if isinstance(found, Path) else f"{found}/{name}"
+
+
+def split(where: Where) -> tuple[Where, str]:
+    """The place and the name in it.
+
+    >>> split("s3://bucket/digits/step-00000120")
+    ('s3://bucket/digits', 'step-00000120')
+    """
+    found = located(where)
+    if isinstance(found, Path):
+        return found.absolute().parent, found.absolute().name
+    head, _, name = found.rpartition("/")
+    return head, name
+
+
+class LocalPlace:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self, *, unfinished: bool = False) -> list[str]:
+        found = (entry.name for entry in self.folder.glob("*") if entry.is_dir())
+        return sorted(name for name in found if name.startswith(files.PARTIAL) == unfinished)
+
+    def put(self, name: str, parts: Parts) -> None:
+        with files.atomic_dir(self.folder / name, replace=True) as partial:
+            for part, pieces in parts:
+                with (partial / part).open("wb") as file:
+                    for piece in pieces:
+                        file.write(piece)
+
+    @contextmanager
+    def fetch(self, name: str, part: str) -> Iterator[Path]:
+        file = self.folder / name / part
+        if not file.is_file():
+            raise FileNotFoundError(str(file))
+        yield file
+
+    def remove(self, name: str) -> None:
+        gone = self.folder / (name if name.startswith(files.PARTIAL) else f"{files.PARTIAL}{name}")
+        try:
+            if gone.name != name:
+                shutil.rmtree(gone, ignore_errors=True)
+                (self.folder / name).rename(gone)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise files.storage_error(error, self.folder / name) from error
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+class StorePlace:
+    """A folder of an object store. `seal` is the part without which a name does not exist."""
+
+    def __init__(self, url: str, *, seal: str) -> None:
+        import fsspec
+
+        self.url, self.seal = url, seal
+        with _told(url, "opening"):
+            self._fs, root = fsspec.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+
+    def names(self, *, unfinished: bool = False) -> list[str]:
+        with _told(self.url, "listing"):
+            self._fs.invalidate_cache()
+            found = [str(path)[len(self._root) + 1 :].split("/") for path in self._fs.find(self._root)]
+        parts = {(path[0], path[1]) for path in found if len(path) == 2}
+        sealed = {name for name, part in parts if part == self.seal}
+        return sorted({name for name, _ in parts} - sealed if unfinished else sealed)
+
+    def put(self, name: str, parts: Parts) -> None:
+        with _told(self.url, f"writing {name} to"):
+            self._unseal(name)
+            try:
+                for part, pieces in parts:
+                    with self._fs.open(self._path(name, part), "wb", block_size=BLOCK_BYTES) as file:
+                        for piece in pieces:
+                            file.write(piece)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the store that fails may fail here too; a sweep does it later
+                    self.remove(name)
+                raise
+
+    @contextmanager
+    def fetch(self, name: str, part: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="trueline-") as scratch:
+            file = Path(scratch, part)
+            with _told(self.url, f"reading {name} of", missing_is_fine=True):
+                self._fs.get_file(self._path(name, part), str(file))
+            yield file
+
+    def remove(self, name: str) -> None:
+        with _told(self.url, f"removing {name} of"):
+            self._unseal(name)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._path(name), recursive=True)
+
+    def _unseal(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name, self.seal))
+
+    def _path(self, *names: str) -> str:
+        return "/".join((self._root, *names))
+
+
+@contextmanager
+def _told(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
+    """Errors of a store's library, whatever their class, as StorageError in words."""
+    try:
+        yield
+    except TruelineError:
+        raise
+    except Exception as error:
+        if missing_is_fine and isinstance(error, FileNotFoundError):
+            raise
+        raise StorageError(f"{doing} {url} failed: {_why(error)}", hint=_hint(url, error)) from error
+
+
+def _why(error: Exception) -> str:
+    text = str(error).strip() or "no reason given"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _hint(url: str, error: Any) -> str:
+    scheme = url.partition("://")[0]
+    named = type(error).__name__.lower() + str(error).lower()
+    if isinstance(error, ImportError):
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+        return f"pip install 'trueline[{extra}]'" if extra else f"install the fsspec library for {scheme}://"
+    if isinstance(error, ValueError) and "protocol" in named:
+        return "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a local folder"
+    if isinstance(error, FileNotFoundError):
+        return "create the bucket, or correct the URL"
+    if isinstance(error, PermissionError) or any(word in named for word in ("credential", "denied", "forbidden")):
+        return "give this machine the store's credentials (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...)"
+    return "when the store answers again, try again; a training job does so at its next checkpoint"

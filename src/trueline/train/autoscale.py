@@ -1,0 +1,90 @@
+"""How many workers a job should have, by what they bring. Measurements and time come in, a number and a reason go out.
+
+    measured(n) for a while ──▶ did the n-th worker bring half of what a worker brings on average?
+                                  yes, or never asked: one more        no: one less, and not again for ten minutes
+
+Throughput by number of workers is smoothed and forgotten after ten minutes, so that the question is asked again when
+the machine, the network or the data may have changed. `Scaling` changes in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SETTLE_S = 10.0
+"""A window of measurement: what is younger than a change of workers says nothing."""
+FORGET_S = 600.0
+PAYS = 0.5
+"""A worker pays when it brings this part of the average worker."""
+SMOOTH = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    low: int
+    high: int
+    capacity: int | None = None
+    """Workers for which the engine has room; None: unknown."""
+
+    @property
+    def top(self) -> int:
+        return max(self.low, self.high if self.capacity is None else min(self.high, self.capacity))
+
+
+@dataclass(slots=True)
+class Scaling:
+    speeds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Workers -> records a second, smoothed, and when that was measured last."""
+    _workers: int = 0
+    _since: float = 0.0
+    _records: int = 0
+
+    def measure(self, workers: int, records: int, now: float) -> bool:
+        """Enters the records that `workers` have applied in all; True when a window has just been completed."""
+        for count in [count for count, (_, at) in self.speeds.items() if now - at > FORGET_S]:
+            del self.speeds[count]
+        if workers != self._workers or records < self._records:
+            self._workers, self._since, self._records = workers, now, records
+            return False
+        took_s = now - self._since
+        if took_s < SETTLE_S:
+            return False
+        found = (records - self._records) / took_s
+        known = self.speeds.get(workers)
+        self.speeds[workers] = (found if known is None else SMOOTH * found + (1 - SMOOTH) * known[0], now)
+        self._since, self._records = now, records
+        return True
+
+    def speed(self, workers: int) -> float | None:
+        return self.speeds[workers][0] if workers in self.speeds else None
+
+
+def decide(scaling: Scaling, workers: int, records: int, now: float, bounds: Bounds) -> tuple[int, str]:
+    """The number of workers wanted and why; the number as it is, without a reason, when there is none to change it.
+
+    `workers` are those of a group at work, `records` what the job has applied in all.
+    """
+    measured = scaling.measure(workers, records, now)
+    if workers < bounds.low:
+        return bounds.low, f"at least {bounds.low} workers"
+    if workers > bounds.top:
+        return bounds.top, f"there is room for {bounds.top} workers"
+    if not measured:
+        return workers, ""
+    here, below, above = (scaling.speed(count) for count in (workers, workers - 1, workers + 1))
+    if here is None:
+        return workers, ""
+    if workers > bounds.low and below is not None and not pays(below, here, workers):
+        return workers - 1, f"{here:.0f} records/s with {workers} workers, {below:.0f} with {workers - 1}"
+    if workers < bounds.top and (above is None or pays(here, above, workers + 1)):
+        return workers + 1, f"{here:.0f} records/s with {workers} workers: one more may pay"
+    return workers, ""
+
+
+def pays(before: float, after: float, workers: int) -> bool:
+    """Whether the last of `workers` brings enough.
+
+    >>> pays(300.0, 360.0, 4), pays(300.0, 340.0, 4)
+    (True, False)
+    """
+    return after - before >= PAYS * before / (workers - 1)

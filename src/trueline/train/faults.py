@@ -1,0 +1,73 @@
+"""Injected faults: a worker sends itself a signal at a named point of the protocol, at a logical step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trueline.engine.contract import parse_ref
+from trueline.train.settings import Fault, Phase
+
+STRUCK = "faults"
+"""Folder of a job, with a file for each fault that was carried out."""
+
+
+class Faults:
+    """The faults of one worker; without any it costs a truth value."""
+
+    def __init__(self, faults: tuple[Fault, ...], ref: str) -> None:
+        slot, incarnation = parse_ref(ref)[1:] if faults else (-1, -1)
+        mine = [(number, fault) for number, fault in enumerate(faults) if fault.slot == slot]
+        self._ref = ref
+        self._due = [(number, fault) for number, fault in mine if fault.incarnation in (incarnation, -1)]
+
+    def at(self, phase: Phase, step: int) -> None:
+        """Here `phase` of the step after `step` applied ones begins."""
+        for number, fault in self._reached(phase, step):
+            self._strike(number, fault, step)
+
+    def arm_backward(self, step: int, parameter: torch.nn.Parameter) -> None:
+        """In the middle of backward: when the gradient that is ready last is, others are on their way."""
+        for number, fault in self._reached("backward", step):
+            strike = _once(lambda number=number, fault=fault: self._strike(number, fault, step))  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(strike)  # type: ignore[no-untyped-call]
+
+    def _reached(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
+        if not self._due:
+            return []
+        found = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
+        self._due = [due for due in self._due if due not in found]
+        return found
+
+    def _strike(self, number: int, fault: Fault, step: int) -> None:
+        if fault.incarnation >= 0 or self._claimed(number, fault, step):
+            os.kill(os.getpid(), fault.signal)
+
+    def _claimed(self, number: int, fault: Fault, step: int) -> bool:
+        """Whether nobody in this slot has carried the fault out before; notes that this worker does."""
+        folder = Path(os.environ["TRUELINE_JOB"]) / STRUCK
+        folder.mkdir(exist_ok=True)
+        try:
+            handle = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        told = {"phase": fault.phase, "step": step, "worker": self._ref, "signal": fault.signal,
+                "at_ns": time.monotonic_ns()}  # fmt: skip
+        os.write(handle, json.dumps(told).encode())
+        os.close(handle)
+        return True
+
+
+def _once(act: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    left = [act]
+
+    def hook(_: torch.Tensor) -> None:
+        while left:
+            left.pop()()
+
+    return hook

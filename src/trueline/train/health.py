@@ -1,0 +1,151 @@
+"""Who is given up: exits, silence, workers that are stuck, slots that are not worth another try. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trueline.engine.contract import parse_ref
+from trueline.train.happenings import Action, FailJob, Gone, Kill, Log
+from trueline.train.roster import Failures, Member, Policy, State, fill, form, named
+from trueline.train.suspicion import accuse, death
+
+BUSY = ("reading", "computing")
+
+
+def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> list[Action]:
+    """Deaths that were noticed together: one forced view without the dead, and replacements."""
+    actions: list[Action] = []
+    in_view: list[tuple[Member, str]] = []
+    for gone in deaths:
+        if state.members.get(gone.ref) is None and gone.ref not in state.pending:
+            continue
+        member = state.members.pop(gone.ref, None)
+        state.pending.pop(gone.ref, None)
+        if member is not None and (member.rank >= 0 or _at_work(member, gone)):
+            in_view.append((member, gone.why))
+        actions += _blame(state, gone, member, now, policy)
+        if state.phase == "failed":
+            return actions
+    death(state, [member for member, _ in in_view])
+    if in_view:
+        refs = [member.ref for member, _ in in_view]
+        reason = f"{named(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
+        actions += form(state, reason, now, forced=True)
+    if in_view and policy.refill_s and len(state.view) >= policy.min_workers:
+        state.fill_at = now + policy.refill_s
+        return actions
+    return actions + fill(state, now)
+
+
+def _at_work(member: Member, gone: Gone) -> bool:
+    """Whether it was to leave after a last step with the others and may have died in it: they have to be cut off."""
+    return member.left and member.left_at is None and not gone.clean
+
+
+def _blame(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+    """A death counts against the record that was being tried, else against the slot."""
+    if member is None or member.trying < 0:
+        return _count(state, gone, member, now, policy)
+    state.rotation += 1
+    return accuse(state, [member.trying], gone.ref, f"{gone.why} while record {member.trying} was tried", policy)
+
+
+def _count(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+    slot = parse_ref(gone.ref)[1]
+    if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
+        state.failures.pop(slot, None)
+        return []
+    before = state.failures.get(slot, Failures(0, state.committed, now))
+    count = before.count + 1
+    since = before.since_step if count > 1 else state.committed
+    state.failures[slot] = Failures(count, since, now + policy.delay_s(count))
+    if count < policy.max_failures:
+        return []
+    why = f"worker slot {slot} died {count} times in a row before its first step; last: {gone.why}"
+    if since == state.committed:
+        state.phase = "failed"
+        return [FailJob("train", why)]
+    return _quarantine(state, gone.ref, why, policy)
+
+
+def _quarantine(state: State, ref: str, why: str, policy: Policy) -> list[Action]:
+    slot = parse_ref(ref)[1]
+    state.quarantined[slot] = why
+    del state.failures[slot]
+    actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
+    if state.wanted < policy.min_workers:
+        state.phase = "failed"
+        reasons = named(list(state.quarantined.values()))
+        why = f"{state.wanted} of {state.workers} slots are left, at least {policy.min_workers} are needed: {reasons}"
+        actions.append(FailJob("train", why))
+    return actions
+
+
+def given_up(state: State, now: float, policy: Policy) -> list[Gone]:
+    """Whom to kill at this moment, and why."""
+    found = []
+    for member in state.members.values():
+        if now - member.seen_at > policy.lease_s:
+            found.append(Gone(member.ref, f"silent for {now - member.seen_at:.1f} s"))
+        elif member.left_at is not None and now - member.left_at > policy.leave_s:
+            found.append(Gone(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
+        elif member.rank < 0 and not member.left and state.goes(member):
+            found.append(Gone(member.ref, "not needed any more"))
+    for ref, at in state.pending.items():
+        if now - at > policy.start_s:
+            found.append(Gone(ref, f"not ready {now - at:.0f} s after its start"))
+    return found or _stuck(state, policy)
+
+
+def _stuck(state: State, policy: Policy) -> list[Gone]:
+    """Members that compute while all others wait for them: for too long, by what the job is used to.
+
+    Nobody is stuck before a step of its own (compilers, caches), and not because the others waited for a moment only:
+    a step may be slow for everybody.
+    """
+    patience = _patience(state, policy)
+    stuck, waited = [], False
+    for ref in state.view if state.released and len(state.view) > 1 else ():
+        member = state.members[ref]
+        if member.phase == "waiting":
+            waited = True
+            if member.phase_s < patience / 2:
+                return []
+        elif member.phase in BUSY and member.stepped and member.phase_s > patience:
+            what = f"stuck: {member.phase} for {member.phase_s:.1f} s while all others wait"
+            stuck.append(Gone(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
+        else:
+            return []
+    return stuck if waited else []
+
+
+def stranded(state: State, policy: Policy) -> int:
+    """How many members wait in a group that others have left for a planned view: nobody has cut it."""
+    if state.released or state.cut_below == state.generation:
+        return 0
+    view = [state.members[ref] for ref in state.view]
+    went_on = any(member.entered is not None and member.base is not None for member in view)
+    rest = [member for member in view if member.entered is None]
+    patience = _patience(state, policy)
+    waiting = all(member.phase == "waiting" and member.phase_s > patience for member in rest)
+    return len(rest) if went_on and waiting else 0
+
+
+def _patience(state: State, policy: Policy) -> float:
+    return max(policy.stuck_s, 10.0 * state.usual_s)
+
+
+def forgive(state: State, now: float, policy: Policy) -> None:
+    """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
+    late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
+    state.ticked_at = now
+    if late > policy.lease_s / 2:
+        for member in state.members.values():
+            member.seen_at = min(now, member.seen_at + late)
+            member.left_at = None if member.left_at is None else min(now, member.left_at + late)
+        state.pending.update({ref: min(now, at + late) for ref, at in state.pending.items()})
+
+
+def kill(deaths: Sequence[Gone]) -> list[Action]:
+    return [Kill(gone.ref, gone.why) for gone in deaths]

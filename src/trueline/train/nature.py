@@ -1,0 +1,95 @@
+"""What a model does that depends on who is in its batch, or on when it is called.
+
+Batch normalization looks at the neighbours of a record; dropout draws. With such a model the outcome of a step would
+depend on how its records are split among workers, so they are split into shards that never change. Modules tell what
+they are; what a forward does beside that is found out by trying one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from trueline import events
+from trueline.data import seeded
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    draws: bool
+    """A forward in training mode draws random numbers."""
+    neighbours: bool
+    """What a record's forward gives depends on the records beside it."""
+    rate: float = 0.0
+    """Records a second that were read and went forward when that was tried; 0: it was not."""
+
+    @property
+    def needs_shards(self) -> bool:
+        return self.draws or self.neighbours
+
+
+def known(model: torch.nn.Module) -> Nature:
+    """What the kinds of its modules tell."""
+    modules = list(model.modules())
+    return Nature(
+        draws=any(_drops(module) for module in modules),
+        neighbours=any(isinstance(module, _NormBase) and module.training for module in modules),
+    )
+
+
+def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -> Nature:
+    """`known`, and what a `forward` over some `records` showed; it leaves no trace in buffers and generators.
+
+    A buffer outside of normalization layers that changes is reported: nobody can know how to merge it.
+    """
+    nature = known(model)
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    with seeded.kept():
+        before = seeded.mark()
+        with torch.no_grad():
+            forward()
+        moved = seeded.mark() != before
+    rate = _rate(forward, records)
+    running = {id(buffer) for buffer in running_statistics(model)}
+    for name, (buffer, copy) in buffers.items():
+        changed = not torch.equal(buffer, copy)
+        if changed and id(buffer) not in running and not name.endswith("num_batches_tracked"):
+            why = "it changes in every forward and is not exchanged between workers; each keeps its own"
+            events.emit("buffer.local", buffer=name, why=why)
+        if changed:
+            buffer.copy_(copy)
+    return Nature(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
+
+
+def _rate(forward: Callable[[], object], records: int) -> float:
+    """Of a second time, when libraries are warm."""
+    began = time.perf_counter()
+    with seeded.kept(), torch.no_grad():
+        forward()
+    return records / max(time.perf_counter() - began, 1e-9)
+
+
+def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Running means and variances of the normalization layers, in the order of the modules."""
+    layers = [module for module in model.modules() if isinstance(module, _NormBase)]
+    pairs = [(layer.running_mean, layer.running_var) for layer in layers]
+    return [value for pair in pairs for value in pair if value is not None]
+
+
+def batch_counters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """How many batches the normalization layers have seen: a step is one."""
+    layers = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, torch.nn.MultiheadAttention | torch.nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, torch.nn.RReLU)

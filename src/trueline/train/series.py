@@ -1,0 +1,164 @@
+"""Steps as a curve of bounded size: neighbours merge as the job gets longer, so a million steps cost what 512 do.
+
+    width 1   0 1 2 3 … 511            full: pairs merge, width 2
+    width 2   0-1 2-3 … 510-511 512-513 …
+
+Knows nothing of workers, files or clocks; times are handed in, in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from typing import NamedTuple
+
+CAPACITY = 512
+PHASES = ("data", "compute", "wait", "commit")
+WINDOW_S = 10.0
+"""What "now" means for a rate."""
+
+
+class Point(NamedTuple):
+    """One step, or several neighbours merged: sums, and the extremes of the loss. A tuple, for there are many."""
+
+    step: int
+    at: float
+    """When the last of them was applied."""
+    loss: float
+    records: int
+    seconds: float
+    """Since the step before; 0 for the first one of the job."""
+    phases_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    workers: int = 0
+    num: int = 1
+    low: float = math.inf
+    high: float = -math.inf
+
+
+def merge(a: Point, b: Point) -> Point:
+    """`a` and its later neighbour `b` as one point."""
+    return Point(
+        step=a.step,
+        at=b.at,
+        loss=a.loss + b.loss,
+        records=a.records + b.records,
+        seconds=a.seconds + b.seconds,
+        phases_ms=(
+            a.phases_ms[0] + b.phases_ms[0], a.phases_ms[1] + b.phases_ms[1],
+            a.phases_ms[2] + b.phases_ms[2], a.phases_ms[3] + b.phases_ms[3],
+        ),
+        workers=b.workers,
+        num=a.num + b.num,
+        low=min(a.low, b.low),
+        high=max(a.high, b.high),
+    )  # fmt: skip
+
+
+class Series:
+    """At most `capacity` points, each of `width` steps but for the last one."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.capacity, self.width = capacity, 1
+        self.points: list[Point] = []
+
+    def add(self, point: Point) -> None:
+        """Takes the next step. One that was there already begins the curve anew from there: the job went back."""
+        if self.points and point.step < self.points[-1].step + self.points[-1].num:
+            self.rewind(point.step)
+        point = point._replace(low=point.loss, high=point.loss)
+        last = self.points[-1] if self.points else None
+        if last is not None and last.step // self.width == point.step // self.width:
+            self.points[-1] = merge(last, point)
+        else:
+            self.points.append(point)
+        if len(self.points) > self.capacity:
+            self._halve()
+
+    def rewind(self, steps: int) -> None:
+        """Forgets what lies at or behind step `steps`; a point that straddles it goes whole."""
+        while self.points and self.points[-1].step + self.points[-1].num > steps:
+            self.points.pop()
+
+    def _halve(self) -> None:
+        self.width *= 2
+        merged: list[Point] = []
+        for point in self.points:
+            if merged and merged[-1].step // self.width == point.step // self.width:
+                merged[-1] = merge(merged[-1], point)
+            else:
+                merged.append(point)
+        self.points = merged
+
+    def columns(self) -> dict[str, list[float | int | None]]:
+        """The curve by columns: means a step, records a second, milliseconds a step; None where a loss is no number."""
+        points = self.points
+        return {
+            "step": [point.step + point.num - 1 for point in points],
+            "at": [round(point.at, 3) for point in points],
+            "loss": [finite(point.loss / point.num) for point in points],
+            "low": [finite(point.low) for point in points],
+            "high": [finite(point.high) for point in points],
+            "rate": [round(point.records / point.seconds, 2) if point.seconds else None for point in points],
+            "workers": [point.workers for point in points],
+            **{name: [round(point.phases_ms[i] / point.num, 3) for point in points] for i, name in enumerate(PHASES)},
+        }
+
+
+def finite(value: float) -> float | None:
+    """`value` in six digits, or None for what JSON has no word for.
+
+    >>> finite(0.12345678), finite(float("nan")), finite(float("inf"))
+    (0.123457, None, None)
+    """
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+class Recent:
+    """Records and steps a second over the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int, int]] = deque()
+        self._records = self._steps = 0
+
+    def add(self, at: float, records: int) -> None:
+        self._records, self._steps = self._records + records, self._steps + 1
+        mark = (at, self._records, self._steps)
+        if len(self._marks) > 1 and at - self._marks[-2][0] < WINDOW_S / 50:
+            self._marks[-1] = mark
+        else:
+            self._marks.append(mark)
+        while len(self._marks) > 2 and self._marks[1][0] < at - WINDOW_S:
+            self._marks.popleft()
+
+    def rates(self, now: float) -> tuple[float, float]:
+        """Records and steps a second; zeros when nothing was applied for as long as the window."""
+        if len(self._marks) < 2 or now - self._marks[-1][0] > WINDOW_S:
+            return 0.0, 0.0
+        (since, records, steps), (until, *_) = self._marks[0], self._marks[-1]
+        seconds = max(until - since, 1e-6)
+        return (self._records - records) / seconds, (self._steps - steps) / seconds
+
+
+class Histogram:
+    """Counts by upper bound, as Prometheus counts."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.cells, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self.cells[sum(value > bound for bound in self.bounds)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.cells)
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Values up to each bound.
+
+        >>> gaps = Histogram((0.1, 1.0)); gaps.add(0.1); gaps.add(7.0); gaps.cumulative()
+        [('0.1', 1), ('1.0', 1), ('+Inf', 2)]
+        """
+        names = (*map(repr, self.bounds), "+Inf")
+        return list(zip(names, itertools.accumulate(self.cells), strict=True))

@@ -1,0 +1,76 @@
+"""Who trains how much of a step: shares that follow measured speed, the same for every member.
+
+Each member measures the records a second that it computes and sends the figure in the words of every step. All members
+see the same figures after the same step and derive the same weights from them here, so the split needs no message of
+its own. A member whose figure is 0 takes no part: it is still taking the state.
+
+Weights change only when a rate has moved by more than `DEAD_BAND` against them: a noisy neighbour of a second does not
+make the batch sizes dance (compiled models and caches like them steady), a slow machine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+DEAD_BAND = 0.10
+SMOOTHING = 0.3
+"""Weight of the newest measurement."""
+FLOOR = 0.01
+"""Least rate, in parts of the greatest: who is slower still gets a little, so that it can be measured again."""
+
+
+def smoothed(before: float, rate: float) -> float:
+    """The rate to send after measuring `rate`; a worker that became much slower says so at once.
+
+    >>> smoothed(0.0, 100.0), smoothed(100.0, 110.0), smoothed(100.0, 10.0)
+    (100.0, 103.0, 10.0)
+    """
+    if before <= 0.0 or rate < before / 2:
+        return rate
+    return (1 - SMOOTHING) * before + SMOOTHING * rate
+
+
+def first(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[float, ...]:
+    """Weights for a group that was just formed, from what its members had measured before (0: nothing yet).
+
+    A negative rate was only tried, by a forward before the first step; it counts while nobody has measured. Who is new
+    to a group that has is taken for as fast as the others are on average; who is `behind` takes no part yet.
+
+    >>> first([100.0, -900.0, 300.0], behind=[False, False, True])
+    (100.0, 200.0, 0.0)
+    >>> first([-100.0, -10.0, 0.0], behind=[False] * 3)
+    (100.0, 10.0, 55.0)
+    """
+    measured = any(rate > 0 for rate in rates)
+    counted = [max(rate, 0.0) if measured else -rate for rate in rates]
+    known = [rate for rate in counted if rate > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    raw = [0.0 if late else (rate or usual) for rate, late in zip(counted, behind, strict=True)]
+    return _bounded(raw)
+
+
+def following(weights: tuple[float, ...], rates: Sequence[float]) -> tuple[float, ...]:
+    """The weights for the next step, when the members of this one, split by `weights`, measured `rates`.
+
+    >>> following((1.0, 1.0), [100.0, 104.0])
+    (1.0, 1.0)
+    >>> following((1.0, 1.0), [100.0, 10.0])
+    (100.0, 10.0)
+    """
+    if not any(rate > 0 for rate in rates):
+        return weights
+    new = _bounded(rates)
+    if any((weight > 0) != (rate > 0) for weight, rate in zip(weights, new, strict=True)):
+        return new
+    old_sum, new_sum = sum(weights), sum(new)
+    moved = max(
+        abs(rate / new_sum - weight / old_sum) / (weight / old_sum)
+        for weight, rate in zip(weights, new, strict=True)
+        if weight > 0
+    )
+    return new if moved > DEAD_BAND else weights
+
+
+def _bounded(rates: Sequence[float]) -> tuple[float, ...]:
+    floor = FLOOR * max(rates)
+    return tuple(max(rate, floor) if rate > 0 else 0.0 for rate in rates)

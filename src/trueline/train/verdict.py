@@ -1,0 +1,178 @@
+"""How a job has to have ended, by witnesses outside its own certificates: journal, weights, counting parameter."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trueline.state import checkpoint
+from trueline.train import settings as job_settings
+from trueline.train.api import Summary
+
+COUNTER = "seen"
+"""A parameter of this name with a number for each record is taken to count the steps that the record was in."""
+
+UNFELT = ("master", "freeze", "clock", "network", "disk", "agent", "zombie")
+"""Strikes after which the group need not form anew."""
+SHAKEN_S = 3.0
+UNDER_WAY_NS = 100_000_000
+"""A step that was under way when the strike came may still be applied."""
+SLOW_MS = 8000.0
+"""No regroup takes so long, nor a lease with the start of a replacement."""
+SINGLE = 1e-6
+"""Losses are told in single precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """What an undisturbed job did."""
+
+    steps: int
+    step_s: float
+    losses: dict[int, float]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    violations: tuple[str, ...] = ()
+    lost: int = 0
+    repeated: int = 0
+    difference: float = 0.0
+    """Of the weights: the largest one, relative to the parameter's largest value."""
+    loss_difference: float = 0.0
+    rolled_back: int = 0
+    """Steps that were taken back because nobody held their state, and done again."""
+    gaps_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    def with_violations(self, more: Sequence[str]) -> Verdict:
+        return replace(self, violations=(*self.violations, *more))
+
+
+def rows(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    with sqlite3.connect(job_dir / "journal.sqlite") as log:
+        return [(kind, json.loads(body)) for kind, body in log.execute("SELECT kind, body FROM log ORDER BY seq")]
+
+
+def observe(job_dir: Path) -> Calm:
+    commits = [body for kind, body in rows(job_dir) if kind == "COMMIT"]
+    took = [(after["at_ns"] - before["at_ns"]) / 1e9 for before, after in pairwise(commits)]
+    facts = json.loads((job_dir / "summary.json").read_text())
+    weights = checkpoint.read(facts["checkpoint"]).state["model"]
+    losses = {body["step"]: body["loss"] for body in commits}
+    return Calm(steps=facts["steps"], step_s=statistics.median(took or [0.0]), losses=losses, weights=weights)
+
+
+def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tolerance: float) -> Verdict:
+    """What is wrong with the job in `job_dir`, which was struck so and then."""
+    if not (job_dir / "summary.json").exists():
+        return Verdict(violations=("the job did not finish",))
+    log = rows(job_dir)
+    losses, wrong, rolled_back = surviving(log)
+    facts = json.loads((job_dir / "summary.json").read_text())
+    if not Summary(facts).exactly_once:
+        wrong.append("a certificate does not say that every record was applied exactly once")
+    if facts["set_aside"] or facts["quarantined"]:
+        wrong.append(f"set aside: {facts['set_aside']}; quarantined: {facts['quarantined']}")
+    weights = checkpoint.read(facts["checkpoint"]).state["model"]
+    lost, repeated = counted(weights, facts["records"], job_settings.load(job_dir).epochs)
+    if lost or repeated:
+        wrong.append(f"the model has counted {lost} records too few and {repeated} too many")
+    loss = max((_relative(losses[step], value) for step, value in usual.losses.items() if step in losses), default=0.0)
+    difference = distance(weights, usual.weights)
+    if loss > max(tolerance, SINGLE):
+        wrong.append(f"the loss curve differs by {loss:.2e} (relative) from the undisturbed run's")
+    if not difference <= tolerance:
+        wrong.append(f"the weights differ by {difference:.2e} (relative) from the undisturbed run's")
+    felt = gaps(log, struck)
+    slow = [f"{gap:.0f} ms without a step after {kind}" for kind, some in felt.items() for gap in some if gap > SLOW_MS]
+    return Verdict(
+        violations=(*wrong, *slow), lost=lost, repeated=repeated, difference=difference, loss_difference=loss,
+        rolled_back=rolled_back, gaps_ms=felt,
+    )  # fmt: skip
+
+
+def surviving(log: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[int, float], list[str], int]:
+    """Losses of the steps that survived, what is wrong with the log, and how many steps were taken back.
+
+    >>> surviving([("COMMIT", {"step": 0, "loss": 2.0}), ("COMMIT", {"step": 0, "loss": 2.0})])[1]
+    ['step 0 is in the log twice and was not taken back between']
+    """
+    losses: dict[int, float] = {}
+    wrong, back = [], 0
+    for kind, body in log:
+        if kind == "TRUNCATE":
+            gone = [step for step in losses if step >= body["steps"]]
+            back += len(gone)
+            for step in gone:
+                del losses[step]
+        elif kind == "COMMIT":
+            if body["step"] in losses:
+                wrong.append(f"step {body['step']} is in the log twice and was not taken back between")
+            losses[body["step"]] = body["loss"]
+    return losses, wrong, back
+
+
+def counted(weights: dict[str, torch.Tensor], records: int, epochs: int) -> tuple[int, int]:
+    """Applications that are missing and those that are too many, where the model counts them."""
+    for name, value in weights.items():
+        if name.rpartition(".")[2] == COUNTER and value.numel() == records:
+            counts = value.double().round().reshape(-1) - epochs
+            return int(-counts.clamp(max=0).sum()), int(counts.clamp(min=0).sum())
+    return 0, 0
+
+
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value of the same tensor.
+
+    >>> distance({"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([2.0, 4.0])})
+    0.25
+    """
+    if some.keys() != others.keys() or not all(bool(torch.isfinite(value).all()) for value in some.values()):
+        return math.inf
+    found = [0.0]
+    for name, value in others.items():
+        if value.numel() and not torch.equal(some[name], value):
+            off, scale = (some[name].double() - value.double()).abs().max(), value.double().abs().max()
+            found.append(float(off / scale.clamp(min=1e-300)))
+    return max(found)
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(1.0, abs(other))
+
+
+def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, int]]) -> dict[str, list[float]]:
+    """For each strike that made the group form anew, the milliseconds until the first step after that.
+
+    Left out are those that met a job whose master, agent or network had been struck shortly before.
+    """
+    regrouped = sorted(
+        (body["at_ns"], body["at_ns"] - int(1e6 * body["gap_ms"]))
+        for kind, body in log
+        if kind == "COMMIT" and body["gap_ms"]
+    )
+    found: dict[str, list[float]] = {}
+    calm_ns = 0
+    for kind, at in struck:
+        early, calm_ns = at < calm_ns, max(calm_ns, at + int(1e9 * SHAKEN_S) if shakes(kind) else 0)
+        later, since = next((step for step in regrouped if step[0] > at), (0, 0))
+        felt = later and since < at + UNDER_WAY_NS  # nobody feels the death of who has not joined yet
+        if felt and kind not in UNFELT and not early:
+            found.setdefault(kind, []).append(round((later - at) / 1e6, 1))
+    return found
+
+
+def shakes(kind: str) -> bool:
+    """Whether later strikes may find a job that has not come to itself yet, for a lease's or a start's time."""
+    shaking = {*UNFELT, "both", "launcher", "all", "hang"} - {"clock"}
+    return kind in shaking or kind.endswith("(stop)")

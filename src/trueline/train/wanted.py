@@ -1,0 +1,110 @@
+"""What may be asked of a job, what is asked when nobody says anything, and what a resumed job has to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypedDict
+
+import msgspec
+
+from trueline.errors import UsageError, closest
+from trueline.recipe.contract import Defaults
+from trueline.train.settings import JobSettings, Precision
+
+
+class Wanted(TypedDict, total=False):
+    """Settings of a job that a caller may give; what is None or left out is the recipe's, else the usual value.
+
+    What each means is said in `settings.JobSettings`.
+    """
+
+    epochs: int | None
+    global_batch: int | None
+    seed: int | None
+    micro_batch: int | None
+    bitwise: bool | None
+    precision: Precision | None
+    clip_norm: float | None
+    ema: float | None
+    compile: bool | None
+    evaluate_every: int | None
+    monitor: str | None
+    patience: int | None
+    checkpoint_every: int | None
+    checkpoints: str | None
+    keep: int | None
+    set_aside: int | None
+    autoscale: bool | None
+    lease_s: float | None
+    max_failures: int | None
+    page_port: int | None
+
+
+MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "bitwise", "precision", "clip_norm", "ema")
+"""What a job's result depends on: the same for its whole life."""
+_LEAST = {
+    "epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s": 1, "seed": 0, "micro_batch": 0,
+    "clip_norm": 0, "ema": 0, "evaluate_every": 0, "patience": 0, "checkpoint_every": 0, "set_aside": 0, "page_port": 0,
+}  # fmt: skip
+
+
+def given(wanted: Wanted) -> dict[str, Any]:
+    """What was really asked for. Raises UsageError for a name that is no setting."""
+    for name in wanted:
+        if name not in Wanted.__annotations__:
+            near = closest(name, Wanted.__annotations__)
+            raise UsageError(f"there is no setting '{name}'", hint=f"did you mean '{near}'?" if near else "")
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def applied(job: JobSettings, wanted: Wanted, *, cores: int, metrics: Mapping[str, Any] | None = None) -> JobSettings:
+    """`job` with what is wanted, checked. `metrics` are the recipe's, by name. Raises UsageError."""
+    wishes = given(wanted)
+    for name, value in wishes.items():
+        if isinstance(value, float) and not math.isfinite(value):  # JSON, in which settings travel, has no word for it
+            raise UsageError(f"{name} is {value}, expected a finite number")
+    job = msgspec.structs.replace(job, **wishes)
+    # A sum that is split among threads is made in another order: bit for bit means one thread, whoever shares the step.
+    job = msgspec.structs.replace(job, threads=1 if job.bitwise else max(1, cores // job.workers))
+    try:
+        job = msgspec.json.decode(msgspec.json.encode(job), type=JobSettings)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a setting of the job is of the wrong kind: {error}") from error
+    for name, least in _LEAST.items():
+        if not getattr(job, name) >= least and not (job.script and name in ("epochs", "global_batch")):
+            raise UsageError(f"{name} is {getattr(job, name)}, expected at least {least}")
+    if job.page_port > 65535:
+        raise UsageError(f"page_port is {job.page_port}, expected at most 65535")
+    if job.ema >= 1:
+        raise UsageError(f"ema is {job.ema}, expected a decay from 0 (none) to below 1, e.g. 0.999")
+    _check_monitor(job.monitor, metrics or {})
+    return job
+
+
+def _check_monitor(monitor: str, metrics: Mapping[str, Any]) -> None:
+    known = ("loss", *metrics)
+    if monitor and monitor.removeprefix("-") not in known:
+        raise UsageError(
+            f"monitor is '{monitor}', and the recipe has no such metric",
+            hint=f"one of {', '.join(known)}; smaller is better, -NAME: larger is",
+        )
+
+
+def usual(defaults: Defaults) -> dict[str, Any]:
+    """The recipe's own values, by the names of JobSettings."""
+    return asdict(defaults)
+
+
+def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None:
+    """Raises UsageError when `later` would train something else than `earlier` did."""
+    if later.recipe_digest != earlier.recipe_digest:
+        raise UsageError(
+            f"the recipe {later.recipe or later.script[0]} was changed since the job in {where} began",
+            hint="restore the recipe, or train the changed one in a new job",
+        )
+    changed = [name for name in MATHEMATICS if getattr(earlier, name) != getattr(later, name)]
+    if changed:
+        before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)
+        raise UsageError(f"the job in {where} is another one: {before}", hint="leave these out to resume with the same")

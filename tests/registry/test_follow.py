@@ -1,0 +1,220 @@
+"""A job's run in MLflow is complete, has nothing twice, and costs the job nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from registry_worlds import small_bundle
+
+from trueline.errors import RegistryError, UsageError
+from trueline.registry import RunFacts, follow, register, store
+from trueline.registry.curves import MAX_POINTS, Curves
+
+Event = tuple[str, dict[str, Any], float]
+
+
+@pytest.fixture(scope="module", name="world")
+def _world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all: MLflow takes seconds to make a new one."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+def steps(first: int, stop: int, *, total: int) -> Iterator[Event]:
+    for step in range(first, stop):
+        fields = {"step": step, "total": total, "loss": 1 / (step + 1), "workers": 2, "records": 8, "gap_ms": 0.0}
+        yield "step.applied", fields, 1000.0 + step
+
+
+def end(total: int, name: str = "job.finished") -> Iterator[Event]:
+    yield "evaluation.done", {"step": total, "loss": 0.25, "metrics": '{"top-5 %": 0.9}', "best": True}, 1000.0 + total
+    yield "epoch.certified", {"epoch": 0, "steps": total, "tally_min": 1, "tally_max": 1}, 1000.0 + total
+    yield name, {"why": "because"}, 1000.0 + total
+
+
+def job(folder: Path, *told: Event) -> Path:
+    folder.mkdir()
+    settings = {"name": folder.name, "epochs": 3, "seed": 0, "recipe_digest": "d" * 64, "faults": []}
+    (folder / "job.json").write_text(json.dumps(settings))
+    (folder / "summary.json").write_text(json.dumps({"certificates": [{"tally_max": 1}], "steps": 6}))
+    (folder / "page.html").write_text("<!doctype html>")
+    say(folder, *told)
+    return folder
+
+
+def say(folder: Path, *told: Event) -> None:
+    with (folder / "events.jsonl").open("a") as log:
+        for name, fields, at in told:
+            log.write(json.dumps({"at": at, "seq": 1, "name": name, "fields": fields}) + "\n")
+
+
+def uri(folder: Path) -> str:
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def found(folder: Path, run_id: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+    """The run and all its curves."""
+    with store.opened(uri(folder)) as client:
+        run = client.get_run(run_id)
+        histories = {key: client.get_metric_history(run_id, key) for key in run.data.metrics}
+    return run, {key: [(point.step, point.value) for point in history] for key, history in histories.items()}
+
+
+def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files(world: Path, tmp_path: Path) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 6, total=6), *end(6))
+    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "digits-1")
+    assert run.data.params == {"name": "digits-1", "epochs": "3", "seed": "0", "recipe_digest": "d" * 64}
+    assert curves["train/loss"] == [(step, 1 / (step + 1)) for step in range(6)]
+    assert curves["records_per_second"] == [(step, 8.0) for step in range(1, 6)]
+    assert curves["eval/top-5 _"] == [(6, 0.9)]
+    assert json.loads(run.data.tags["trueline.certificate.0"])["steps"] == 6
+    assert (run.data.tags["trueline.state"], run.data.tags["trueline.exactly_once"]) == ("finished", "true")
+    with store.opened(uri(world)) as client:
+        assert client.get_experiment_by_name("digits").experiment_id == run.info.experiment_id
+        files = {entry.path for entry in client.list_artifacts(run.info.run_id)}
+    assert files == {"summary.json", "events.jsonl", "page.html", "job.json"}
+
+
+@pytest.mark.parametrize("total", [10, MAX_POINTS, MAX_POINTS + 1, 40 * MAX_POINTS])
+def test_a_curve_has_a_bounded_number_of_points_and_all_steps_are_in_their_means(total: int) -> None:
+    curves = Curves()
+    for event in steps(0, total, total=total):
+        curves.hear(*event)
+    curves.hear(*[*end(total)][-1])
+    points = [value for key, value, _, _ in curves.points if key == "members"]
+    assert min(total, MAX_POINTS // 2) <= len(points) <= MAX_POINTS
+    assert set(points) == {2.0}
+
+
+def test_steps_that_a_master_told_late_and_at_once_have_the_rate_at_which_they_were_made() -> None:
+    curves = Curves()
+    for name, fields, _ in steps(0, 5, total=5):
+        curves.hear(name, {**fields, "at_ns": int((70 + fields["step"] / 4) * 1e9)}, 2000.0)
+    assert [value for key, value, _, _ in curves.points if key == "records_per_second"] == [32.0] * 4
+
+
+def test_how_a_job_ended_stays_when_its_launcher_tidies_up() -> None:
+    curves = Curves()
+    curves.hear("job.failed", {"why": "state lost"}, 1.0)
+    curves.hear("job.stopping", {"why": "the launcher ends"}, 2.0)
+    curves.hear("launcher.ended", {"outcome": "failed", "why": ""}, 3.0)
+    assert (curves.end, curves.tags["trueline.why"]) == ("FAILED", "state lost")
+    curves = Curves()
+    curves.hear("launcher.ended", {"outcome": "stopped", "why": "SIGHUP"}, 3.0)
+    assert (curves.end, curves.tags["trueline.why"]) == ("KILLED", "SIGHUP")
+
+
+def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_twice(
+    world: Path, tmp_path: Path
+) -> None:
+    stride = 7  # a point of so many steps is cut in two wherever the follower is killed here
+    total = stride * MAX_POINTS
+    folder = job(tmp_path / "digits-1", *steps(0, 1000, total=total))
+    (folder / "master.json").write_text(json.dumps({"pid": os.getpid()}))  # the job lives
+    for first in (1000, 2000):
+        process = follow.start(folder, tracking_uri=uri(world))
+        before, deadline = _logged(folder), time.monotonic() + 60
+        say(folder, *steps(first, first + 1000, total=total))
+        while _logged(folder) <= before and time.monotonic() < deadline:
+            assert process.poll() is None, (folder / "logs" / "mlflow.log").read_text()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    say(folder, *steps(3000, total, total=total), *end(total))
+    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    assert run.info.run_id == json.loads((folder / "mlflow.json").read_text())["run_id"]
+    means = [sum(1 / (step + 1) for step in range(at, at + stride)) / stride for at in range(0, total, stride)]
+    assert [step for step, _ in curves["train/loss"]] == list(range(stride - 1, total, stride))
+    assert [value for _, value in curves["train/loss"]] == pytest.approx(means)
+    assert run.info.status == "FINISHED"
+
+
+def _logged(folder: Path) -> int:
+    file = folder / "mlflow.json"
+    return int(json.loads(file.read_text())["offset"]) if file.exists() else -1
+
+
+def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(world: Path, tmp_path: Path) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 5, total=9))
+    with store.opened(uri(world)) as client:
+        follower = follow._Follower(folder, client, None)
+        saved = (folder / "mlflow.json").read_bytes()
+        follower.read()
+        follower.flush()
+    (folder / "mlflow.json").write_bytes(saved)  # killed after it had logged and before it said so
+    say(folder, *steps(5, 9, total=9), *end(9))
+    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    assert [step for step, _ in curves["train/loss"]] == list(range(9))
+    assert run.info.run_id == json.loads(saved)["run_id"]
+
+
+def test_a_resumed_job_goes_on_in_its_run(world: Path, tmp_path: Path) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 4, total=8), *end(4, "job.failed"))
+    first = follow.follow(folder, tracking_uri=uri(world))
+    assert found(world, first)[0].info.status == "FAILED"
+    say(folder, ("worker.started", {"worker": "worker-0.1"}, 2000.0), *steps(3, 8, total=8), *end(8))
+    assert follow.follow(folder, tracking_uri=uri(world)) == first
+    run, curves = found(world, first)
+    assert run.info.status == "FINISHED"
+    assert {step for step, _ in curves["train/loss"]} == set(range(8))
+
+
+def test_a_job_that_vanished_without_an_end_was_killed(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "GONE_S", 0.0)
+    folder = job(tmp_path / "digits-1", *steps(0, 4, total=8))
+    assert found(world, follow.follow(folder, tracking_uri=uri(world)))[0].info.status == "KILLED"
+
+
+def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
+    refusals = [RegistryError("away"), RegistryError("away")]
+    opened = store.opened
+
+    def sometimes(tracking_uri: str | None) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return opened(tracking_uri)
+
+    monkeypatch.setattr(store, "opened", sometimes)
+    monkeypatch.setattr(follow, "RETRY_S", 0.0)
+    with pytest.raises(RegistryError):
+        follow.follow(folder, tracking_uri=uri(world))
+    (folder / "launcher.json").write_text(json.dumps({"pid": os.getpid()}))
+    follow.follow(folder, tracking_uri=uri(world))
+
+
+def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
+    folder = job(tmp_path / "digits-1")
+    with follow._alone(folder), pytest.raises(UsageError, match=r"logs .*digits-1 to MLflow already"):
+        follow.follow(folder)
+    with pytest.raises(UsageError, match=r"has no job\.json"):
+        follow.follow(tmp_path)
+
+
+def test_a_registered_bundle_belongs_to_the_run_of_its_job(world: Path, tmp_path: Path) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
+    run_id = follow.follow(folder, tracking_uri=uri(world))
+    small_bundle(tmp_path / "b.bundle")
+    facts = RunFacts(params={"epochs": 4, "team": "vision"}, metrics={"loss": 0.5}, job_dir=folder)
+    version = register(tmp_path / "b.bundle", tracking_uri=uri(world), run=facts)
+    assert version.run_id == run_id
+    run, curves = found(world, run_id)
+    assert (run.data.params["epochs"], run.data.params["team"]) == ("3", "vision")
+    assert curves["loss"] == [(0, 0.5)]
+    assert run.data.tags[store.DIGEST_TAG] == version.digest
+    other = tmp_path / "other"
+    other.mkdir()
+    elsewhere = register(tmp_path / "b.bundle", tracking_uri=uri(other), run=facts)
+    assert elsewhere.run_id != run_id
+    assert follow.follow(folder, tracking_uri=uri(other)) not in (run_id, elsewhere.run_id)

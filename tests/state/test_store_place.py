@@ -1,0 +1,99 @@
+"""A folder of an object store is a place of checkpoints: in memory here, and on S3 where a server says so.
+
+TRUELINE_TEST_S3 names a bucket's folder to test against, e.g. s3://bucket/tests; s3fs and credentials are then needed.
+"""
+
+import os
+import uuid
+
+import fsspec
+import pytest
+from place_conformance import *  # noqa: F403  the shared tests
+from place_conformance import PARTS
+
+from trueline.errors import StorageError
+from trueline.state.place import inside, located, place_of, split
+
+STORES = ["memory://tests", *filter(None, [os.environ.get("TRUELINE_TEST_S3")])]
+
+
+@pytest.fixture(params=STORES)
+def url(request):
+    return inside(request.param, uuid.uuid4().hex)
+
+
+@pytest.fixture
+def place(url):
+    return place_of(url, seal="seal")
+
+
+def test_a_url_keeps_both_slashes_wherever_it_goes():
+    assert located("s3://bucket/folder/") == "s3://bucket/folder"
+    assert inside("s3://bucket/folder", "step-1") == "s3://bucket/folder/step-1"
+    assert split("s3://bucket/folder/step-1") == ("s3://bucket/folder", "step-1")
+
+
+def test_without_its_seal_a_name_does_not_exist_and_is_left_for_the_sweeper(place, url):
+    fs, root = fsspec.url_to_fs(url)
+    fs.pipe_file(f"{root}/step-7/body", b"of a writer that died")
+    place.put("step-8", PARTS)
+    assert (place.names(), place.names(unfinished=True)) == (["step-8"], ["step-7"])
+    place.remove("step-7")
+    assert place.names(unfinished=True) == []
+
+
+def test_the_seal_is_gone_before_anything_of_a_name_is_written_again(place, url):
+    place.put("step-1", PARTS)
+    fs, root = fsspec.url_to_fs(url)
+
+    def parts():
+        assert not fs.exists(f"{root}/step-1/seal")
+        yield from PARTS
+
+    place.put("step-1", parts())
+    assert place.names() == ["step-1"]
+
+
+class NoCredentialsError(Exception):
+    """As botocore's, which is no OSError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "hint"),
+    [
+        (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials", "credentials"),
+        (PermissionError("Access Denied"), "Access Denied", "credentials"),
+        (FileNotFoundError("The specified bucket does not exist"), "bucket does not exist", "create the bucket"),
+        (OSError(16, "Please reduce your request rate."), "reduce your request rate", "at its next checkpoint"),
+        (TimeoutError(), "TimeoutError: no reason given", "at its next checkpoint"),
+    ],
+)
+def test_whatever_a_store_raises_is_a_storage_error_in_words(monkeypatch, error, said, hint):
+    place = place_of("memory://failing", seal="seal")
+
+    def fail(*_, **__):
+        raise error
+
+    for method in ("open", "find"):
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), method, fail)
+    for act in (lambda: place.put("step-1", PARTS), place.names):
+        with pytest.raises(StorageError, match=said) as caught:
+            act()
+        assert "memory://failing" in caught.value.message
+        assert hint in caught.value.hint
+
+
+def test_an_unknown_scheme_is_told_what_can_be_written(monkeypatch):
+    with pytest.raises(StorageError) as caught:
+        place_of("s4://bucket", seal="seal")
+    assert "s3://BUCKET" in caught.value.hint
+
+
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch):
+    def missing(url):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    with pytest.raises(StorageError) as caught:
+        place_of("s3://bucket", seal="seal")
+    assert caught.value.hint == "pip install 'trueline[s3]'"

@@ -1,0 +1,65 @@
+"""A small group without a master: each member is a forked process that runs a loop of its own over `Elastic`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from trueline.train import elastic
+from trueline.train.link import Solo
+from trueline.wire import train_pb2 as pb
+
+
+class _Fellow(Solo):
+    """One view of `size` members that have applied `steps` steps; rank 0's store is handed on through `stores`."""
+
+    applied = -1
+
+    def __init__(self, rank: int, size: int, stores: Any) -> None:
+        super().__init__()
+        self.ref, self._rank, self._size, self._stores = f"worker-{rank}.0", rank, size, stores
+
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
+        members = [f"worker-{rank}.0" for rank in range(self._size)]
+        self._store, self._view = store, pb.View(generation=1, members=members, cut_below=1)
+
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        if self._rank == 0:
+            for _ in range(1, self._size):
+                self._stores.put(self._store)
+        store = self._store if self._rank == 0 else self._stores.get(timeout=60)
+        return pb.Plan(source=0, steps=[self.applied] * self._size, rates=[0.0] * self._size, store=store)
+
+
+def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[Any]:
+    """What `train` returns in each of `size` members. Raises AssertionError when it raises in one.
+
+    `steps`: what they say they have applied when they enter; -1: nobody has a state.
+    """
+    context = multiprocessing.get_context("fork")
+    stores, results = context.Queue(), context.Queue()
+
+    def member(rank: int) -> None:
+        torch.set_num_threads(1)
+        _Fellow.applied = steps
+        with mock.patch.object(elastic, "connect", return_value=_Fellow(rank, size, stores)):
+            try:
+                results.put((rank, True, train()))
+            except Exception as error:  # noqa: BLE001  handed to the test
+                results.put((rank, False, f"{type(error).__name__}: {error}"))
+
+    processes = [context.Process(target=member, args=(rank,), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        found = sorted(results.get(timeout=60) for _ in processes)
+        assert all(fine for _, fine, _ in found), found
+        return [one for _, _, one in found]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

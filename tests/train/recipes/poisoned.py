@@ -1,0 +1,53 @@
+"""`tiny` with one record that cannot be trained: POISON says where it fails (read, forward, nan, crash).
+
+With POISON=spin no record is bad, but worker-1.0 computes for ever from its second epoch on.
+"""
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+_tiny = importlib.util.spec_from_file_location("tiny", Path(__file__).parent / "tiny.py")
+tiny = importlib.util.module_from_spec(_tiny)
+_tiny.loader.exec_module(tiny)
+
+name = "poisoned"
+epochs = 3
+global_batch = tiny.global_batch
+BAD = 17
+HOW = os.environ.get("POISON", "")
+
+
+class Poisoned(tiny.Generated):
+    def __getitem__(self, index):
+        if index == BAD and HOW == "read":
+            raise ValueError("the image is torn")
+        return super().__getitem__(index)
+
+
+class Careless(tiny.Counting):
+    def forward(self, inputs, ids):
+        if HOW == "forward" and (ids == BAD).any():
+            raise ValueError("a label of -1")
+        if HOW == "crash" and self.training and (ids == BAD).any():
+            os.kill(os.getpid(), signal.SIGSEGV)
+        while HOW == "spin" and os.environ.get("TRUELINE_REF") == "worker-1.0" and self.seen.max() > 1.5:
+            continue
+        logits, seen = super().forward(inputs, ids)
+        if HOW == "nan":
+            logits = torch.where((ids == BAD)[:, None], torch.nan, logits)
+        return logits, seen
+
+
+def model():
+    return Careless()
+
+
+def dataset(mode):
+    return Poisoned()
+
+
+loss, optimizer = tiny.loss, tiny.optimizer

@@ -1,0 +1,113 @@
+"""Promises of the master's account: certificates, evaluations, early stops."""
+
+import json
+
+import numpy as np
+import pytest
+
+from trueline.data import order
+from trueline.train import ledger
+from trueline.train.account import Account
+from trueline.train.roster import State
+from trueline.train.settings import JobSettings
+from trueline.wire import train_pb2 as pb
+
+JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=3, global_batch=4, seed=5)
+RECORDS, STEPS = 10, 3
+
+
+def ids(epoch: int, steps: int = STEPS) -> np.ndarray:
+    count = min(steps * JOB.global_batch, RECORDS)
+    return order.record_at(np.arange(count), seed=JOB.seed, epoch=epoch, num_records=RECORDS)
+
+
+def signed(epoch: int, *, steps: int = STEPS, out: tuple[int, ...] = (), named=None, low: int = 1) -> pb.Certificate:
+    """The certificate of an epoch (or its first steps) that applied all its records but `out`."""
+    applied = np.setdiff1d(ids(epoch, steps), out)
+    return pb.Certificate(
+        epoch=epoch, steps=steps, records=len(applied), digest=ledger.digest(applied), tally_min=low, tally_max=1,
+        set_aside=out if named is None else named,
+    )  # fmt: skip
+
+
+def evaluation(step: int, **changes) -> pb.Evaluation:
+    return pb.Evaluation(step=step, records=50, loss=0.5, metrics=json.dumps({"accuracy": 0.9}), **changes)
+
+
+def account(*certificates: pb.Certificate, evaluations=()) -> Account:
+    found = Account()
+    found.accept(RECORDS, STEPS * JOB.epochs)
+    found.report(pb.Progress(ref="w", certificates=certificates, evaluations=evaluations))
+    return found
+
+
+def test_certificates_of_all_epochs_over_all_records_are_free_of_faults():
+    assert account(signed(0), signed(1), signed(2)).faults(JOB) == []
+    assert account(signed(0), signed(2)).faults(JOB) == ["epoch 1 has no certificate"]
+
+
+def test_records_that_were_set_aside_are_missing_only_where_the_certificate_names_them():
+    whole, part = signed(0), signed(1, out=(3, 7), low=0)
+    books = account(whole, part, signed(2, out=(3, 7), low=0))
+    assert books.faults(JOB, {3: "odd", 7: "odd"}) == []
+    assert books.faults(JOB, {3: "odd"}) == [
+        "epoch 1: record 7 was left out and nobody has set it aside",
+        "epoch 2: record 7 was left out and nobody has set it aside",
+    ]
+    silent = account(whole, signed(1, out=(3,), named=(), low=0), signed(2)).faults(JOB, {3: "odd"})
+    assert "epoch 1: 9 records were applied, planned were 10" in silent
+    assert "epoch 1: records were applied 0 to 1 times" in silent
+
+
+def test_a_record_that_is_named_as_left_out_and_was_applied_is_found_out():
+    faults = account(signed(0, named=(3,)), signed(1), signed(2)).faults(JOB, {3: "odd"})
+    assert faults[0] == "epoch 0: 10 records were applied and 1 set aside, planned were 10"
+
+
+def test_a_job_that_stops_early_is_complete_with_the_records_of_its_steps():
+    stop = [evaluation(3), evaluation(5, stop=True, best=True)]
+    books = account(signed(0), signed(1, steps=2, low=0), evaluations=stop)
+    assert (books.last_step, books.faults(JOB)) == (5, [])
+    assert account(signed(0), signed(1), evaluations=stop).faults(JOB) != []
+    left_out = int(ids(1, 2)[0])
+    books = account(signed(0), signed(1, steps=2, out=(left_out,), low=0), evaluations=stop)
+    assert (books.faults(JOB, {left_out: "odd"}), len(books.faults(JOB))) == ([], 1)
+
+
+def test_a_stop_at_the_end_of_an_epoch_needs_no_part_of_the_next():
+    assert account(signed(0), evaluations=[evaluation(3, stop=True)]).faults(JOB) == []
+
+
+def test_an_evaluation_that_two_workers_report_is_told_once_and_the_summary_names_the_best():
+    books = account(evaluations=[evaluation(3, best=True), evaluation(6)])
+    again = books.report(pb.Progress(ref="v", evaluations=[evaluation(6), evaluation(7, stop=True)]))
+    assert [body["step"] for _, body in again.told] == [7]
+    summary = books.summary(JOB, State(workers=2, set_aside={4: "odd"}))
+    assert [found["step"] for found in summary["evaluations"]] == [3, 6, 7]
+    assert summary["best"] == {"step": 3, "loss": pytest.approx(0.5), "metrics": {"accuracy": 0.9}}
+    assert (summary["stopped_early"], summary["steps"]) == (True, 7)
+    assert summary["set_aside"] == [{"record": 4, "why": "odd"}]
+
+
+def test_an_evaluation_beyond_the_surviving_state_never_happened():
+    books = account(evaluations=[evaluation(3), evaluation(6, stop=True)])
+    books.truncate(5)
+    assert (books.last_step, [found["step"] for found in books.evaluated()]) == (9, [3])
+
+
+def test_the_journal_brings_back_evaluations_and_leaves_the_times_of_steps_out():
+    applied = pb.Applied(step=0, records=4, digest=1, rates=[10.0, 20.0], shares=[1, 3], data_ms=1.5)
+    report = account().report(pb.Progress(ref="w", applied=[applied], evaluations=[evaluation(1, best=True)]), now=1.0)
+    (_, step), (_, evaluated) = report.told
+    assert (step["rates"], step["shares"], step["data_ms"]) == ("[10.0, 20.0]", "[1, 3]", 1.5)
+    assert set(report.rows[0][1]).isdisjoint({"rates", "shares", "data_ms"})
+    assert Account(report.rows).best() == {"step": 1, "loss": evaluated["loss"], "metrics": {"accuracy": 0.9}}
+
+
+def test_throughput_is_that_of_the_last_ten_seconds():
+    books = Account()
+    for step in range(40):
+        applied = pb.Applied(step=step, records=100, digest=1)
+        books.report(pb.Progress(ref="w", applied=[applied]), now=float(step))
+    assert books.records_per_s(39.0) == pytest.approx(100.0)
+    assert books.records_per_s(100.0) == 0.0

@@ -1,0 +1,177 @@
+"""Promises of who writes checkpoints: which are written, which are skipped, what training waits for."""
+
+import threading
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+import torch
+
+from trueline import events
+from trueline.errors import StorageError
+from trueline.state import checkpoint
+from trueline.train.keeper import Keeper
+
+
+class Job:
+    """A replica and a link, as far as a keeper knows them."""
+
+    def __init__(self, keeper):
+        self.keeper, self.weights, self.evaluations, self.told = keeper, torch.zeros(4), [], []
+        self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
+
+    def as_tree(self):
+        return {"steps": self.ledger.steps, "certificates": [], "evaluations": [dict(one) for one in self.evaluations]}
+
+    def state(self):
+        return {"model": {"w": self.weights}, "ledger": self.as_tree()}
+
+    def saved(self, step, path, digest):
+        self.told.append((step, path, digest))
+
+    def step(self, *, best=False, due=False, ends_epoch=False):
+        self.ledger.steps += 1
+        self.weights += 1
+        if best:
+            self.evaluations.append({"step": self.ledger.steps, "loss": 0.0, "metrics": {}, "best": True})
+        self.keeper.after_step(self, self, ends_epoch=ends_epoch, best=best, due=due)
+
+    def complete(self):
+        self.keeper.complete(self, self)
+
+
+class Slow:
+    """checkpoint.write behind a gate, and the order of what went through it."""
+
+    def __init__(self, monkeypatch):
+        self.gate, self.began, self.written = threading.Event(), threading.Event(), []
+        self._write = checkpoint.write
+        monkeypatch.setattr(checkpoint, "write", self.write)
+
+    def write(self, folder, *, step, state, facts, sealing):
+        self.began.set()
+        assert self.gate.wait(20)
+        self.written.append((step, state["model"]["w"][0].item()))
+        return self._write(folder, step=step, state=state, facts=facts, sealing=sealing)
+
+
+@pytest.fixture
+def said():
+    heard = []
+    with events.listening(lambda name, fields: heard.append((name, fields.get("step")))):
+        yield heard
+
+
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path):
+    job = Job(Keeper(tmp_path, {}, every=2))
+    for _ in range(5):
+        job.step()
+        job.keeper._join()
+    job.complete()
+    assert [step for step, _, _ in job.told] == [2, 4, 5]
+    assert checkpoint.latest(tmp_path).state["model"]["w"].tolist() == [5.0] * 4
+
+
+def test_without_a_number_of_steps_they_come_at_the_ends_of_epochs(tmp_path):
+    job = Job(Keeper(tmp_path, {}))
+    for ends in (False, True, False):
+        job.step(ends_epoch=ends)
+        job.keeper._join()
+    assert checkpoint.steps(tmp_path) == [2]
+
+
+def test_one_that_is_due_while_the_last_is_written_is_skipped_and_said_so(tmp_path, monkeypatch, said):
+    slow = Slow(monkeypatch)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    for _ in range(3):
+        job.step()
+    slow.gate.set()
+    job.keeper._join()
+    assert slow.written == [(1, 1.0)]
+    assert [one for one in said if one[0] == "checkpoint.skipped"] == [
+        ("checkpoint.skipped", 2),
+        ("checkpoint.skipped", 3),
+    ]
+
+
+def test_the_best_and_those_asked_for_are_never_skipped_and_hold_the_state_of_their_step(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    job.step()
+    assert slow.began.wait(20)
+    job.step(best=True)
+    opened = threading.Timer(0.3, slow.gate.set)
+    opened.start()
+    job.step(due=True)
+    opened.join()
+    job.complete()
+    assert slow.written == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    job.step()
+    assert slow.began.wait(20)
+    for _ in range(50):
+        job.step()
+    assert (job.ledger.steps, slow.written) == (51, [])
+    slow.gate.set()
+    job.complete()
+    assert slow.written == [(1, 1.0), (51, 51.0)]
+
+
+@pytest.mark.parametrize("where", ["disk", "memory://keeper"])
+def test_the_newest_and_the_best_are_kept(tmp_path, where):
+    folder = tmp_path if where == "disk" else where
+    job = Job(Keeper(folder, {}, every=1, keep=2))
+    for step in range(1, 7):
+        job.step(best=step == 2)
+        job.keeper._join()
+    assert checkpoint.steps(folder) == [2, 5, 6]
+    assert str(checkpoint.best(folder)).endswith("step-00000002")
+
+
+def test_a_last_state_that_was_evaluated_after_it_was_written_is_written_again(tmp_path):
+    job = Job(Keeper(tmp_path, {}, every=1))
+    job.step()
+    job.keeper._join()
+    job.evaluations.append({"step": 1, "loss": 0.5, "metrics": {}, "best": True})
+    job.complete()
+    assert checkpoint.read_manifest(checkpoint.latest(tmp_path).path)["evaluations"][0]["loss"] == 0.5
+
+
+class Throttled(Exception):
+    """A store library's own error."""
+
+
+def test_a_store_that_fails_costs_a_warning_and_the_next_checkpoint_tries_again(monkeypatch, said):
+    job = Job(Keeper("memory://throttled", {}, every=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(type(fsspec.filesystem("memory")), "open", lambda *_, **__: (_ for _ in ()).throw(Throttled()))
+        job.step()
+        job.keeper._join()
+    assert said == [("checkpoint.failed", 1)]
+    job.step()
+    job.complete()
+    assert checkpoint.steps("memory://throttled") == [2]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(monkeypatch):
+    job = Job(Keeper("memory://closed", {}, every=0))
+    job.step()
+    monkeypatch.setattr(checkpoint, "write", lambda *_, **__: (_ for _ in ()).throw(Throttled("slow down")))
+    with pytest.raises(StorageError, match="Throttled: slow down"):
+        job.complete()
+
+
+def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, monkeypatch, said):
+    def fail(*_, **__):
+        raise StorageError("removing failed")
+
+    monkeypatch.setattr(checkpoint, "prune", fail)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    job.step()
+    job.complete()
+    assert [step for step, _, _ in job.told] == [1]
+    assert said == [("checkpoint.not_pruned", 1)]

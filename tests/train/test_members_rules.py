@@ -1,0 +1,284 @@
+"""Promises of scaling, hangs, quarantine, votes and care: pure decisions, time is a number that the test moves."""
+
+from membership_worlds import POLICY, A, B, C, World, logged, running
+
+from trueline.train import happenings as h
+from trueline.train import members as m
+from trueline.train import roster
+
+
+def test_more_workers_are_started_and_join_by_a_planned_view():
+    world = running().happen(h.Scale(4, "asked for"))
+    assert (world.of(h.Start), logged(world, "SCALE")[0]["workers"]) == ([h.Start(3, 0)], 4)
+    world.happen(h.Ready("worker-3.0", "d:1"))
+    assert (world.state.view, world.state.cut_below) == ((A, B, C, "worker-3.0"), 1)
+
+
+def test_fewer_workers_let_the_highest_slots_leave_by_a_planned_view_and_are_not_replaced():
+    world = running().happen(h.Scale(2, "asked for"))
+    assert (world.state.view, world.state.cut_below, world.of(h.Kill)) == ((A, B), 1, [])
+    world.enter(a=6, b=6).happen(h.Gone(C, "exit code 0"))
+    assert world.of(h.Start) == []
+    assert world.happen(h.Scale(3, "again")).of(h.Start) == [h.Start(2, 1)]
+
+
+def test_workers_that_never_joined_end_at_once_when_they_are_not_needed():
+    world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(C, "c:1"), h.Scale(2, "asked for"))
+    assert world.of(h.Kill) == [h.Kill(C, "not needed: the job has 2 workers now")]
+    assert world.happen(h.Ready(B, "b:1")).state.view == (A, B)
+
+
+def test_who_left_and_does_not_end_is_killed_when_the_others_have_long_gone_on():
+    world = running().happen(h.Scale(2, "asked for")).wait(90, A, B, C)
+    assert C in world.state.members  # the step that it completes may be a long one
+    world.enter(a=6, b=6).wait(60.5, A, B, C)
+    assert C not in world.state.members
+
+
+def test_fewer_workers_than_the_minimum_are_refused_in_words():
+    assert "minimum of 2" in m.scale_fault(1, POLICY)
+    assert m.scale_fault(2, POLICY) == ""
+
+
+def test_joins_while_a_view_forms_cost_one_more_view():
+    world = running().happen(h.Scale(9, "asked for"))
+    newcomers = [f"worker-{slot}.0" for slot in range(3, 9)]
+    world.happen(*(h.Ready(ref, "n:1") for ref in newcomers))
+    assert len(world.state.view) == 4
+    world.enter(a=6, b=6, c=6).happen(h.Entered(newcomers[0], 2, -1))
+    assert (world.state.generation, len(world.state.view)) == (3, 9)
+    assert world.of(h.Publish)[0].reason == f"{', '.join(newcomers[1:4])} and 2 more join"
+
+
+def test_deaths_that_are_noticed_together_cost_one_view():
+    world = running().happen(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
+    assert (world.state.generation, world.state.view, len(world.of(h.Start))) == (2, (C,), 2)
+
+
+def test_a_master_that_stood_still_takes_nobody_for_dead():
+    world = running().wait(1.0, A, B, C)
+    world.now += 3600.0
+    assert world.happen(h.Tick()).of(h.Kill) == []
+    assert world.wait(10.0, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
+def beat(world: World, seconds: float, busy: dict[str, tuple[str, float]], waited: float) -> World:
+    """`seconds` of heartbeats: those in `busy` compute since so long, the others wait since `waited`."""
+    until, began = world.now + seconds, world.now
+    while world.now < until:
+        world.now += 0.25
+        for ref in (A, B, C):
+            phase, before = busy.get(ref, ("waiting", waited))
+            world.happen(h.Heard(ref, 5, phase, before + world.now - began))
+        world.happen(h.Tick())
+        if world.of(h.Kill):
+            break
+    return world
+
+
+def test_a_member_that_computes_while_all_others_wait_for_long_is_stuck():
+    world = beat(running(), 9.0, {B: ("computing", 0.0)}, 0.0)
+    assert world.of(h.Kill) == []
+    beat(world, 9.0, {B: ("computing", 9.0)}, 9.0)
+    assert [kill.ref for kill in world.of(h.Kill)] == [B]
+    assert world.of(h.Kill)[0].why.startswith("stuck: computing for 10.2 s while all others wait")
+    assert world.state.view == (A, C)
+
+
+def test_nobody_is_stuck_in_a_step_that_is_slow_for_all_or_for_one_that_checkpoints():
+    world = beat(running(), 60.0, {A: ("reading", 0.0), B: ("computing", 0.0), C: ("computing", 0.0)}, 0.0)
+    assert world.of(h.Kill) == []
+    assert beat(running(), 4.0, {B: ("computing", 20.0)}, 0.0).of(h.Kill) == []
+    assert beat(running(), 60.0, {B: ("committing", 0.0)}, 0.0).of(h.Kill) == []
+
+
+def test_nobody_is_stuck_before_a_step_of_its_own():
+    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5).happen(h.Ready("worker-1.1", "b:2"))
+    world.enter(a=5, c=5).happen(h.Entered("worker-1.1", world.state.generation, -1))
+    for _ in range(200):
+        world.now += 0.25
+        world.happen(h.Heard(A, 5, "waiting", 60.0), h.Heard(C, 5, "waiting", 60.0))
+        world.happen(h.Heard("worker-1.1", -1, "computing", 60.0), h.Tick())
+    assert "worker-1.1" in world.state.members
+
+
+def test_ten_usual_steps_are_waited_for_where_steps_are_slow():
+    world = running()
+    for step in range(6, 16):
+        world.now += 4.0
+        world.happen(*(h.Heard(ref, step, "computing", 1.0) for ref in (A, B, C)))
+    assert world.state.usual_s > 3.0
+    assert beat(world, 25.0, {B: ("computing", 0.0)}, 0.0).of(h.Kill) == []
+
+
+def quarantined_slot() -> World:
+    world = running(steps=5).happen(h.Gone(B, "killed"))
+    for incarnation in range(1, 4):
+        committed = world.state.committed
+        world.enter(a=committed, c=committed).happen(h.Heard(A, committed + 1))
+        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 139")).wait(9.0, A, C)
+    return world
+
+
+def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_with_its_reason():
+    world = quarantined_slot()
+    assert world.state.quarantined == {
+        1: "worker slot 1 died 3 times in a row before its first step; last: exit code 139"
+    }
+    assert world.wait(60.0, A, C).of(h.Start) == []
+    assert (world.state.phase, world.state.wanted) == ("running", 2)
+
+
+def test_scaling_lifts_the_quarantine():
+    world = quarantined_slot().happen(h.Scale(3, "the node was mended"))
+    assert world.of(h.Start) == [h.Start(1, 4)]
+
+
+def test_too_many_slots_in_quarantine_end_the_job_with_their_reasons():
+    world = quarantined_slot()
+    world.happen(h.Gone(C, "killed"))
+    for incarnation in range(1, 4):
+        world.state.committed += 1
+        world.happen(h.Gone(f"worker-2.{incarnation}", "exit code 1")).wait(9.0, A)
+    (failure,) = [action for action in world.all if isinstance(action, h.FailJob)]
+    assert failure.why.startswith("1 of 3 slots are left, at least 2 are needed: worker slot 1 died")
+
+
+def test_a_vote_moves_the_records_on_and_a_second_workers_vote_sets_them_aside():
+    world = running().happen(h.Suspect(A, (17,), "ValueError: odd"))
+    assert (world.state.rotation, world.state.cut_below, world.state.view) == (1, 2, (A, B, C))
+    assert logged(world, "SUSPECT") == [{"record": 17, "worker": A, "why": "ValueError: odd"}]
+    world.enter(a=5, b=5, c=5).happen(h.Suspect(B, (17,), "ValueError: odd"))
+    assert logged(world, "POISON") == [{"record": 17, "why": f"{A}: ValueError: odd; {B}: ValueError: odd"}]
+    assert (list(world.state.set_aside), world.state.generation, world.state.rotation) == ([17], 3, 2)
+
+
+def test_the_same_workers_second_vote_counts_only_where_it_is_alone():
+    world = running().happen(h.Suspect(A, (17,), "odd")).enter(a=5, b=5, c=5).happen(h.Suspect(A, (17,), "odd"))
+    assert (world.state.set_aside, world.state.rotation) == ({}, 2)
+    alone = World(roster.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    alone.happen(h.Suspect(A, (17,), "odd"), h.Suspect(A, (17,), "odd"))
+    assert alone.state.set_aside == {}  # the same call, made twice
+    alone.enter(a=0).happen(h.Suspect(A, (17,), "odd"))
+    assert list(alone.state.set_aside) == [17]
+
+
+def test_votes_that_arrive_while_a_view_forms_already_are_kept_and_force_no_other():
+    world = running().happen(h.Suspect(A, (17,), "odd"), h.Suspect(B, (18,), "odd"))
+    assert (world.state.generation, sorted(world.state.suspects)) == (2, [17, 18])
+    world.happen(h.Suspect(B, (17,), "odd"))
+    assert (world.state.generation, list(world.state.set_aside)) == (3, [17])
+
+
+def test_more_records_than_may_be_set_aside_end_the_job_and_are_named():
+    world = World(roster.Policy(workers=3, set_aside=1, refill_s=0.0)).happen(h.Begin())
+    world.happen(*(h.Ready(ref, "x:1") for ref in (A, B, C))).enter(a=-1, b=-1, c=-1)
+    world.happen(h.Suspect(A, (1, 2), "odd")).enter(a=0, b=0, c=0).happen(h.Suspect(B, (1, 2), "even"))
+    (failure,) = world.of(h.FailJob)
+    assert failure.code == "poison"
+    assert "record 1 (worker-0.0: odd; worker-1.0: even) and record 2" in failure.why
+
+
+def test_deaths_without_a_step_between_make_a_careful_view_and_a_death_while_trying_is_a_vote():
+    world = running().happen(h.Gone(A, "killed by SIGSEGV")).enter(b=5, c=5)
+    assert not world.state.careful
+    world.happen(h.Ready("worker-0.1", "a:2"))
+    world.enter(b=5, c=5).happen(h.Entered("worker-0.1", world.state.generation, -1))
+    world.happen(h.Gone("worker-0.1", "killed by SIGSEGV"))
+    assert world.state.careful
+    assert logged(world, "VIEW")[0]["careful"]
+    world.enter(b=5, c=5).happen(h.Trying(B, 3), h.Trying(B, 17), h.Trying(C, 17), h.Gone(B, "killed by SIGSEGV"))
+    assert world.state.suspects == {17: {B: "killed by SIGSEGV while record 17 was tried"}}
+    assert world.of(h.Start) == [h.Start(1, 1)]
+
+
+def test_one_worker_alone_survives_a_record_that_kills_it_each_time():
+    world = World(roster.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    world.happen(h.Saved(A, 0, "/job/step-0"))
+    for incarnation in range(5):
+        ref = f"worker-0.{incarnation}"
+        if world.state.careful and 17 not in world.state.set_aside:
+            world.happen(h.Trying(ref, 17))
+        if 17 in world.state.set_aside:
+            break
+        world.happen(h.Gone(ref, "killed by SIGSEGV")).wait(40.0)
+        after = f"worker-0.{incarnation + 1}"
+        world.happen(h.Ready(after, "a:1"), h.Tick()).wait(31.0, after)
+        world.happen(h.Entered(after, world.state.generation, -1))
+    assert (list(world.state.set_aside), world.state.phase) == ([17], "running")
+
+
+def test_care_ends_with_the_first_step_that_is_applied():
+    world = (
+        running().happen(h.Gone(A, "killed")).enter(b=5, c=5).happen(h.Gone(B, "killed"), h.Ready("worker-0.1", "a:2"))
+    )
+    assert world.state.careful
+    world.happen(h.Entered(C, world.state.generation, 5), h.Entered("worker-0.1", world.state.generation, -1))
+    world.happen(h.Heard(C, 6), h.Tick())
+    assert not world.state.careful
+    assert world.state.cut_below < world.state.generation
+
+
+def test_members_that_die_at_the_same_moment_call_for_no_care():
+    world = running().happen(h.Gone(A, "killed"), h.Gone(B, "killed"))
+    assert not world.state.careful
+
+
+def test_a_group_that_was_let_go_before_the_master_died_is_believed_when_it_cannot_form():
+    world = running()
+    world.state.released = False  # somebody has entered the master that came back, the others were let go before
+    world.happen(h.GroupBroken(A, 1, "timeout"))
+    assert world.state.generation == 2
+
+
+def test_an_older_checkpoint_that_is_written_late_does_not_take_the_newers_place():
+    world = running(steps=30).happen(h.Saved(B, 20, "/job/step-20"), h.Saved(A, 10, "/job/step-10"))
+    assert (world.state.checkpoint, world.rows) == ("/job/step-20", [])
+
+
+def test_who_dies_in_its_last_step_before_a_departure_is_cut_off_and_who_ends_well_is_not():
+    world = running().happen(h.Leaving(C))
+    assert (world.state.view, world.state.cut_below) == ((A, B), 1)
+    world.happen(h.Gone(C, "exit code 0", clean=True))
+    assert world.state.generation == 2
+    world = running().happen(h.Leaving(C), h.Gone(C, "killed by SIGKILL"))
+    assert (world.state.generation, world.state.cut_below) == (3, 3)
+
+
+def test_a_vote_cuts_the_group_even_while_a_planned_view_forms():
+    world = running().happen(h.Scale(4, "asked for"), h.Ready("worker-3.0", "d:1"))
+    assert (world.state.generation, world.state.cut_below) == (2, 1)
+    world.happen(h.Suspect(A, (17,), "odd"))
+    assert (world.state.generation, world.state.cut_below) == (3, 3)
+
+
+def test_members_that_wait_for_one_that_went_on_to_a_planned_view_are_cut_off():
+    world = running().happen(h.Scale(4, "asked for"), h.Ready("worker-3.0", "d:1"))
+    world.happen(h.Entered("worker-3.0", 2, -1))
+    world.wait(60.0, A, B, C, "worker-3.0", phase="waiting", phase_s=60.0)
+    assert world.state.generation == 2  # a long step, for everybody
+    world.happen(h.Entered(A, 2, 5)).wait(1.0, B, C, "worker-3.0", phase="waiting", phase_s=11.0)
+    assert (world.state.generation, world.state.cut_below) == (3, 3)
+
+
+def test_when_all_announce_their_departure_at_once_one_stays_until_the_slots_are_filled_again():
+    world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1")).enter(a=-1, b=-1, c=-1)
+    world.happen(h.Leaving(A), h.Leaving(B), h.Leaving(C))
+    assert world.state.view == (A, B, C)
+    world.happen(h.Heard(A, 1))
+    assert world.state.view == (A,)
+    world.enter(a=1).happen(h.Gone(B, "exit code 0", clean=True))
+    assert world.of(h.Start) == [h.Start(1, 1)]
+
+
+def test_survivors_apply_a_step_before_the_replacement_takes_cores_from_them():
+    world = World(roster.Policy(workers=3)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1"))
+    world.enter(a=-1, b=-1, c=-1).happen(h.Heard(A, 5), h.Gone(C, "killed by SIGKILL"))
+    assert world.of(h.Start) == []
+    assert world.enter(a=5, b=5).happen(h.Heard(A, 6)).of(h.Start) == [h.Start(2, 1)]
+
+
+def test_a_replacement_starts_after_a_moment_though_the_survivors_do_not_get_on():
+    world = World(roster.Policy(workers=2)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
+    world.happen(h.Heard(A, 5), h.Gone(B, "killed by SIGKILL")).wait(0.25, A)
+    assert [action for action in world.all if isinstance(action, h.Start)][-1] == h.Start(1, 1)

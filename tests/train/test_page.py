@@ -1,0 +1,197 @@
+"""Promises of the live page: who sees it, what it shows after a restart, and that it never stands in a job's way."""
+
+import asyncio
+import json
+import re
+import socket
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import board_worlds as worlds
+import httpx
+import pytest
+
+from trueline import events
+from trueline.train import page as pages
+from trueline.train.page import Page, still, token_of
+
+HTML = Path(pages.__file__).with_name("page.html")
+
+
+@asynccontextmanager
+async def opened(folder, port=0):
+    page = Page(folder, token_of("secret"))
+    url = await page.open(port)
+    await page._tasks[0]
+    async with httpx.AsyncClient(base_url=url.partition("?")[0], trust_env=False) as client:
+        yield page, client
+    await page.close()
+
+
+def test_nobody_sees_anything_without_the_token_which_is_not_the_secret(tmp_path):
+    async def scenario():
+        async with opened(worlds.job_folder(tmp_path / "job", worlds.failure())) as (page, client):
+            for path in ("", "state", "events", "metrics"):
+                for query in ({}, {"token": ""}, {"token": "secret"}, {"token": page.token[:-1]}):
+                    refused = await client.get(path, params=query)
+                    assert (refused.status_code, "digits" in refused.text) == (401, False)
+            assert (await client.get("state", params={"token": page.token})).json()["phase"] == "failed"
+            scraped = await client.get("metrics", headers={"authorization": f"Bearer {page.token}"})
+            assert 'phase="failed"' in scraped.text
+            assert (await client.post("state", params={"token": page.token})).status_code == 405
+            assert (page.job_dir / "page.token").read_text() == page.token
+            assert (page.job_dir / "page.token").stat().st_mode & 0o77 == 0
+            return page
+
+    page = asyncio.run(scenario())
+    assert "secret" not in page.url
+    assert not (page.job_dir / "page.token").exists()
+
+
+def test_the_page_fetches_nothing_from_elsewhere_and_the_browser_may_not_either(tmp_path):
+    assert not re.search(r"https?://|@import|src=", HTML.read_text())
+
+    async def scenario():
+        async with opened(worlds.job_folder(tmp_path / "job", [])) as (page, client):
+            return await client.get("", params={"token": page.token})
+
+    policy = asyncio.run(scenario()).headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src 'self'" in policy
+
+
+def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path):
+    told = list(worlds.storm(total=300, deaths=4))
+    folder = worlds.job_folder(tmp_path / "job", told[:150])
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('{"at": 1, "name": "step.app')  # torn when the master was killed
+
+    async def first():
+        async with opened(folder) as (page, _):
+            (folder / "master.json").write_text(json.dumps({"page": page.url}))
+            return page.url
+
+    async def second():
+        page = Page(folder, token_of("secret"))
+        page.hear(*told[150])  # before the past is read
+        url = await page.open()
+        await page._tasks[0]
+        for event in told[151:]:
+            page.hear(*event)
+        await page.close()
+        return url, page.board.state(0.0)
+
+    before = asyncio.run(first())
+    url, state = asyncio.run(second())
+    assert url == before
+    whole = pages.Board(pages._facts(folder))
+    for event in told:
+        whole.hear(*event)
+    assert state == whole.state(0.0)
+
+
+def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "INTERVAL_S", 30.0)  # so that only the end itself can be the reason for a second state
+    folder = worlds.job_folder(tmp_path / "job", [])
+    told = list(worlds.failure())
+
+    async def scenario():
+        async with opened(folder) as (page, client):
+            async with client.stream("GET", "events", params={"token": page.token}) as stream:
+                lines = (line async for line in stream.aiter_lines() if line.startswith("data: "))
+                phases = [json.loads((await anext(lines))[6:])["phase"]]
+                for event in told:
+                    page.hear(*event)
+                phases.append(json.loads((await anext(lines))[6:])["phase"])
+            return phases
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == ["starting", "failed"]
+    kept = (folder / "page.html").read_text()
+    (state,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', kept, re.DOTALL)
+    assert json.loads(state)["why"].startswith("worker-1.0: ValueError")
+
+
+def test_a_reason_with_markup_in_it_stays_text(tmp_path):
+    board = pages.Board({})
+    board.hear("job.failed", {"why": "</script><script>alert(1)</script>"}, 1.0)
+    assert b"<script>alert" not in still(board, 1.0)
+
+
+def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
+    folder = worlds.job_folder(tmp_path / "job", [])
+    said = []
+
+    async def scenario(port):
+        page = Page(folder, "token")
+        with events.listening(lambda name, fields: said.append((name, fields))):
+            url = await page.open(port, events.emit)
+        await page._tasks[0]
+        for event in worlds.failure():
+            page.hear(*event)
+        await page.close()
+        return url
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert re.match(r"http://127\.0\.0\.1:\d+/", url := asyncio.run(scenario(port)))
+        assert f":{port}/" not in url
+        assert said[0][0] == "page.failed"
+        assert f"cannot have port {port}" in said[0][1]["why"]
+        (folder / "master.json").write_text(json.dumps({"page": f"http://127.0.0.1:{port}/?token=x"}))
+        assert asyncio.run(scenario(0)).startswith("http://127.0.0.1:")
+    assert (folder / "page.html").exists()
+
+
+def test_the_page_of_a_folder_follows_what_another_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.01)
+    told = list(worlds.failure())
+    folder = worlds.job_folder(tmp_path / "job", told[:50])
+    later = worlds.job_folder(tmp_path / "all", told) / "events.jsonl"
+
+    async def scenario():
+        async with opened(folder) as (page, _):
+            following = asyncio.ensure_future(page.follow())
+            with (folder / "events.jsonl").open("ab") as log:
+                rest = later.read_bytes()[(folder / "events.jsonl").stat().st_size :]
+                log.write(rest[:-40])
+                log.flush()
+                while page.board.step < 180:
+                    await asyncio.sleep(0.01)
+                log.write(rest[-40:])
+            while page.board.phase != "failed":
+                await asyncio.sleep(0.01)
+            following.cancel()
+            return page.board.changes
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == len(told)
+
+
+@pytest.mark.parametrize("told", [[], list(worlds.beginning()), list(worlds.storm(total=300, deaths=4, end=False))])
+def test_every_state_of_a_job_can_be_shown(told, tmp_path):
+    folder = worlds.job_folder(tmp_path / "job", told)
+
+    async def scenario():
+        async with opened(folder) as (page, client):
+            return (await client.get("state", params={"token": page.token})).json()
+
+    state = asyncio.run(scenario())
+    assert state["job"]["name"] == "job"
+    assert len(state["series"]["step"]) == len({fields["step"] for name, fields, _ in told if name == "step.applied"})
+
+
+def test_a_real_job_leaves_a_page_that_agrees_with_its_summary(tmp_path):
+    from job_worlds import STEPS, TINY
+
+    import trueline
+    from trueline.train.settings import Fault
+
+    result = trueline.train(TINY, workers="1:2", job_dir=tmp_path / "job", faults=[Fault(step=10, slot=1)])
+    kept = (tmp_path / "job" / "page.html").read_text()
+    (text,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', kept, re.DOTALL)
+    state, summary = json.loads(text), result.summary.as_dict()
+    assert (state["phase"], state["step"], state["deaths"]) == ("finished", STEPS, {"SIGKILL": 1})
+    assert [one["records"] for one in state["certificates"]] == [one["records"] for one in summary["certificates"]]
+    gaps = [one["generation"] for one in summary["regroups"] if one["gap_ms"]]
+    assert [one["generation"] for one in state["regroups"] if one["gap_ms"]] == gaps
+    assert state["lanes"][1]["spans"][0][4] == "died"
+    assert not (tmp_path / "job" / "page.token").exists()

@@ -1,0 +1,222 @@
+"""Loops of all kinds: two workers arrive where one does, whatever the model, the optimizer and the loop are like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pairs import together
+from torch.utils.data import TensorDataset
+
+from trueline.errors import TrainError, UsageError
+from trueline.train import ledger as books
+from trueline.train.elastic import Elastic
+from trueline.train.options import Options
+from trueline.train.replica import Reduced
+from trueline.train.validation import Rule, Validation
+
+RECORDS = 25
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def line() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 1)
+
+
+class Spare(torch.nn.Module):
+    """A part of it takes no part in any step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = line(), line()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+def loop(model: Callable[[], Any], forward: Any = None, optimizer: Any = None, batch: int = 8, **options: Any) -> Any:
+    """A loop of one's own, to be run in each worker; it returns the parameters."""
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inputs, labels, mine = torch.randn(RECORDS, 4), torch.randn(RECORDS, 1), model()
+        advance = optimizer(mine) if optimizer else torch.optim.SGD(mine.parameters(), lr=0.1)
+        chosen = Options(**options)
+        job = Elastic(mine, advance, TensorDataset(inputs, labels), global_batch=batch, epochs=3, options=chosen)
+        for step in job:
+            outputs = forward(mine, step.inputs) if forward else mine(step.inputs)
+            job.step(((outputs - step.labels) ** 2).mean())
+        return [value.tolist() for value in mine.parameters()]
+
+    return run
+
+
+def expect_the_same(run: Callable[[], Any]) -> None:
+    (alone,), (one, other) = together(1, run), together(2, run)
+    assert one == other
+    for mine, its in zip(alone, one, strict=True):
+        torch.testing.assert_close(torch.tensor(its), torch.tensor(mine), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        loop(lambda: line().eval()),
+        loop(line, lambda model, inputs: torch.nn.functional.linear(inputs, model.weight, model.bias)),
+        loop(line, lambda model, inputs: model(inputs) + model(2 * inputs)),
+    ],
+    ids=["in evaluation mode", "not as model(...)", "twice"],
+)
+def test_however_the_loop_calls_its_model_the_gradients_of_all_workers_count(run):
+    expect_the_same(run)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_though_a_worker_has_no_records():
+    def decaying(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    expect_the_same(loop(Spare, optimizer=decaying, find_unused_parameters=True))
+
+
+def test_a_worker_without_records_in_its_first_step_trains_in_half_precision():
+    expect_the_same(loop(line, batch=1, precision="fp16"))
+
+
+def test_gradients_of_parameters_that_the_optimizer_does_not_have_do_not_pile_up_in_the_norm():
+    def head(model):
+        return torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    expect_the_same(loop(lambda: torch.nn.Sequential(line(), torch.nn.Linear(1, 1)), optimizer=head, clip_norm=0.1))
+
+
+def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
+    model = line()
+    job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(torch.ones(8, 4), torch.ones(8, 1)),
+                  global_batch=4, epochs=2)  # fmt: skip
+    for step in job:
+        if step.step == 1:
+            break
+        job.step(((model(step.inputs) - step.labels) ** 2).mean())
+    count, digest = len(step.records), books.digest(step.records)
+    words = [*books.words(count, digest, 1, job.steps, wish=False), math.nan, 1.0]
+    gradients = [torch.full_like(value, math.nan) for value in model.parameters()]
+    job._healing._fetch = SimpleNamespace(state=job._replica.snapshot(), trouble="", over=True)
+    job._healing._kept = [Reduced(words, torch.zeros(8), gradients)]
+    assert job._catch_up()
+    assert job.steps == 1
+    assert all(value.isfinite().all() for value in model.parameters())
+
+
+def test_workers_of_which_some_have_halved_their_scale_agree_on_one_when_they_regroup():
+    def run() -> tuple[list[Any], float]:
+        torch.manual_seed(0)
+        model, inputs, labels = line(), torch.randn(8, 4), torch.randn(8, 1)
+        chosen = Options(precision="fp16")
+        advance = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = Elastic(model, advance, TensorDataset(inputs, labels), global_batch=4, options=chosen)
+        if job._link.ref == "worker-1.0":
+            job._replica.advance.scaler.update(new_scale=128.0)
+        for step in job:
+            job.step(((model(step.inputs) - step.labels) ** 2).mean())
+        return [value.tolist() for value in model.parameters()], job._replica.advance.scaler.get_scale()
+
+    one, other = together(2, run, steps=0)
+    assert one == other
+
+
+def test_a_schedule_that_waits_for_plateaus_hears_of_an_evaluation_once_though_it_is_made_again():
+    model = line()
+    advance = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(advance, factor=0.5, patience=1)
+    rule = Validation(rule=Rule(every=2, monitor="loss"), num_records=1, names=(), measure=lambda start, stop: [1.0])
+    data = TensorDataset(torch.zeros(24, 4), torch.zeros(24, 1))
+    job = Elastic(model, advance, data, global_batch=4, scheduler=plateau, validation=rule)
+    rates = []
+    for step in job:
+        if step.step in (2, 4) and len(job.evaluations) * 2 == step.step:
+            job._healing._forget_evaluation()  # as a regroup does
+            job._validate()
+        job.step(((model(step.inputs) - step.labels) ** 2).mean())
+        rates.append(advance.param_groups[0]["lr"])
+    assert len(job.evaluations) == 3
+    assert rates == [1.0] * 6, "the first value is the best; one without improvement is within the patience"
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_step_of_which_every_record_is_set_aside_is_a_step_without_records(bitwise):
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            if index == 5:
+                raise ValueError("torn")
+            return super().__getitem__(index)
+
+    model = torch.nn.Sequential(line(), torch.nn.Dropout(0.5))
+    data = Broken(torch.ones(8, 4), torch.ones(8, 1))
+    advance = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, advance, data, global_batch=1, seed=-1, options=Options(bitwise=bitwise))
+    trained = [index for step in job for index in step.records if job.step(model(step.inputs).mean()) is not None]
+    assert job.steps == 8
+    assert sorted(trained) == [0, 1, 2, 3, 4, 6, 7]
+    assert job.certificates[0]["set_aside"] == [5]
+
+
+def test_masks_that_a_model_draws_in_secret_are_of_their_shards_when_micro_batch_is_set():
+    class Secret(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = line()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(self.line(inputs), 0.5)
+
+    expect_the_same(loop(Secret, micro_batch=2))
+
+
+def test_an_optimizer_with_parameters_that_are_not_of_the_model_is_refused():
+    model, scale = line(), torch.nn.Parameter(torch.ones(3))
+    advance = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    with pytest.raises(UsageError, match=r"1 parameters that are not of the model \(the first of shape \[3\]\)"):
+        Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+
+
+def test_a_loss_whose_sum_over_the_workers_may_overflow_is_its_workers_fault():
+    model = line()
+    advance = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    step = next(iter(job))
+    with pytest.raises(TrainError, match="loss of step 0 is not finite"):
+        job.step(model(step.inputs).mean() * 0 + 2e38)
+
+
+def test_a_worker_that_tries_records_one_by_one_is_stuck_only_when_one_of_them_takes_long():
+    model, phases = line(), []
+    advance = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    for step in job:
+        job._link.doing = phases.append
+        job._trials.to_blame(step.step, step.records)
+        break
+    assert phases == ["reading"] * 4
+
+
+def test_the_copy_that_joiners_fetch_is_dropped_when_everybody_holds_the_state():
+    model = line()
+    advance = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
+    for step in job:
+        if step.step == 0:
+            job._healing._offer.put(1, job._replica.snapshot())
+        job.step(model(step.inputs).mean())
+        assert job._healing._offer._offered is None

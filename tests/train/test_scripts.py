@@ -1,0 +1,90 @@
+"""Promises to people with a loop of their own: their script is a job like any other."""
+
+import os
+import signal
+
+import pytest
+from job_worlds import TINY, seen_counts
+
+from trueline import errors, events
+from trueline.state import checkpoint
+from trueline.train import api, jobs
+from trueline.train import settings as job_settings
+
+LOOP = f"""
+import os, sys, time
+sys.path.insert(0, {str(TINY.parent)!r})
+import tiny, torch, trueline
+
+def main():
+    epochs = int(sys.argv[1])
+    torch.manual_seed(0)
+    model = tiny.model()
+    job = trueline.Elastic(model, tiny.optimizer(model.parameters()), tiny.dataset("training"), global_batch=30, epochs=epochs)
+    for batch in job:
+        if len(sys.argv) > 2 and sys.argv[2] == "stop" and job.steps == 4:
+            return
+        if len(sys.argv) > 2 and sys.argv[2] == "raise" and job.steps == 4:
+            raise ValueError("the labels look odd")
+        job.step(tiny.loss(model(*batch.inputs), batch.labels))
+    if len(sys.argv) > 2 and sys.argv[2] == "spoil":
+        raise OSError("nowhere to write to")
+    time.sleep(0.5)  # something that takes its time after the last step
+    with open(os.path.join(os.environ["TRUELINE_JOB"], "done"), "a") as file:
+        file.write(f"{{job.steps}} ")
+
+if __name__ == "__main__":
+    main()
+"""  # noqa: E501
+
+
+def script(tmp_path, *arguments, **options):
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+    return api.prepare_script(path, arguments, job_dir=tmp_path / "job", **options)
+
+
+def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(tmp_path):
+    killed = []
+
+    def kill(name, fields):
+        if name == "worker.running":
+            killed.append(fields["pid"])
+        if name == "step.applied" and fields["step"] == 20:
+            os.kill(killed[1], signal.SIGKILL)
+
+    job = script(tmp_path, "30", workers=2, checkpoint_every=50)
+    with events.listening(kill):
+        result = api.launch(job)
+    settled = job_settings.load(job)
+    assert (settled.epochs, settled.global_batch, settled.seed) == (30, 30, 0)
+    assert seen_counts(result.checkpoint) == [30.0]
+    assert result.summary.exactly_once
+    assert set((job / "done").read_text().split()) == {"240"}
+    assert checkpoint.read(result.checkpoint).manifest["recipe"]["name"] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("raise", "the job failed: worker-0.0: ValueError: the labels look odd"),
+        ("stop", "loop.py ended before its loop over trueline.Elastic did"),
+        ("spoil", "all steps are trained, but then worker-0.0 ended: exit code 1"),
+    ],
+)
+def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
+    job = script(tmp_path, "2", does, workers=1)
+    with pytest.raises(errors.TruelineError) as caught:
+        api.launch(job)
+    assert words in str(caught.value)
+    assert (jobs.read(job).state == "failed") == (does != "spoil")
+
+
+def test_a_script_that_says_something_else_after_a_resume_is_refused(tmp_path):
+    job = script(tmp_path, "2")
+    job_settings.save(job_settings.load(job), job)
+    from trueline.train.belongings import settle
+
+    settle(job, epochs=2, global_batch=30, seed=0)
+    with pytest.raises(errors.UsageError, match="global_batch=40, and the job began with 30"):
+        settle(job, epochs=2, global_batch=40, seed=0)

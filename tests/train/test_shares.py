@@ -1,0 +1,62 @@
+"""Promises of the split of a step: it follows measured speed, for all members alike, and holds still otherwise."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trueline.data import order
+from trueline.train import shares
+from trueline.train.fellowship import Fellowship
+from trueline.wire import train_pb2 as pb
+
+RATES = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=8)
+
+
+@given(RATES)
+def test_nobody_starves_and_nobody_who_observes_has_a_share(rates):
+    weights = shares.first([*rates, 50.0], behind=[False] * len(rates) + [True])
+    assert weights[-1] == 0.0
+    assert min(weights[:-1]) >= shares.FLOOR * max(weights)
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=8))
+def test_the_split_settles_where_all_are_done_at_the_same_time(speeds):
+    """Workers with a fixed cost beside the cost of each record: n / time is not their speed, yet it converges."""
+    batch, weights, rates = 10_000, (1.0,) * len(speeds), [0.0] * len(speeds)
+    for _ in range(40):
+        counts = [stop - start for start, stop in order.split(batch, weights)]
+        times = [20.0 + count / speed for count, speed in zip(counts, speeds, strict=True)]
+        measured = [count / took for count, took in zip(counts, times, strict=True)]
+        rates = [shares.smoothed(before, rate) for before, rate in zip(rates, measured, strict=True)]
+        weights = shares.following(weights, rates)
+    ideal = 20.0 + batch / sum(speeds)
+    assert max(times) <= 1.2 * ideal
+
+
+def test_noise_below_a_tenth_moves_no_record():
+    weights = (100.0, 100.0, 100.0)
+    assert shares.following(weights, [104.0, 97.0, 100.0]) == weights
+    assert shares.following(weights, [150.0, 97.0, 100.0]) != weights
+
+
+@pytest.mark.parametrize("rates", [[0.0, 0.0], [-5.0, 0.0]])
+def test_rates_that_nobody_measured_change_nothing(rates):
+    assert shares.following((3.0, 1.0), rates) == (3.0, 1.0)
+
+
+def test_records_change_hands_with_the_rotation_however_uneven_the_members_were():
+    owners = []
+    for rotation in range(1, 5):
+        holders = []
+        for rank in range(3):
+            fellows = Fellowship(None, None, None, rank=rank)  # type: ignore[arg-type]
+            fellows.view = pb.View(members=["a", "b", "c"], rotation=rotation)
+            fellows.plan = pb.Plan(rates=[1.0, 98.0, 1.0])
+            fellows.start_shares([False] * 3)
+            start, stop = order.split(30, fellows.dealt)[fellows.position]
+            holders += [rank] * (start <= 15 < stop)
+        owners += holders
+    assert len(owners) == 4
+    assert all(one != other for one, other in itertools.pairwise(owners))
