@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trueline.errors import TrainError
+from trueline.errors import TrainError, UsageError
 from trueline.train.options import Options
 
 
@@ -145,3 +145,16 @@ class Advance:
             self.scaler.load_state_dict(state["scaler"])
         for name, value in (state["ema"] or {}).items():
             self._averaged[name].copy_(value)
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for parameters that are not the model's: nobody would sum their gradients, nor heal them."""
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in strange if id(parameter) not in known]
+    if strange:
+        raise UsageError(
+            f"the optimizer has {len(strange)} parameters that are not of the model (the first of shape "
+            f"{list(strange[0].shape)})",
+            hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
+        )

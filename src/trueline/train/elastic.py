@@ -14,9 +14,7 @@ cut anew. See docs/concepts/generation.md for the protocol and its failure cases
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from trueline.data.source import Batch, Source, as_source
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
 from trueline.train import belongings, nature
 from trueline.train import ledger as books
-from trueline.train.advance import Advance
+from trueline.train.advance import Advance, check_optimizer
 from trueline.train.faults import Faults
 from trueline.train.fellowship import Fellowship
 from trueline.train.group import GlooGroup, start_store
@@ -37,29 +35,14 @@ from trueline.train.keeper import Keeper
 from trueline.train.link import connect
 from trueline.train.options import Options
 from trueline.train.pace import Pace
+from trueline.train.part import Part, StepBatch
 from trueline.train.plan import Ints, JobPlan, Piece
 from trueline.train.replica import Replica, is_collective
+from trueline.train.report import Report
 from trueline.train.settings import Fault
 from trueline.train.trials import Trials
 from trueline.train.validation import Validation, as_message
 from trueline.wire import train_pb2 as pb
-
-MOST_LOSS = 2.0**127 / 4096
-"""A worker's sum of losses that is as large may have no finite sum over the workers, in float32: that is its fault."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Records of one forward: this worker's part of a step, or a shard of it."""
-
-    inputs: Any
-    labels: Any
-    records: Ints
-    step: int
-    weight: float
-    """Records here / records of the step: what the mean loss of this batch counts in the step."""
-    last: bool = True
-    """Whether `step(loss)` completes the step."""
 
 
 class Elastic:
@@ -98,7 +81,7 @@ class Elastic:
         )
         self._source, self._reader = source, SeededReader(source, seed)
         self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate
-        _check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)
         group = GlooGroup()
         self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
@@ -115,13 +98,10 @@ class Elastic:
         self._trials = Trials(link, self._plan, self._reader, self._replica)
         self._batch: StepBatch | None = None
         self._failed = False
-        self._done: list[Ints] = []
-        self._loss_sum, self._digest = 0.0, 0
-        self._own_loss_finite = True
-        self._wishes = self._redone = 0
+        self._part = Part()
+        self._report = Report(link, self._fellows, self._pace)
+        self._wishes = 0
         self._measured_at = -1
-        self._last_applied_ns = 0
-        self._regrouped = False
 
     # What users see. -------------------------------------------------------------------------------------------
 
@@ -178,10 +158,7 @@ class Elastic:
         if batch is None:
             raise UsageError("job.step(loss) was called without a batch", hint="call it once for every batch")
         self._batch = None
-        self._done.append(batch.records)
-        value = loss.item()
-        self._loss_sum += len(batch.records) * value
-        self._own_loss_finite = self._own_loss_finite and abs(self._loss_sum) < MOST_LOSS
+        self._part.add(batch.records, loss.item())
         if batch.last:
             return self._reduce((loss, batch.weight, batch.records))
         self._replica.add(loss, batch.weight, batch.records)
@@ -212,7 +189,7 @@ class Elastic:
         self._link.doing("reading")
         self._pace.begin()
         self._replica.begin()
-        self._done, self._digest, self._loss_sum, self._own_loss_finite, self._failed = [], 0, 0.0, True, False
+        self._part, self._failed = Part(), False
         pieces = self._plan.pieces(step, rank=fellows.position, weights=fellows.dealt)
         if fellows.view.careful:
             self._trials.try_all(step, [piece.records for piece in pieces])
@@ -226,7 +203,7 @@ class Elastic:
             self._batch = self._read(step, piece, last=number == len(pieces))
             if self._batch is None:
                 return
-            self._digest += piece.digest
+            self._part.digest += piece.digest
             yield self._batch
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
@@ -258,10 +235,8 @@ class Elastic:
         rates = [0.0] * fellows.size
         if not self._healing.holds:
             return [*books.observing(wish=fellows.wishes()), *rates]
-        count, digest = sum(map(len, self._done)), self._digest & books.MASK
-        head = books.words(count, digest, fellows.generation, self._at, wish=fellows.wishes())
         rates[fellows.rank] = fellows.my_rate(self._pace.rate)
-        return [*head, self._loss_sum, *rates]
+        return [*self._part.words(fellows.generation, self._at, wish=fellows.wishes()), *rates]
 
     def _reduce(self, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
         """The allreduce and what follows from it; True when the step was applied."""
@@ -274,13 +249,13 @@ class Elastic:
             summed = self._replica.reduce(piece, words, self._shards(), self._fellows.order)
         except RuntimeError as error:
             if not is_collective(error):
-                self.blame(error, np.concatenate(self._done or [np.empty(0, np.int64)]))
+                self.blame(error, self._part.records)
                 return False
             return self._abandon(str(error))
         self._link.doing("committing")
         self._faults.at("allreduced", self._at)
         self._pace.lap("wait")
-        self._pace.measured(sum(map(len, self._done)))
+        self._pace.measured(self._part.count)
         self._wishes = round(summed[6])
         self._fellows.heard(summed[books.WORDS :])
         self._healing.heard(round(summed[7]))
@@ -302,12 +277,12 @@ class Elastic:
             self._blame_loss(step)
             return False
         if not self._replica.apply(sums, self._last_value(), left_out=self._plan.left_out(step)):
-            self._redone += 1
+            self._report.redone += 1
             events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
             return False
         certificate = self._certificate(step)
         self._faults.at("applied", step)
-        self._tell(step, sums, certificate)
+        self._report.applied(step, sums, certificate)
         if self._keeper is not None and self._fellows.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
         return True
@@ -329,32 +304,6 @@ class Elastic:
         if not self._plan.ends_epoch(step):
             return None
         return self._replica.ledger.close_epoch(self._plan.epoch_of(step))
-
-    def _tell(self, step: int, sums: books.Sums, certificate: dict[str, Any] | None) -> None:
-        self._pace.applied()
-        now = time.monotonic_ns()
-        gap_ms = (now - self._last_applied_ns) / 1e6 if self._regrouped and self._last_applied_ns else 0.0
-        self._last_applied_ns, self._regrouped = now, False
-        fellows, spent = self._fellows, self._pace.last_ms
-        applied = pb.Applied(
-            step=step,
-            generation=fellows.generation,
-            records=sums.count,
-            digest=sums.digest,
-            loss=sums.loss,
-            workers=fellows.size,
-            gap_ms=gap_ms,
-            at_ns=now,
-            rates=fellows.rates,
-            data_ms=spent["data"],
-            compute_ms=spent["compute"],
-            wait_ms=spent["wait"],
-            commit_ms=spent["commit"],
-            redone=self._redone,
-        )
-        self._redone = 0
-        signed = None if certificate is None else pb.Certificate(**certificate)
-        self._link.progress(fellows.generation, self.steps, applied, signed)
 
     def _observe(self, summed: list[float]) -> None:
         """This worker took part without a state: keep the sums, and apply them once the state is there."""
@@ -440,7 +389,8 @@ class Elastic:
         self._healing.forget()
         steps = self.steps if self._healing.held else -1
         self._fellows.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
-        self._wishes, self._regrouped, self._measured_at = 0, True, -1
+        self._report.regrouped()
+        self._wishes, self._measured_at = 0, -1
 
     def _heal(self) -> None:
         self._plan.leave_out(list(self._fellows.view.set_aside))
@@ -493,23 +443,10 @@ class Elastic:
 
     def _blame_loss(self, step: int) -> None:
         """The step's loss is not finite: whoever contributed that looks for the records; nobody applies the step."""
-        if self._own_loss_finite:
+        if self._part.finite:
             self._abandon("the loss of the step is not finite")
             return
         error = TrainError(
             f"the loss of step {step} is not finite", hint="the training diverged: lower the learning rate, or clip"
         )
-        self.blame(error, np.concatenate(self._done))
-
-
-def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for parameters that are not the model's: nobody would sum their gradients, nor heal them."""
-    known = {id(parameter) for parameter in model.parameters()}
-    strange = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in strange if id(parameter) not in known]
-    if strange:
-        raise UsageError(
-            f"the optimizer has {len(strange)} parameters that are not of the model (the first of shape "
-            f"{list(strange[0].shape)})",
-            hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
-        )
+        self.blame(error, self._part.records)

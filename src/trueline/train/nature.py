@@ -8,7 +8,8 @@ they are; what a forward does beside that is found out by trying one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ def known(model: torch.nn.Module) -> Nature:
     modules = list(model.modules())
     return Nature(
         draws=any(_drops(module) for module in modules),
-        neighbours=any(isinstance(module, _NormBase) and module.training for module in modules),
+        neighbours=bool(_normalizing(model)),
     )
 
 
@@ -76,15 +77,31 @@ def _rate(forward: Callable[[], object], records: int) -> float:
 
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
     """Running means and variances of the normalization layers, in the order of the modules."""
-    layers = [module for module in model.modules() if isinstance(module, _NormBase)]
-    pairs = [(layer.running_mean, layer.running_var) for layer in layers]
+    pairs = [(layer.running_mean, layer.running_var) for layer in _normalizing(model)]
     return [value for pair in pairs for value in pair if value is not None]
 
 
 def batch_counters(model: torch.nn.Module) -> list[torch.Tensor]:
     """How many batches the normalization layers have seen: a step is one."""
+    return [layer.num_batches_tracked for layer in _normalizing(model) if layer.num_batches_tracked is not None]
+
+
+def _normalizing(model: torch.nn.Module) -> list[_NormBase]:
+    """Normalization layers that look at a batch: one in evaluation mode within a model in training mode is frozen."""
     layers = [module for module in model.modules() if isinstance(module, _NormBase)]
-    return [layer.num_batches_tracked for layer in layers if layer.num_batches_tracked is not None]
+    return [layer for layer in layers if layer.training or not model.training]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _drops(module: torch.nn.Module) -> bool:

@@ -26,11 +26,12 @@ from trueline.recipe.load import load_recipe
 from trueline.train import nature
 from trueline.train import settings as job_settings
 from trueline.train.calls import call
-from trueline.train.elastic import Elastic, StepBatch
+from trueline.train.elastic import Elastic
 from trueline.train.evaluate import measuring
 from trueline.train.keeper import Keeper
 from trueline.train.link import connect
 from trueline.train.options import Options
+from trueline.train.part import StepBatch
 from trueline.train.replica import is_collective
 from trueline.train.settings import JobSettings
 from trueline.train.validation import Rule, Validation
@@ -79,7 +80,9 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
-    model = recipe.model().train()
+    model = recipe.model()
+    if not model.training:  # as pretrained models come; a part in evaluation mode is frozen on purpose and stays so
+        model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
     source = recipe.source("training")
@@ -126,11 +129,8 @@ def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings)
     compute = measuring(recipe, model, source)
 
     def measure(start: int, stop: int) -> list[float]:
-        model.eval()
-        try:
+        with nature.evaluating(model):
             found = compute(start, stop)
-        finally:
-            model.train()
         return [found["loss"], *(found[f"metric {name}"] for name in names)]
 
     return Validation(rule=rule, num_records=source.num_records, names=names, measure=measure)

@@ -1,0 +1,55 @@
+"""What a worker tells the master of each step that it has applied."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from trueline.train.fellowship import Fellowship
+from trueline.train.ledger import Sums
+from trueline.train.link import Link
+from trueline.train.pace import Pace
+from trueline.wire import train_pb2 as pb
+
+
+@dataclass(slots=True)
+class Report:
+    link: Link
+    fellows: Fellowship
+    pace: Pace
+    redone: int = 0
+    """How often the step at hand was computed again for an overflow."""
+    _last_ns: int = 0
+    _regrouped: bool = False
+
+    def regrouped(self) -> None:
+        """The next step is the first one of a generation: it comes with the time since the one before."""
+        self._regrouped = True
+
+    def applied(self, step: int, sums: Sums, certificate: dict[str, Any] | None) -> None:
+        """Step `step` was applied; `certificate`: of the epoch that it ends."""
+        self.pace.applied()
+        now = time.monotonic_ns()
+        gap_ms = (now - self._last_ns) / 1e6 if self._regrouped and self._last_ns else 0.0
+        self._last_ns, self._regrouped = now, False
+        spent, fellows = self.pace.last_ms, self.fellows
+        said = pb.Applied(
+            step=step,
+            generation=fellows.generation,
+            records=sums.count,
+            digest=sums.digest,
+            loss=sums.loss,
+            workers=fellows.size,
+            gap_ms=gap_ms,
+            at_ns=now,
+            rates=fellows.rates,
+            data_ms=spent["data"],
+            compute_ms=spent["compute"],
+            wait_ms=spent["wait"],
+            commit_ms=spent["commit"],
+            redone=self.redone,
+        )
+        self.redone = 0
+        signed = None if certificate is None else pb.Certificate(**certificate)
+        self.link.progress(fellows.generation, step + 1, said, signed)
