@@ -1,0 +1,89 @@
+"""`doctor`: what keeps a recipe's model from being captured, line by line, and the rewrites that were proven.
+
+Knows the order of the steps. Nothing of a bundle is run: the code that is imported, and run again as edited,
+is the recipe's own. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trueline import events
+from trueline.doctor.diagnosis import Diagnosis
+from trueline.errors import UsageError, listed
+
+if TYPE_CHECKING:
+    from trueline.doctor.calls import Call
+    from trueline.recipe.contract import Recipe
+    from trueline.state.place import Where
+
+Free = Mapping[str, Sequence[int]]
+"""Input -> its dimensions whose size varies from request to request, beside the batch."""
+
+
+def doctor(
+    recipe: str | Path | Recipe,
+    checkpoint: Where | None = None,
+    *,
+    dynamic: Free | None = None,
+    apply: str | Path | None = None,
+    html: str | Path | None = None,
+    keep: bool = True,
+    onnx: bool = True,
+) -> Diagnosis:
+    """Examines every submodule of the recipe's model and looks for proven rewrites of those that cannot be captured.
+
+    `dynamic` names dimensions that vary, e.g. `{"x": [1]}`; the batch always does. `apply` is a folder that gets a
+    copy of the recipe with the rewrites, `html` a file for the report. With `keep`, how far the model is is kept
+    beside the recipe (`NAME.doctor.json`), for the next run to compare with. `onnx` tries each rewrite in ONNX
+    Runtime too. Raises RecipeError, CaptureError, CheckpointError, DataError, UsageError, StorageError.
+    """
+    from trueline.capture import subject
+    from trueline.doctor import onnx_proof, progress
+    from trueline.doctor.survey import survey
+    from trueline.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe)
+    if apply is not None and (recipe.path is None or Path(apply).exists()):
+        what = f"{apply} exists already" if recipe.path is not None else "the recipe is no file"
+        raise UsageError(f"the rewrites cannot be applied: {what}", hint="name a folder that is not there yet")
+    events.emit("doctor.started", recipe=recipe.name)
+    model = subject.prepare(recipe, checkpoint)
+    calls = _calls(model.eager, dynamic or {})
+    base = recipe.path.parent if recipe.path is not None else Path.cwd()
+    done = survey(model.module, calls, onnx=onnx_proof.right_as_onnx if onnx else None, base=base)
+    before = progress.earlier(recipe)
+    diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=before)
+    if keep:
+        progress.keep(recipe, diagnosis)
+    if apply is not None and recipe.path is not None:
+        from trueline.doctor.apply import apply_to
+
+        apply_to(recipe.path, done.texts, Path(apply))
+    if html is not None:
+        from trueline import files
+        from trueline.doctor.html import page
+
+        files.write_atomic(Path(html), page(diagnosis).encode())
+    return diagnosis
+
+
+def _calls(eager: Any, dynamic: Free) -> list[Call]:
+    """The probes of the whole model as calls, at other lengths too where `dynamic` names a dimension."""
+    from trueline.doctor.calls import Call
+    from trueline.doctor.lengths import stretched
+    from trueline.runtime.eager import to_tensors
+    from trueline.runtime.probes import make_probes
+
+    names = [spec.name for spec in eager.signature.inputs]
+    unknown = [name for name in dynamic if name not in names]
+    if unknown:
+        raise UsageError(f"the model has no input '{unknown[0]}' (it takes: {listed(names)})")
+    calling, calls = eager.calling, []
+    for inputs in stretched([probe.inputs for probe in make_probes(eager.example)], dynamic):
+        leaves = tuple(... if type(leaf).__name__ == "Slot" else leaf for leaf in calling.leaves)
+        tensors = to_tensors(eager.signature, inputs)
+        calls.append(Call(tensors=tensors, leaves=leaves, spec=calling.spec))
+    return calls
