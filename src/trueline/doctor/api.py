@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trueline import events
 from trueline.doctor.diagnosis import Diagnosis
@@ -17,6 +17,7 @@ from trueline.errors import UsageError, listed
 if TYPE_CHECKING:
     from trueline.doctor.calls import Call
     from trueline.recipe.contract import Recipe
+    from trueline.runtime.eager import EagerSession
     from trueline.state.place import Where
 
 Free = Mapping[str, Sequence[int]]
@@ -51,7 +52,7 @@ def doctor(
         raise UsageError(f"the rewrites cannot be applied: {what}", hint="name a folder that is not there yet")
     events.emit("doctor.started", recipe=recipe.name)
     model = subject.prepare(recipe, checkpoint)
-    calls = _calls(model.eager, dynamic or {})
+    calls = calls_of(model.eager, dynamic or {})
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
     done = survey(model.module, calls, onnx=onnx_proof.right_as_onnx if onnx else None, base=base)
     before = progress.earlier(recipe)
@@ -70,10 +71,11 @@ def doctor(
     return diagnosis
 
 
-def _calls(eager: Any, dynamic: Free) -> list[Call]:
+def calls_of(eager: EagerSession, dynamic: Free) -> list[Call]:
     """The probes of the whole model as calls, at other lengths too where `dynamic` names a dimension."""
     from trueline.doctor.calls import Call
     from trueline.doctor.lengths import stretched
+    from trueline.runtime.calling import Slot
     from trueline.runtime.eager import to_tensors
     from trueline.runtime.probes import make_probes
 
@@ -82,8 +84,9 @@ def _calls(eager: Any, dynamic: Free) -> list[Call]:
     if unknown:
         raise UsageError(f"the model has no input '{unknown[0]}' (it takes: {listed(names)})")
     calling, calls = eager.calling, []
-    for inputs in stretched([probe.inputs for probe in make_probes(eager.example)], dynamic):
-        leaves = tuple(... if type(leaf).__name__ == "Slot" else leaf for leaf in calling.leaves)
+    probes = [*make_probes(eager.example), *make_probes(eager.example, seed=1)]
+    for inputs in stretched([probe.inputs for probe in probes], dynamic):
+        leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
         tensors = to_tensors(eager.signature, inputs)
         calls.append(Call(tensors=tensors, leaves=leaves, spec=calling.spec))
     return calls

@@ -97,6 +97,8 @@ def _expression(scope: Scope, statement: ast.stmt) -> tuple[Kind, str] | None:
             return "item", f"it takes numbers out of a tensor: `{ast.unparse(node)}`"
         if _takes_number(scope, node):
             return "item", f"it takes a number out of a tensor: `{ast.unparse(node)}`"
+        if isinstance(node, ast.Call) and scope.worth(node) == "number":
+            return "item", f"it computes with a number that was taken out of a tensor: `{ast.unparse(node)}`"
         if _selects(scope, node):
             return "masked selection", f"values decide how much is selected: `{ast.unparse(node)}`"
         if isinstance(node, ast.ListComp) and any(scope.worth(one.iter) != "static" for one in node.generators):

@@ -86,6 +86,9 @@ def _deeper(
             continue
         search.tried.add(candidate.text)
         search.offered += 1
+        if candidate.both is not None and not _both_ways(search, text, *candidate.both):
+            search.refusals.append(f"{candidate.words}: the probes do not go both ways")
+            continue
         module = _compiled(search, candidate)
         if module is None or not _same(search, module, candidate):
             continue
@@ -101,6 +104,30 @@ def _deeper(
         if found is not None:
             return found
     return None
+
+
+def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
+    """Whether the calls reach the line `test` with and without reaching the line `body` after it."""
+    counts = {test: 0, body: 0}
+    file = name_of(search.file, text)
+
+    def entered(frame: FrameType, event: str, arg: Any) -> Any:
+        return stepped if frame.f_code.co_filename == file else None
+
+    def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_lineno in counts:
+            counts[frame.f_lineno] += 1
+        return stepped
+
+    module = search.with_text(text)
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        for call in search.oracle.calls:
+            asked(module, call)
+    finally:
+        sys.settrace(before)
+    return 0 < counts[body] < counts[test]
 
 
 def _compiled(search: _Search, candidate: Candidate) -> torch.nn.Module | None:

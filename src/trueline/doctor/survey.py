@@ -8,8 +8,9 @@ examined, so that a part that only waits for another is told from one that needs
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
 from trueline.runtime import paths
 
-MAX_CALLS = 24
+MAX_CALLS = 32
 """Calls that one submodule is compared on."""
 WHOLE = "(model)"
 
@@ -78,12 +79,18 @@ def is_own(module: torch.nn.Module) -> bool:
 
 
 def _spread(calls: list[Call]) -> list[Call]:
-    """At most MAX_CALLS of the calls, those of unlike shapes first, in the order in which they were made."""
+    """At most MAX_CALLS of the calls, of as many shapes and as many kinds of values as can be, in the order in which
+    they were made."""
     if len(calls) <= MAX_CALLS:
         return calls
     shapes: dict[object, list[int]] = {}
     for index, call in enumerate(calls):
         shapes.setdefault(tuple(tensor.shape for tensor in call.tensors), []).append(index)
+    mix = random.Random(0)
+    for indices in shapes.values():
+        rest = indices[1:]
+        mix.shuffle(rest)
+        indices[1:] = rest
     chosen: list[int] = []
     while len(chosen) < MAX_CALLS:
         for indices in shapes.values():
@@ -118,8 +125,6 @@ def _key(part: torch.nn.Module, calls: list[Call]) -> object:
 
 
 def _again(path: str, row: Row) -> Row:
-    from dataclasses import replace
-
     return replace(row, path=path)
 
 

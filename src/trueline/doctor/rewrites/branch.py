@@ -233,7 +233,8 @@ def _run_always(scope: Scope, spot: Spot) -> Candidate | None:
     body = [copy.deepcopy(one) for one in statement.body]
     text = scope.replaced([statement], [_Padding().visit(one) for one in body])
     words = f"what stands under `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
-    return Candidate(text=text, words=words) if text else None
+    both = (statement.test.lineno, statement.body[0].lineno)
+    return Candidate(text=text, words=words, both=both) if text and both[0] != both[1] else None
 
 
 class _Padding(ast.NodeTransformer):

@@ -75,7 +75,7 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
     steps = _headed(scope, loop)
     if steps is None or loop.orelse:
         return None
-    slicing = _Slicing(scope, steps)
+    slicing = _Slicing(scope, steps, set(stored(loop.body)))
     for statement in loop.body:
         new = slicing.visit(copy.deepcopy(statement))
         appended = appended_by(new)
@@ -86,13 +86,24 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
         else:
             steps.lists[appended[0]] = appended[1]
             steps.body.append(ast.Assign(targets=[ast.Name(id=_kept(appended[0]), ctx=ast.Store())], value=appended[1]))
-    for node in (node for statement in steps.body for node in ast.walk(statement)):
-        if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield):
-            return None
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
-            return None
+    if has_effects(steps.body) or set(steps.lists) & set(loaded(steps.body)):
+        return None
+    if set(loaded(loop.iter)) & set(stored(loop.body)):
+        return None
     steps.uses_index = steps.index is not None and steps.index in loaded(steps.body)
     return steps
+
+
+def has_effects(block: list[ast.stmt]) -> bool:
+    """Whether `block` does more than compute names: jumps, writes into objects, calls for their effect."""
+    for node in (node for statement in block for node in ast.walk(statement)):
+        if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
+            return True
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
+            return True
+    return False
 
 
 def _kept(name: str) -> str:
@@ -125,8 +136,8 @@ def _headed(scope: Scope, loop: ast.For) -> Steps | None:
 class _Slicing(ast.NodeTransformer):
     """`x[:, t]` becomes `x_t`, a slice that the step is given."""
 
-    def __init__(self, scope: Scope, steps: Steps) -> None:
-        self.scope, self.steps = scope, steps
+    def __init__(self, scope: Scope, steps: Steps, assigned: set[str]) -> None:
+        self.scope, self.steps, self.assigned = scope, steps, assigned
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         axis = self._axis(node)

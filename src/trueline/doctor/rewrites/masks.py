@@ -184,7 +184,7 @@ def _rows(element: ast.expr, target: ast.expr, source: ast.expr) -> str | None:
     x = ast.unparse(part.value)
     mask = f"(torch.arange({x}.shape[1], device={x}.device) < {lengths}[:, None])[..., None]"
     if reduce == "mean":
-        return f"torch.where({mask}, {x}, 0).sum(1) / {lengths}[:, None]"
+        return f"torch.where({mask}, {x}, 0).sum(1) / {mask}.sum(1)"
     return f"torch.where({mask}, {x}, {_NEUTRAL[reduce]}).{reduce}(1)"
 
 

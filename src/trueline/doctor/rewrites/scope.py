@@ -28,6 +28,8 @@ class Candidate:
 
     text: str
     words: str
+    both: tuple[int, int] | None = None
+    """Lines of a condition and of what stands under it, as the text was: a proof has to have seen both ways."""
     cheap: bool = True
     """False where the eager rewrite is slow to run (torch compiles structured control flow): the proof is then left
     to the exported program."""

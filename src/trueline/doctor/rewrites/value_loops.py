@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops import all_of, imported
+from trueline.doctor.rewrites.loops import all_of, has_effects, imported
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -43,6 +43,8 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
     assert isinstance(loop, ast.For)
     at = [i for i, one in enumerate(loop.body) if isinstance(one, ast.If) and _breaks(one)]
     if len(at) != 1 or loop.orelse or scope.worth(loop.iter) in ("tensor", "number"):
+        return None
+    if has_effects([one for index, one in enumerate(loop.body) if index != at[0]]):
         return None
     known = bound_before(spot, scope.function)
     later = read_later(spot) | set(loaded(loop.body))
@@ -91,7 +93,7 @@ def _while(scope: Scope, spot: Spot) -> Candidate | None:
     """`while` on a value as torch's while_loop over what the body assigns."""
     loop = spot.statement
     assert isinstance(loop, ast.While)
-    if loop.orelse or any(isinstance(n, ast.Return | ast.Continue) for one in loop.body for n in ast.walk(one)):
+    if loop.orelse:
         return None
     body = [copy.deepcopy(one) for one in loop.body]
     test: ast.expr = loop.test
@@ -99,7 +101,7 @@ def _while(scope: Scope, spot: Spot) -> Candidate | None:
     if body and isinstance(body[-1], ast.If) and _breaks(body[-1]):
         stop = predicate(body[-1].test, scope)
         body = body[:-1]
-    if any(isinstance(n, ast.Break) for one in body for n in ast.walk(one)):
+    if has_effects(body):
         return None
     known, later = bound_before(spot, scope.function), read_later(spot)
     carried = [n for n in stored(body) if n in known and (n in later or n in loaded(body) or n in loaded(test))]
