@@ -30,13 +30,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def examined(model: nn.Module, x: Tensor, **dynamic: list[int]) -> Survey:
+def examined(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Survey:
     model = model.eval()
-    return survey(model, calls_of(EagerSession(model, x), dynamic), onnx=None, base=Path(__file__).parent)
+    return survey(model, calls_of(EagerSession(model, x), {"x": dynamic}), onnx=None, base=Path(__file__).parent)
 
 
-def whole(model: nn.Module, x: Tensor, **dynamic: list[int]) -> Row:
-    return examined(model, x, **dynamic).rows["(model)"]
+def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
+    return examined(model, x, dynamic).rows["(model)"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
 
 
 def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
-    row = whole(models.Steps(), torch.randn(3, 5, 4), x=[1])
+    row = whole(models.Steps(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
     assert row.cause is not None
     assert (row.cause.kind, row.cause.line) == ("time loop", models.line_of("steps"))
@@ -79,7 +79,7 @@ def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
 
 
 def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() -> None:
-    row = whole(models.Recurrence(), torch.randn(3, 5, 4), x=[1])
+    row = whole(models.Recurrence(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
     assert row.rewrite is not None
     assert "scan(" in row.rewrite.diff

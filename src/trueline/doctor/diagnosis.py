@@ -80,7 +80,7 @@ class Diagnosis:
     @property
     def healed(self) -> int:
         """Submodules that are ready once the rewrites are applied."""
-        return sum(row.status in ("ready", "rewritten") for row in self.rows)
+        return sum(row.status != "blocked" for row in self.rows)
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:

@@ -294,39 +294,38 @@ def _scanned(scope: Scope, spot: Spot) -> Candidate | None:
 
 
 def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str]) -> list[ast.stmt]:
-    name, idle = scope.fresh("step"), scope.fresh("idle")
-    index = steps.index if steps.uses_index or not steps.slices else None
     sources = {
         part: f"{tensor}.movedim({axis}, 0)" if axis else tensor for part, (tensor, axis) in steps.slices.items()
     }
+    index = steps.index if steps.uses_index or not steps.slices else None
     if index is not None and steps.length is not None:
-        sources[index] = f"torch.arange({ast.unparse(steps.length)})"
-    state = carried or [idle]
-    first = [_initial(scope, one, steps) for one in carried] or ["torch.zeros(())"]
-    outs = [f"{_kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
+        where = next((f", device={tensor}.device" for tensor, _ in steps.slices.values()), "")
+        sources[index] = f"torch.arange({ast.unparse(steps.length)}{where})"
+    state = carried or [scope.fresh("idle")]
     body = [copy.deepcopy(one) for one in steps.body]
     if index is not None:
         body = [_Picked(scope, index).visit(one) for one in body]
+    first = [_initial(scope, one, steps) for one in carried] or ["torch.zeros(())"]
     back = [one if one in stored(body) else f"{one}.clone()" for one in state]
-    lines = (
-        f"def {name}(carry, inputs):",
-        f"    {all_of(state)} = carry",
-        f"    {all_of(list(sources))} = inputs",
-        f"    return {all_of(back)}, {all_of(outs)}",
-    )
-    text = "\n".join(lines)
-    function = statements(text)[0]
+    outs = [f"{_kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
+    name = scope.fresh("step")
+    opened = [f"{one_or_all(names)} = {given}" for names, given in ((state, "carry"), (list(sources), "inputs"))]
+    given = [
+        names[0] if len(names) == 1 else generic for names, generic in ((state, "carry"), (list(sources), "inputs"))
+    ]
+    unpacked = [line for line, names in zip(opened, (state, sources), strict=True) if len(names) > 1]
+    lines = [f"def {name}({', '.join(given)}):", *unpacked, f"return {one_or_all(back)}, {one_or_all(outs)}"]
+    function = statements("\n    ".join(lines))[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body[2:2] = body
-    lists = list(steps.lists) or [scope.fresh("unread")]
-    left = [one if one in carried else scope.fresh("unread") for one in state]
-    call = f"{all_of(left)}, {all_of(lists)} = scan({name}, {all_of(first)}, {all_of(list(sources.values()))})"
-    return [function, *statements(call)]
+    function.body[len(unpacked) : len(unpacked)] = body
+    left = [one if one in carried else "_" for one in state]
+    call = f"scan({name}, {one_or_all(first)}, {one_or_all(list(sources.values()))})"
+    return [function, *statements(f"{one_or_all(left)}, {one_or_all(list(steps.lists) or ['_'])} = {call}")]
 
 
-def all_of(names: list[str]) -> str:
-    """Names as a tuple, of one too."""
-    return f"({', '.join(names)},)"
+def one_or_all(names: list[str]) -> str:
+    """One name as it is, several as a tuple."""
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 
 def _initial(scope: Scope, name: str, steps: Steps) -> str:

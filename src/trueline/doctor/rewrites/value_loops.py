@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops import all_of, has_effects, imported
+from trueline.doctor.rewrites.loops import has_effects, imported
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -138,7 +138,7 @@ def _while_text(
     assert isinstance(functions[1], ast.FunctionDef)
     functions[1].body[:0] = [_Pure(scope).visit(one) for one in body]
     first = ", ".join([_start(scope, name) for name in carried] + ["torch.zeros((), dtype=torch.bool)"] * len(ends))
-    call = f"{all_of(names)} = while_loop({going}, {step}, ({first},))"
+    call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({first},))"
     new = scope.replaced([spot.statement], [*functions, *statements(call)])
     head = ast.unparse(spot.statement).splitlines()[0]
     return (new and Candidate(text=imported(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)) or None
