@@ -119,15 +119,20 @@ def agree(expected: Answer, found: Answer) -> tuple[str, float]:
     return result.reason, result.max_abs_error
 
 
+MAX_NOTED = 1000
+"""A submodule that is called in a loop is asked the same kind of thing many times."""
+
+
 @contextmanager
 def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Notes the first call of each of `modules` in each block of work between two `(model)` calls."""
+    """Notes the calls of each of `modules`, the first MAX_NOTED of them."""
     calls: dict[str, list[Call]] = {path: [] for path in modules}
     handles = []
     for path, module in modules.items():
 
         def note(module: torch.nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path].append(call_of(args, kwargs))
+            if len(calls[path]) < MAX_NOTED:
+                calls[path].append(call_of(args, kwargs))
 
         handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
