@@ -48,12 +48,14 @@ def patched(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Modul
     twin = copied(module)
     compiled: dict[type, dict[str, Any]] = {}
     for part in twin.modules():
-        owner = owner_of(part) if "forward" in dir(type(part)) and _has_forward(part) else None
+        owner = owner_of(part) if _has_forward(part) else None
         if owner is None or file_of(owner) not in texts:
             continue
         if owner not in compiled:
             compiled[owner] = _functions(owner, texts[file_of(owner)])
         for name, function in compiled[owner].items():
+            if inspect.getattr_static(type(part), name, None) is not vars(owner).get(name):
+                continue  # a subclass has its own
             part.__dict__[name] = types.MethodType(function, part)
     return twin
 
