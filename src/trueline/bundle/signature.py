@@ -59,7 +59,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return NUMPY_DTYPES[self.datatype]
 
 
-class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Inputs, outputs, the proven range of every symbol in their shapes, and the guards between them."""
 
     inputs: tuple[TensorSpec, ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,8 +22,11 @@ from trueline.runtime.export import Exported, LoadedProgram
 from trueline.runtime.probes import Probe, fitting, resize
 from trueline.runtime.prove import Observation
 
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
 FAR = 64
-"""Up to four times the example, and at least this size, a length is tried on the eager model; see `settled`."""
+"""Up to twice the example, and at least this size, a length is tried on the eager model; see `settled`."""
 
 
 def settled(eager: EagerSession, exported: Exported) -> Exported:
@@ -49,6 +53,7 @@ def _edges(dim: Dim) -> tuple[int, ...]:
 def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:
     """The smallest and the largest size that the model answers; None for the latter when no end was met."""
     base = claim.sizes(eager.example)
+    base = fitting(claim, base, {BATCH: 2}) or base  # two records are enough to ask
     dim, here = claim.dims[symbol], base[symbol]
     step = dim.multiple_of
 
@@ -59,7 +64,7 @@ def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, 
     low = dim.min
     if answers(low) is False:
         low = _edge(answers, here, low, step)
-    far = max(FAR, 4 * here)
+    far = max(FAR, 2 * here)
     far -= far % step
     far = far if dim.max is None else min(far, dim.max)
     if far > here and answers(far) is False:
@@ -83,7 +88,7 @@ def _edge(answers: object, good: int, bad: int, step: int) -> int:
     return good
 
 
-def _takes(eager: EagerSession, inputs: Mapping[str, prove.Array]) -> bool:
+def _takes(eager: EagerSession, inputs: Mapping[str, Array]) -> bool:
     try:
         eager.run(inputs)
     except Exception:  # noqa: BLE001 - the user's forward at a size it may not know: whatever it raises is the answer
@@ -104,7 +109,7 @@ def borne_out(exported: Exported, observations: Sequence[Observation]) -> Export
     for claim in exported.claims[:-1]:
         candidate = replace(exported, signature=claim)
         between = [seen for seen in observations if allowed(claim, seen.probe) and not allowed(strict, seen.probe)]
-        if prove.judge(LoadedProgram(candidate), between).proven if between else _alike(claim, strict):
+        if _reached(claim, strict, between) and prove.judge(LoadedProgram(candidate), between).proven:
             return candidate
     return replace(exported, signature=strict)
 
@@ -115,9 +120,16 @@ def narrower(exported: Exported) -> Exported | None:
     return replace(exported, signature=exported.claims[at + 1]) if at + 1 < len(exported.claims) else None
 
 
-def _alike(claim: Signature, strict: Signature) -> bool:
-    """Whether no probe can tell the two apart because there is nothing between them."""
-    return claim == strict
+def _reached(claim: Signature, strict: Signature, between: Sequence[Observation]) -> bool:
+    """Whether every single thing that `claim` leaves out is broken by a probe: else nobody asked."""
+    asked = [strict.sizes(seen.probe.inputs) for seen in between]
+    return all(
+        any(not guard.holds(sizes) for sizes in asked) for guard in strict.guards if guard not in claim.guards
+    ) and all(
+        any(not strict.dims[symbol].allows(sizes[symbol]) for sizes in asked)
+        for symbol in claim.symbols
+        if claim.dims[symbol] != strict.dims[symbol]
+    )
 
 
 def allowed(claim: Signature, probe: Probe) -> bool:

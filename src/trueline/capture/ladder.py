@@ -148,7 +148,7 @@ def _rung(
     why = proof.reason + smallest
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
-    bounded = batch.max is not None
+    bounded = batch.max is not None or bool(exported.signature.guards)
     found = _line(observations, proof.disagreeing) if why or bounded else ""
     attempt = Attempt(
         format=format,

@@ -96,7 +96,7 @@ def learn(
     alone = {(name, axis): f"{name}.{axis}" for name, axis in free.places}
     specs = _symbolic(base.specs, alone)
     outputs = _outputs(_called(module, args, kwargs), {s.name for s in specs}, counts[at])
-    sizes = {place: tuple(_size(one, place) for one in batches) for place in free.places}
+    sizes = {place: (place[1] == 0, *(_size(one, place) for one in batches)) for place in free.places}
     groups = free.grouped(sizes)
     named = zip(groups, free.named(groups), strict=True)
     tied = _symbolic(base.specs, {place: name for group, name in named for place in group})

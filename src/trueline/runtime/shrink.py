@@ -81,7 +81,8 @@ def _smaller(program: Session, inputs: Mapping[str, Array]) -> Iterator[Mapping[
     signature = program.signature
     base = signature.sizes(inputs)
     for symbol, size in base.items():
-        for wanted in sorted({1, 2, 3, size // 2, size - 1}):
+        step = signature.dims[symbol].multiple_of
+        for wanted in sorted({step, 2 * step, 3 * step, size // 2 // step * step, size - step}):
             sizes = fitting(signature, base, {symbol: wanted}) if 0 < wanted < size else None
             if sizes is not None and all(sizes[other] <= base[other] for other in base):
                 yield resize(inputs, signature, sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import sys
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,33 +47,20 @@ class _Draws(TorchDispatchMode):
 
 
 def _calling_line() -> Place | None:
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if paths.is_users(frame.f_code.co_filename):
             return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
 def unsteady(eager: EagerSession) -> Unsteady | None:
     """Asks the example twice. None when the answers agree and are numbers."""
-    draws = _Draws()
-    with paths.watching() as way, draws:
-        first = eager.run(eager.example)
-    again = eager.run(eager.example)
-    found = compare.compare(first, again)
-    if not found.agrees and draws.found:
-        operator, place = draws.found[0]
-        return Unsteady(
-            why=f"the model is not deterministic in evaluation mode: {operator} draws random numbers, and it answers "
-            f"differently when it is asked the same again ({found.reason})",
-            place=place,
-        )
+    first = eager.run(eager.example)
+    found = compare.compare(first, eager.run(eager.example))
     if not found.agrees:
-        return Unsteady(
-            why=f"the model keeps a state: it answers differently when it is asked the same again ({found.reason})",
-            place=_storing(way),
-        )
+        return _searched(eager, found.reason)
     for name, array in first.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             count = int(np.isnan(array).sum())
@@ -82,6 +69,24 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
                 place=None,
             )
     return None
+
+
+def _searched(eager: EagerSession, reason: str) -> Unsteady:
+    """Asks once more, to see whether random numbers are drawn, and where."""
+    draws = _Draws()
+    with paths.watching() as way, draws:
+        eager.run(eager.example)
+    if draws.found:
+        operator, place = draws.found[0]
+        return Unsteady(
+            why=f"the model is not deterministic in evaluation mode: {operator} draws random numbers, and it answers "
+            f"differently when it is asked the same again ({reason})",
+            place=place,
+        )
+    return Unsteady(
+        why=f"the model keeps a state: it answers differently when it is asked the same again ({reason})",
+        place=_storing(way),
+    )
 
 
 def _storing(way: Sequence[Event]) -> Place | None:
