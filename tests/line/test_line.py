@@ -92,6 +92,6 @@ def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode in (130, 0)  # 0: it was done before the signal came
-    psutil.wait_procs([psutil.Process(p.pid) for p in psutil.process_iter() if p.pid == process.pid], timeout=5)
+    psutil.wait_procs([psutil.Process(p.pid) for p in psutil.process_iter() if p.pid == process.pid], timeout=100)
     assert left(tmp_path) == []
     assert partials(tmp_path) == []

@@ -187,7 +187,7 @@ def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(
         answer = b"".join(iter(lambda: busy.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer
-    running._process.wait(20)  # a second signal would hurry it
+    running._process.wait(100)  # a second signal would hurry it
     assert running.stop() == 0
 
 
