@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check bench bench-train peers chaos protos clean
+.PHONY: help setup demo test test-jobs check bench bench-train peers chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,9 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-test: $(STAMP)  ## all tests but the chaos suite: first the rooms, then the whole line
+test: $(STAMP)  ## the rooms, then the whole line; whole training jobs in all their forms are test-jobs and chaos
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest -m line
+
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
+	$(BIN)/python -m pytest -m jobs
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

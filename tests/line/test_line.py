@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 RECIPE = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"
-pytestmark = [pytest.mark.line, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.line, pytest.mark.timeout(900)]
 pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is not installed")
 
 

@@ -22,6 +22,8 @@ from trueline.train import settings as job_settings
 from trueline.train.journal import Journal
 from trueline.train.launch import detach
 
+pytestmark = pytest.mark.jobs
+
 
 def wait_for(condition, seconds=200.0):
     """Asks until it is so; the job under test runs in other processes."""

@@ -23,6 +23,8 @@ from trueline.train import pool
 from trueline.train.evaluate import evaluate
 from trueline.train.predict import predict
 
+pytestmark = pytest.mark.jobs
+
 MEASURED = Path(__file__).parent / "recipes" / "measured.py"
 
 
