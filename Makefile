@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-jobs check bench bench-train peers chaos protos clean
+.PHONY: help setup demo test suite-line suite-train suite-rooms test-jobs check bench bench-train peers chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,9 +34,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-test: $(STAMP)  ## the rooms, then the whole line; whole training jobs in all their forms are test-jobs and chaos
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## the rooms and the whole line, two suites at a time; training jobs in all their forms: test-jobs, chaos
+	$(MAKE) --no-print-directory -k -j2 -O suite-line suite-train suite-rooms
+
+suite-line: $(STAMP)
 	$(BIN)/python -m pytest -m line
+
+suite-train: $(STAMP)
+	$(BIN)/python -m pytest tests/train tests/engine
+
+suite-rooms: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/train --ignore=tests/engine
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -m jobs
