@@ -70,30 +70,6 @@ class _Replicated(torch.nn.Module):
         return (outputs, self.words * 1.0) if self._tie else outputs
 
 
-class _Carrying(torch.autograd.Function):
-    """The identity on a loss, whose backward is the first of all: it gives `words` the gradient `row`.
-
-    `computed` is called when the engine has done its own part and only waits for peers: it is queued before DDP queues
-    what waits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        total: torch.Tensor,
-        words: torch.Tensor | None,
-        row: torch.Tensor | None,
-        computed: Callable[[], None],
-    ) -> torch.Tensor:
-        ctx.row, ctx.computed = row, computed
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.computed)
-        return gradients[0], ctx.row, None, None
-
-
 class Replica:
     """Model, optimizer's side and ledger; `model(...)` goes through DDP in the last piece of a step."""
 
@@ -189,8 +165,7 @@ class Replica:
     def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
         """Backward of a piece that is not the last; nothing leaves this process."""
         self._note(weight, records)
-        total = self.advance.scaled(loss) * weight
-        _Carrying.apply(total, None, None, self.on_computed).backward()  # type: ignore[no-untyped-call]
+        self._last_of_local(self.advance.scaled(loss) * weight).backward()  # type: ignore[no-untyped-call]
         self._take_back()
         if self._ordered is not None:
             self._row(loss, len(records))
@@ -219,7 +194,8 @@ class Replica:
             if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
                 total = total + self._zeros(self._parameters)
         row = torch.cat([torch.tensor(words), self._beside])
-        _Carrying.apply(total, self._replicated.words, row, self.on_computed).backward()  # type: ignore[no-untyped-call]
+        total = self._last_of_local(total + (self._replicated.words * row).sum().to(total.dtype))
+        total.backward()  # type: ignore[no-untyped-call]
         self._take_back()
         gradient = self._replicated.words.grad
         assert gradient is not None
@@ -261,10 +237,20 @@ class Replica:
         total: torch.Tensor = outputs[0] if self.options.find_unused_parameters else outputs
         return total
 
+    def _last_of_local(self, total: torch.Tensor) -> torch.Tensor:
+        """`total`, whose backward says when the engine has done its own part and only waits for peers."""
+        engine = torch.autograd.Variable._execution_engine
+
+        def began(gradient: torch.Tensor) -> None:
+            engine.queue_callback(self.on_computed)  # runs before DDP's own, which was queued later and waits
+
+        total.register_hook(began)  # type: ignore[no-untyped-call]
+        return total
+
     def _note(self, weight: float, records: Ints) -> None:
         """Enters a piece's records and what its forward did to the running statistics."""
         if self._tallied:
-            self._beside.numpy()[records] += 1.0
+            self._beside[torch.from_numpy(records)] += 1.0
         at = self._tallied
         for value, before in zip(self._running, self._before, strict=False):
             self._beside[at : at + value.numel()] += weight * (value - before).flatten()
