@@ -21,8 +21,8 @@ help:  ## what there is to make
 
 setup: $(STAMP)  ## .venv with everything that the other targets use
 
-# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries. uv installs in seconds
-# what takes pip minutes.
+# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries. uv takes a tenth
+# of pip's time.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Trueline needs Python 3.11 or newer; run: make PYTHON=python3.11 " + "$(MAKECMDGOALS)" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
