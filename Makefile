@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test suite-line suite-train suite-rooms test-jobs check bench bench-train peers chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train peers chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,8 +34,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-test: $(STAMP)  ## the rooms and the whole line, two suites at a time; training jobs in all their forms: test-jobs, chaos
+# full: ten minutes on two cores at most. quick: what needs no processes, no exported programs and no MLflow.
+DEPTH ?= full
+
+test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: what is done in a minute
+
+test-full: $(STAMP)
 	$(MAKE) --no-print-directory -k -j2 -O suite-line suite-train suite-rooms
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
 
 suite-line: $(STAMP)
 	$(BIN)/python -m pytest -m line

@@ -23,6 +23,8 @@ from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, Us
 from trueline.serve import RunningServer
 from trueline.serve.server import find
 
+pytestmark = pytest.mark.slow
+
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 
 

@@ -21,6 +21,8 @@ from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
+pytestmark = pytest.mark.slow
+
 
 class Heard:
     """The events of a job; `at(name, act)` acts on the first event of that name that `when` accepts."""
