@@ -25,6 +25,8 @@ from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, Us
 from trueline.serve import RunningServer
 from trueline.serve.server import find
 
+pytestmark = pytest.mark.slow
+
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 
 
@@ -187,7 +189,7 @@ def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(
         answer = b"".join(iter(lambda: busy.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer
-    running._process.wait(20)  # a second signal would hurry it
+    running._process.wait(100)  # a second signal would hurry it
     assert running.stop() == 0
 
 

@@ -62,6 +62,25 @@ def test_a_master_that_stood_still_takes_nobody_for_dead():
     assert world.wait(10.0, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
+def test_what_a_busy_machine_takes_from_the_master_it_does_not_take_from_a_members_lease():
+    world = running()
+    for _ in range(20):  # each second the master gets a core for one tick; C gets none
+        world.now += 1.0
+        assert world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Tick()).of(h.Kill) == []
+    assert world.wait(5.5, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
+def test_where_living_members_were_silent_for_long_silence_tells_less():
+    world = running().wait(8.0, A, B).wait(0.25, A, B, C)
+    assert [kill for kill in world.wait(13.0, A, B).all if isinstance(kill, h.Kill)] == []
+    assert [kill.ref for kill in world.wait(5.0, A, B).all if isinstance(kill, h.Kill)] == [C]
+
+
+def test_a_silence_that_lies_back_is_forgotten():
+    world = running().wait(8.0, A, B).wait(60.0, A, B, C)
+    assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
 def beat(world: World, seconds: float, busy: dict[str, tuple[str, float]], waited: float) -> World:
     """`seconds` of heartbeats: those in `busy` compute since so long, the others wait since `waited`."""
     until, began = world.now + seconds, world.now

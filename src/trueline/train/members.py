@@ -41,6 +41,7 @@ def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Act
             return _scale(state, event, now, policy)
     member = state.members.get(event.ref)
     if member is not None:
+        state.silence_s = max(state.silence_s, now - member.seen_at)
         member.seen_at = now
         return _told(state, member, event, now, policy)
     if isinstance(event, h.Ready) and event.ref in state.pending:

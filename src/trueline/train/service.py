@@ -48,10 +48,10 @@ class Service(pb_grpc.MasterServicer):
         if master.job.script and not master.job.epochs:
             master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
         newcomer = request.ref not in master.state.members
-        fault, rows = master.account.accept(request.num_records, request.total_steps)
+        fault, rows = master.account.accept(request.num_records, request.total_steps, request.shard_records)
         master.log(*rows)
         if fault:
-            master.fail("data", fault, "every worker must see the same records")
+            master.fail("data", fault, "every worker must see the same records and build the same model")
         await self._tell(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)
