@@ -65,6 +65,8 @@ def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
     seen: list[Observation] = []
     for probe in probes:
         one = _observe_one(eager, probe)
+        if probe.wild and one.outputs is None:
+            continue  # the model does not take these values: nothing is asked of the program
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         seen.append(one if same is None else replace(one, way=same))  # most go one way: keep it once
     return tuple(seen)
