@@ -87,7 +87,7 @@ def test_many_clients_at_once_each_get_their_own_answer(server: RunningServer) -
     wrong: list[object] = []
 
     def ask(start: int) -> None:
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=60.0) as client:
             for value in range(start, start + 20):
                 found = client.post("/predictions/tiny", json=[[value] * 3] * 40).json()
                 if found != [[2.0 * value + 1] * 3] * 40:

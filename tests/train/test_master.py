@@ -13,7 +13,7 @@ from trueline.train import happenings as h
 from trueline.train.journal import Journal
 from trueline.train.master import Master
 from trueline.train.service import Door, Service
-from trueline.train.settings import JobSettings
+from trueline.train.settings import Fault, JobSettings
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -267,3 +267,22 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
     workers, (scaled, *rest) = asyncio.run(scenario())
     assert (workers, rest) == (2, [])
     assert "one more may pay" in scaled["why"]
+
+
+def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
+    faults = tuple(Fault(step=step, slot=1) for step in (1, 2, 7))
+
+    async def scenario():
+        async with serving(msgspec.structs.replace(job, faults=faults), tmp_path) as (master, stub):
+            hello = pb.Hello(ref="worker-0.0", store="a:1", num_records=8, total_steps=2)
+            watching = stub.Watch(hello, metadata=SECRET)
+            while not any(name == "worker.joined" for name, _ in said(master)):
+                await asyncio.sleep(0.001)
+            watching.cancel()
+            return [fields for name, fields in said(master) if name == "fault.unreachable"]
+
+    told = asyncio.run(scenario())
+    assert [(fields["step"], fields["why"]) for fields in told] == [
+        (2, "the job has 2 steps"),
+        (7, "the job has 2 steps"),
+    ]

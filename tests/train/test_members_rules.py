@@ -62,6 +62,15 @@ def test_a_master_that_stood_still_takes_nobody_for_dead():
     assert world.wait(10.0, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
+def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
+    world = World(roster.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
+    world.happen(h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
+    assert not world.state.view
+    world.happen(h.Ready(B, "b:1"))
+    assert (world.state.view, world.of(h.Publish)[0].reason) == ((B,), "1 of 2 are ready, nobody else is on the way")
+    assert world.wait(1.0, B).state.pending.keys() == {"worker-0.2"}
+
+
 def test_what_a_busy_machine_takes_from_the_master_it_does_not_take_from_a_members_lease():
     world = running()
     for _ in range(20):  # each second the master gets a core for one tick; C gets none

@@ -106,15 +106,23 @@ def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Acti
 
 
 def _gather(state: State, now: float, policy: Policy) -> list[Action]:
+    """The first view, or one after all had died: with everybody who is on the way, but not for ever.
+
+    A slot that died and has to wait before it is filled again is not waited for: who is in it joins later.
+    """
     wanted = state.wanted
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
-    if len(state.members) < wanted and not waited:
+    if len(state.members) < wanted and state.pending and not waited:
         return []
     ready = sum(member.left_at is None and not state.goes(member) for member in state.members.values())
-    if ready and (ready >= wanted or (waited and ready >= policy.min_workers)):
-        everyone = ready >= wanted
-        why = "all are ready" if everyone else f"{ready} of {wanted} are ready after {policy.gather_s:g} s"
-        return form(state, why, now, forced=True)
+    if not ready or ready < min(wanted, policy.min_workers):
+        return []
+    if ready >= wanted:
+        return form(state, "all are ready", now, forced=True)
+    if waited:
+        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", now, forced=True)
+    if not state.pending:
+        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", now, forced=True)
     return []
 
 
@@ -217,8 +225,8 @@ def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Act
         state.members.pop(ref, None)
     actions: list[Action] = [h.Log("SCALE", {"workers": event.workers, "before": before, "why": event.why})]
     actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
-    actions += _gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy)
-    return actions + fill(state, now)
+    actions += fill(state, now)
+    return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy))
 
 
 def _tick(state: State, now: float, policy: Policy) -> list[Action]:

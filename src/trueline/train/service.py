@@ -17,6 +17,7 @@ import grpc
 from trueline.train import happenings as h
 from trueline.train import settings
 from trueline.train.members import scale_fault
+from trueline.train.settings import beyond
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -52,6 +53,10 @@ class Service(pb_grpc.MasterServicer):
         master.log(*rows)
         if fault:
             master.fail("data", fault, "every worker must see the same records and build the same model")
+        if rows:
+            for fault in beyond(master.job.faults, request.total_steps):
+                why = f"the job has {request.total_steps} steps"
+                master.say("fault.unreachable", step=fault.step, slot=fault.slot, why=why)
         await self._tell(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)
