@@ -98,7 +98,7 @@ def verify(
         )
     wanted = [found.program(format)] if format else list(found.manifest.programs)
     oracle, example, notes = _oracle(found, against, checkpoint)
-    observations = _observed(oracle, found.signature, example, seed)
+    observations = _observed(oracle, found, example, seed)
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
@@ -144,16 +144,22 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
         )
 
 
-def _observed(oracle: Session, signature: Signature, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+    """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
     from trueline.runtime.probes import make_probes
     from trueline.runtime.prove import observe
 
-    edges = {
-        symbol: [size for size in (dim.min, dim.max, None if dim.max is None else dim.max + 1) if size is not None]
-        for symbol, dim in signature.dims.items()
-        if symbol in signature.symbols
-    }
-    return observe(oracle, make_probes(example, signature=signature, sizes=edges, seed=seed))
+    signature = bundle.signature
+    sizes: dict[str, dict[int, None]] = {symbol: {} for symbol in signature.symbols}
+    for symbol, found in sizes.items():
+        dim = signature.dims[symbol]
+        ends = (dim.min, dim.max, None if dim.max is None else dim.max + 1)
+        found.update(dict.fromkeys(size for size in ends if size is not None))
+    for one in bundle.evidence():
+        for symbol, (name, axis) in signature.symbols.items():
+            if name in one.shapes:
+                sizes[symbol][one.shapes[name][axis]] = None
+    return observe(oracle, make_probes(example, signature=signature, sizes=sizes, seed=seed))
 
 
 def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation]) -> Verdict:

@@ -8,6 +8,7 @@ is no finding: `claims` holds signatures from the widest to the strictest, for t
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
+_CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
     except Exception as error:
+        _refuse_constant(error, calling)
         place = paths.users_line(error)
         raise CaptureError(
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
@@ -82,6 +85,24 @@ def _free_axes(calling: Calling) -> list[list[int]]:
 def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
     return resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
+
+
+def _refuse_constant(error: Exception, calling: Calling) -> None:
+    """Raises CaptureError with the input's own name when torch says that a free dimension became a constant."""
+    found = _CONSTANT.search(str(error))
+    if found is None:
+        return
+    index, axis, size = map(int, found.groups())
+    raise _fixed(calling.signature.inputs[index], axis, size) from error
+
+
+def _fixed(spec: TensorSpec, axis: int, size: int) -> CaptureError:
+    symbol = spec.shape[axis]
+    what = "batches" if symbol == BATCH else f"a '{symbol}'"
+    return CaptureError(
+        f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')",
+        hint="leave that dimension out of dynamic_shapes(), or write the model without the number",
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -129,8 +150,7 @@ def _symbols(shapes: Sequence[Any], calling: Calling) -> dict[str, str]:
     for spec, shape in zip(calling.signature.inputs, shapes, strict=True):
         for axis, wanted in enumerate(spec.shape):
             if isinstance(wanted, str) and isinstance(shape[axis], int):
-                what = "batches" if wanted == BATCH else f"sizes in dimension {axis}"
-                raise CaptureError(f"the model works for {what} of {shape[axis]} only (input '{spec.name}')")
+                raise _fixed(spec, axis, shape[axis])
             if isinstance(wanted, str):
                 same[spec.name, axis] = str(shape[axis])
     groups = calling.free.grouped(same)
