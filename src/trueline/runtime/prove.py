@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from trueline.bundle.schema import Evidence
 from trueline.errors import RequestError
-from trueline.runtime import compare, paths
+from trueline.runtime import compare, paths, wild
 from trueline.runtime.probes import Probe
 from trueline.runtime.session import Session
 
@@ -73,7 +74,7 @@ def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
 
 
 def _observe_one(eager: Session, probe: Probe) -> Observation:
-    with paths.watching() as way:
+    with paths.watching() as way, wild.Careful() if probe.wild else nullcontext():
         try:
             outputs, error = eager.run(probe.inputs), ""
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
