@@ -62,6 +62,13 @@ def test_a_master_that_stood_still_takes_nobody_for_dead():
     assert world.wait(10.0, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
+def test_a_heartbeat_that_overtakes_the_hello_fences_nobody():
+    world = World().happen(h.Begin(), h.Heard(A, -1))
+    assert world.actions == ()
+    assert world.happen(h.Ready(A, "a:1")).state.members.keys() == {A}
+    assert world.happen(h.Heard("worker-0.7", -1)).of(h.Fence) == [h.Fence("worker-0.7")]
+
+
 def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
     world = World(roster.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
     world.happen(h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
