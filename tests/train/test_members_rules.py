@@ -92,6 +92,13 @@ def test_where_living_members_were_silent_for_long_silence_tells_less():
     assert [kill.ref for kill in world.wait(5.0, A, B).all if isinstance(kill, h.Kill)] == [C]
 
 
+def test_an_hour_in_which_the_master_was_frozen_is_forgotten_in_a_minute():
+    world = running()
+    world.now += 3600.0
+    world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Heard(C, 5)).wait(60.0, A, B, C)
+    assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
 def test_a_silence_that_lies_back_is_forgotten():
     world = running().wait(8.0, A, B).wait(60.0, A, B, C)
     assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
