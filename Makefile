@@ -34,10 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-# full: ten minutes on two cores at most. quick: what needs no processes, no exported programs and no MLflow.
+# quick: without most tests that start processes, export programs or open MLflow; they are marked slow.
 DEPTH ?= full
 
-test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: what is done in a minute
+test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
 	$(MAKE) --no-print-directory -k -j2 -O suite-line suite-train suite-rooms

@@ -19,8 +19,10 @@ pytestmark = pytest.mark.slow
 
 PEER = """
 import sys, torch, torch.distributed as dist
-from trueline.train.group import GlooGroup
-group = GlooGroup()
+from trueline.train import group as groups
+groups.FORM_TIMEOUT_S = 30.0
+group = groups.GlooGroup()
+print("here", flush=True)
 group.form(2, rank=1, size=2, store=sys.argv[1])
 value = torch.ones(1)
 dist.all_reduce(value)
@@ -44,12 +46,9 @@ def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeyp
     with pytest.raises(RuntimeError):
         group.form(1, rank=0, size=2, store=address)  # nobody comes
     peer = subprocess.Popen([sys.executable, "-c", PEER, address], stdout=subprocess.PIPE, text=True)
-    while True:
-        try:
-            group.form(2, rank=0, size=2, store=address)
-            break
-        except RuntimeError:  # the peer is still importing torch
-            assert peer.poll() is None
+    assert peer.stdout.readline() == "here\n"  # torch is imported
+    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 30.0)
+    group.form(2, rank=0, size=2, store=address)
     value = torch.ones(1)
     dist.all_reduce(value)
     assert peer.communicate()[0] == "2\n"
@@ -80,8 +79,10 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     store, address = start_store()
     code = (
         "import sys, torch, torch.distributed as dist\n"
-        "from trueline.train.group import GlooGroup, start_store\n"
-        "group = GlooGroup(); other, where = start_store()\n"
+        "from trueline.train import group as groups\n"
+        "groups.FORM_TIMEOUT_S = 30.0\n"
+        "group = groups.GlooGroup(); other, where = groups.start_store()\n"
+        "print('here', flush=True)\n"
         "group.form(1, rank=1, size=2, store=sys.argv[1])\n"
         "work = dist.all_reduce(torch.ones(16 << 20), async_op=True)\n"
         "print('posted', flush=True); sys.stdin.readline()\n"
@@ -90,12 +91,9 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
         [sys.executable, "-c", code, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     group = GlooGroup()
-    while True:
-        try:
-            group.form(1, rank=0, size=2, store=address)
-            break
-        except RuntimeError:  # the peer is still importing torch
-            assert peer.poll() is None
+    assert peer.stdout.readline() == "here\n"  # torch is imported
+    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 30.0)
+    group.form(1, rank=0, size=2, store=address)
     assert peer.stdout.readline() == "posted\n"
     peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on
     large = dist.all_reduce(torch.ones(16 << 20), async_op=True)

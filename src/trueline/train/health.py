@@ -157,7 +157,7 @@ def forgive(state: State, now: float, policy: Policy) -> None:
     """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
     late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
     state.ticked_at = now
-    state.silence_s *= FADE
+    state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # more would only last longer
     if late > policy.tick_s:
         for member in state.members.values():
             member.seen_at = min(now, member.seen_at + late)

@@ -46,6 +46,8 @@ def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Act
         return _told(state, member, event, now, policy)
     if isinstance(event, h.Ready) and event.ref in state.pending:
         return _join(state, event, now, policy)
+    if isinstance(event, h.Heard) and event.ref in state.pending:
+        return []  # a heartbeat has overtaken the hello, which goes another way
     return [h.Fence(event.ref)]
 
 

@@ -54,9 +54,9 @@ class Service(pb_grpc.MasterServicer):
         if fault:
             master.fail("data", fault, "every worker must see the same records and build the same model")
         if rows:
-            for fault in beyond(master.job.faults, request.total_steps):
-                why = f"the job has {request.total_steps} steps"
-                master.say("fault.unreachable", step=fault.step, slot=fault.slot, why=why)
+            why = f"the job has {request.total_steps} steps"
+            for missed in beyond(master.job.faults, request.total_steps):
+                master.say("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
         await self._tell(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)
