@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline import events
-from trueline.bundle.describe import dim_text
+from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
+from trueline.capture import claims
 from trueline.capture.attempt import Attempt
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError
-from trueline.runtime import export, onnx_emit
+from trueline.errors import BundleError, CaptureError, NotProven
+from trueline.runtime import export, onnx_emit, steady
 from trueline.runtime.calling import BATCH
+from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
-from trueline.runtime.probes import make_probes
+from trueline.runtime.probes import Probe, make_probes
 from trueline.runtime.prove import Observation, Proof, judge, observe, parting
 from trueline.runtime.session import Format, open_session
+from trueline.runtime.shrink import shrink
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
@@ -38,26 +41,61 @@ class Rung:
     signature: Signature | None
     evidence: tuple[Evidence, ...]
     versions: dict[str, str]
+    disagreeing: Probe | None = None
+    """The smallest probe on which the program answers otherwise than the model."""
 
 
 def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]:
-    """Tries every format in `formats`; a refusal is a Rung, not an exception."""
+    """Tries every format in `formats`; a refusal is a Rung, not an exception.
+
+    Raises NotProven for a model that is no function of its inputs: no format can hold it.
+    """
     started = time.monotonic()
-    exported: Exported | CaptureError
-    try:
-        exported = export.export(subject.module, subject.eager.calling)
-    except CaptureError as error:
-        exported = error
-    sizes = () if isinstance(exported, CaptureError) else exported.boundaries
-    observations = observe(subject.eager, make_probes(subject.eager.example, sizes=sizes))
+    found = steady.unsteady(subject.eager)
+    if found is not None:
+        raise NotProven(
+            found.why + (f"; see {found.place}" if found.place else ""),
+            hint="a served program has no memory and draws no numbers: return the state, or guard it with "
+            "`if self.training`",
+        )
+    exported, observations = _observed(subject)
     shared_s = time.monotonic() - started
-    return [_try(format, exported, observations, work / format, shared_s) for format in formats]
+    while True:
+        rungs = [_try(format, exported, observations, subject.eager, work / format, shared_s) for format in formats]
+        if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
+            return rungs
+        stricter = claims.narrower(exported)
+        if stricter is None:
+            return rungs
+        events.emit("claim.narrowed", to=range_text(stricter.signature))
+        exported = stricter
+
+
+def _observed(subject: Subject) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
+    """The exported program with the widest claim that it bears out, and what the eager model answers."""
+    eager = subject.eager
+    try:
+        exported = claims.settled(eager, export.export(subject.module, eager.calling))
+    except CaptureError as error:
+        return error, observe(eager, make_probes(eager.example, signature=eager.calling.presumed))
+    probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
+    observations = observe(eager, probes)
+    return claims.borne_out(exported, observations), observations
+
+
+def _overreached(exported: Exported, rungs: Sequence[Rung]) -> bool:
+    """Whether a program that was emitted disagrees where only this claim, and not the strictest, reaches."""
+    strict = exported.claims[-1]
+    return exported.signature != strict and any(
+        rung.disagreeing is not None and not claims.allowed(strict, rung.disagreeing) for rung in rungs
+    )
 
 
 def _try(
     format: Format,
     exported: Exported | CaptureError,
     observations: Sequence[Observation],
+    eager: EagerSession,
     folder: Path,
     shared_s: float,
 ) -> Rung:
@@ -68,26 +106,37 @@ def _try(
         path = EMITTERS[format](exported, folder)
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
-        proof = _prove(format, path, exported, observations)
+        proof, smallest = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(exported, CaptureError) else ""
         return _refused(format, error.message, line, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, proof, exported, observations, path, folder, size, seconds)
+    return _rung(format, proof, smallest, exported, observations, path, folder, size, seconds)
 
 
-def _prove(format: Format, path: Path, exported: Exported, observations: Sequence[Observation]) -> Proof:
+def _prove(
+    format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
+) -> tuple[Proof, str]:
+    """The proof and, where it fails on a probe, the smallest input that shows it."""
     session = open_session(format, path, exported.signature)
 
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
 
-    return judge(session, observations, versions=versions(), progress=progress)
+    proof = judge(session, observations, versions=versions(), progress=progress)
+    probe = _named(observations, proof.disagreeing)
+    found = shrink(session, eager, probe) if probe is not None else None
+    return proof, f"; the smallest input that shows it: {found}: {found.reason}" if found else ""
+
+
+def _named(observations: Sequence[Observation], name: str) -> Probe | None:
+    return next((seen.probe for seen in observations if seen.probe.name == name), None)
 
 
 def _rung(
     format: Format,
     proof: Proof,
+    smallest: str,
     exported: Exported,
     observations: Sequence[Observation],
     path: Path,
@@ -96,10 +145,10 @@ def _rung(
     seconds: float,
 ) -> Rung:
     batch = exported.signature.dims[BATCH]
-    why = proof.reason
+    why = proof.reason + smallest
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
-    bounded = batch.max is not None
+    bounded = batch.max is not None or bool(exported.signature.guards)
     found = _line(observations, proof.disagreeing) if why or bounded else ""
     attempt = Attempt(
         format=format,
@@ -111,7 +160,7 @@ def _rung(
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
     )
-    _tell(attempt, dim_text(BATCH, batch))
+    _tell(attempt, range_text(exported.signature))
     return Rung(
         attempt=attempt,
         folder=folder,
@@ -119,6 +168,7 @@ def _rung(
         signature=exported.signature,
         evidence=proof.evidence,
         versions=versions(),
+        disagreeing=_named(observations, proof.disagreeing),
     )
 
 
