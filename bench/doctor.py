@@ -25,7 +25,8 @@ def examined(model: type[torch.nn.Module]) -> list[Row]:
     """The rows of one model of the zoo."""
     torch.manual_seed(0)
     module = model().eval()
-    calls = calls_of(EagerSession(module, EXAMPLES[model]()), DYNAMIC.get(model, {}))
+    declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in DYNAMIC.get(model, {}).items()}
+    calls = calls_of(EagerSession(module, EXAMPLES[model](), dynamic_shapes=declared))
     return list(survey(module, calls, onnx=right_as_onnx, base=Path.cwd()).rows.values())
 
 

@@ -21,7 +21,7 @@ from trueline.doctor.html import page
 from trueline.doctor.patch import patched
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
-from trueline.errors import UsageError
+from trueline.errors import CaptureError, UsageError
 from trueline.runtime.eager import EagerSession
 
 
@@ -32,7 +32,8 @@ def seeded() -> None:
 
 def examined(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Survey:
     model = model.eval()
-    return survey(model, calls_of(EagerSession(model, x), {"x": dynamic}), onnx=None, base=Path(__file__).parent)
+    eager = EagerSession(model, x, dynamic_shapes={"x": {axis: f"x.{axis}" for axis in dynamic}})
+    return survey(model, calls_of(eager), onnx=None, base=Path(__file__).parent)
 
 
 def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
@@ -133,7 +134,7 @@ def test_only_the_part_that_needs_it_is_rewritten_and_the_whole_waits_for_it() -
 def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     model = models.EarlyReturn().eval()
     found = examined(model, torch.randn(3, 4))
-    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(5, 4)), {}))
+    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(5, 4))))
     edited = patched(model, found.texts)
     assert not examine(edited, oracle).reason
     assert all(not agree(a, asked(edited, c))[0] for a, c in zip(oracle.answers, oracle.calls, strict=True))
@@ -156,7 +157,7 @@ def test_a_condition_that_no_probe_meets_is_not_taken_away() -> None:
 
 def test_an_edit_that_answers_otherwise_is_not_taken_for_proven() -> None:
     model = models.Branch().eval()
-    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(3, 4)), {}))
+    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(3, 4))))
     source = Path(models.__file__).read_text()
     wrong = source.replace("y = x * 2\n        else:\n            y = x - 1", "y = x * 2\n        y = torch.relu(x)")
     wrong = wrong.replace("if x.sum() > 0:  # value branch\n            y = x * 2", "y = x")
@@ -230,7 +231,7 @@ def test_the_copy_is_not_written_over_what_is_there(recipe: Path, tmp_path: Path
 
 
 def test_a_dimension_of_an_input_that_is_not_there_is_refused(recipe: Path) -> None:
-    with pytest.raises(UsageError, match="no input 'y'"):
+    with pytest.raises(CaptureError, match="declares 'y'"):
         doctor(recipe, dynamic={"y": [1]}, keep=False)
 
 

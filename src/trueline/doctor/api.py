@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trueline import events
 from trueline.doctor.diagnosis import Diagnosis
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.doctor.calls import Call
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trueline.state.place import Where
 
 Free = Mapping[str, Sequence[int]]
-"""Input -> its dimensions whose size varies from request to request, beside the batch."""
+"""Input -> its dimensions whose size varies from request to request, beside those that `capture` takes for free."""
 
 
 def doctor(
@@ -36,7 +36,8 @@ def doctor(
 ) -> Diagnosis:
     """Examines every submodule of the recipe's model and looks for proven rewrites of those that cannot be captured.
 
-    `dynamic` names dimensions that vary, e.g. `{"x": [1]}`; the batch always does. `apply` is a folder that gets a
+    `dynamic` names dimensions that vary, e.g. `{"x": [1]}`, beside the batch, what the recipe declares and what differs
+    between its examples. `apply` is a folder that gets a
     copy of the recipe with the rewrites, `html` a file for the report. With `keep`, how far the model is is kept
     beside the recipe (`NAME.doctor.json`), for the next run to compare with. `onnx` tries each rewrite in ONNX
     Runtime too. Raises RecipeError, CaptureError, CheckpointError, DataError, UsageError, StorageError.
@@ -51,8 +52,9 @@ def doctor(
         what = f"{apply} exists already" if recipe.path is not None else "the recipe is no file"
         raise UsageError(f"the rewrites cannot be applied: {what}", hint="name a folder that is not there yet")
     events.emit("doctor.started", recipe=recipe.name)
-    model = subject.prepare(recipe, checkpoint)
-    calls = calls_of(model.eager, dynamic or {})
+    declared = {name: {axis: f"{name}.{axis}" for axis in axes} for name, axes in (dynamic or {}).items()}
+    model = subject.prepare(recipe, checkpoint, dynamic_shapes=declared)
+    calls = calls_of(model.eager)
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
     done = survey(model.module, calls, onnx=onnx_proof.right_as_onnx if onnx else None, base=base)
     before = progress.earlier(recipe)
@@ -71,22 +73,21 @@ def doctor(
     return diagnosis
 
 
-def calls_of(eager: EagerSession, dynamic: Free) -> list[Call]:
-    """The probes of the whole model as calls, at other lengths too where `dynamic` names a dimension."""
+def calls_of(eager: EagerSession) -> list[Call]:
+    """Two sets of probes of the whole model as calls, at other sizes of whatever is free in it.
+
+    Values that are no numbers are left out: a submodule is asked what a request may ask it.
+    """
     from trueline.doctor.calls import Call
-    from trueline.doctor.lengths import stretched
     from trueline.runtime.calling import Slot
     from trueline.runtime.eager import to_tensors
     from trueline.runtime.probes import make_probes
 
-    names = [spec.name for spec in eager.signature.inputs]
-    unknown = [name for name in dynamic if name not in names]
-    if unknown:
-        raise UsageError(f"the model has no input '{unknown[0]}' (it takes: {listed(names)})")
-    calling, calls = eager.calling, []
-    probes = [*make_probes(eager.example), *make_probes(eager.example, seed=1)]
-    for inputs in stretched([probe.inputs for probe in probes], dynamic):
-        leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
-        tensors = to_tensors(eager.signature, inputs)
-        calls.append(Call(tensors=tensors, leaves=leaves, spec=calling.spec))
-    return calls
+    calling = eager.calling
+    leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
+    probes = [probe for seed in (0, 1) for probe in make_probes(eager.example, signature=calling.presumed, seed=seed)]
+    return [
+        Call(tensors=to_tensors(eager.signature, probe.inputs), leaves=leaves, spec=calling.spec)
+        for probe in probes
+        if not probe.wild
+    ]
