@@ -153,6 +153,7 @@ class _Slicing(ast.NodeTransformer):
         if (
             index is None
             or not isinstance(node.value, ast.Name | ast.Attribute)
+            or ast.unparse(node.value) in self.assigned  # a later step reads what an earlier one wrote
             or not self.scope.is_tensor(node.value)
         ):
             return None
