@@ -60,6 +60,7 @@ def exported(module: nn.Module, example: Any, **free: Any) -> tuple[EagerSession
     return eager, export.export(eager.module, eager.calling)
 
 
+@pytest.mark.slow
 def test_a_dimension_in_which_examples_differ_is_free_and_one_symbol_where_the_program_ties_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager, found = exported(Masked(), masked(5), others=[masked(7), masked(2, batch=1)])

@@ -93,7 +93,7 @@ def _refuse_constant(error: Exception, calling: Calling) -> None:
     if found is None:
         return
     index, axis, size = map(int, found.groups())
-    raise _fixed(calling.signature.inputs[index], axis, size) from error
+    raise _fixed(calling.presumed.inputs[index], axis, size) from error
 
 
 def _fixed(spec: TensorSpec, axis: int, size: int) -> CaptureError:
@@ -147,7 +147,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling) -> Expor
 def _symbols(shapes: Sequence[Any], calling: Calling) -> dict[str, str]:
     """torch's symbols -> the signature's. Raises CaptureError for a free dimension that became a constant."""
     same: dict[Place, str] = {}
-    for spec, shape in zip(calling.signature.inputs, shapes, strict=True):
+    for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):
         for axis, wanted in enumerate(spec.shape):
             if isinstance(wanted, str) and isinstance(shape[axis], int):
                 raise _fixed(spec, axis, shape[axis])
