@@ -79,14 +79,11 @@ def read(rule: str) -> Term:
 def check(guard: Guard, known: Mapping[str, object]) -> None:
     """Raises ValueError when the rule cannot be read or speaks of a symbol that is not in `known`."""
     read(guard.rule)
-    highest = max((place(node.id) for node in ast.walk(ast.parse(guard.rule)) if _is_symbol(node)), default=-1)
+    names = [node.id for node in ast.walk(ast.parse(guard.rule)) if isinstance(node, ast.Name)]
+    highest = max((place(name) for name in names if name not in _MIN_MAX), default=-1)
     strange = [symbol for symbol in guard.symbols if symbol not in known]
     if strange or highest >= len(guard.symbols):
         raise ValueError(f"guard {guard.text!r} speaks of {strange or f'd{highest}'}, which is no symbol")
-
-
-def _is_symbol(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id not in _MIN_MAX
 
 
 def place(name: str) -> int:
