@@ -52,7 +52,7 @@ def test_every_array_survives_the_way_to_json_and_back(data: st.DataObject, data
     assert found.dtype == array.dtype
     np.testing.assert_array_equal(found, array)
     call = oip.Call({}, ("x",), "7", None)
-    answer = json.loads(oip.encode("m", "1", call, {"x": array}))
+    answer = json.loads(oip.encode("m", "1", call, {"x": array}).body)
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("m", "1", "7")
     output = answer["outputs"][0]
     assert output["shape"] == list(array.shape)
@@ -153,7 +153,7 @@ def test_a_timeout_is_in_microseconds() -> None:
 
 def test_what_json_has_no_word_for_is_answered_as_null() -> None:
     array = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
-    answer = json.loads(oip.encode("m", "1", oip.Call({}, ("y",), None, None), {"y": array}))
+    answer = json.loads(oip.encode("m", "1", oip.Call({}, ("y",), None, None), {"y": array}).body)
     assert answer["outputs"][0]["data"] == [None, None, None, 1.0]
     assert json.loads(records.encode({"y": array}, single=False)) == [None, None, None, 1.0]
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,6 +82,63 @@ def test_tritons_own_client_works_unmodified(server: RunningServer) -> None:
             assert answer.as_numpy("y").tolist() == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
         with pytest.raises(http.InferenceServerException, match="zzz"):
             client.infer("zzz", [given], outputs=wanted)
+        given.set_data_from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))  # its default: raw bytes
+        for coding in (None, "gzip", "deflate"):
+            answer = client.infer("tiny", [given], request_compression_algorithm=coding)
+            assert answer.get_output("y")["parameters"]["binary_data_size"] == 24
+            assert answer.as_numpy("y").tolist() == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
+        assert client.get_inference_statistics("tiny")["model_stats"][0]["inference_count"] >= 10
+        assert client.get_model_config("tiny")["max_batch_size"] == 64
+        assert client.get_model_repository_index()[0]["state"] == "READY"
+
+
+def test_versions_change_under_load_and_no_request_is_lost(source: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for version in ("1", "2"):
+        shutil.copytree(source, store / "tiny" / f"{version}.bundle")
+    state = tmp_path / "served.json"
+    answered: list[int] = []
+    stop = threading.Event()
+
+    def ask(url: str) -> None:
+        with httpx.Client(base_url=url, timeout=60.0) as client:
+            while not stop.is_set():
+                answered.append(client.post("/predictions/tiny", json=[[1, 2, 3]] * 8).status_code)
+
+    with serve.start(
+        None, model_store=str(store), load="tiny", management_port=0, metrics_port=0, state=str(state)
+    ) as one:
+        assert one.management_url is not None
+        threads = [threading.Thread(target=ask, args=(one.url,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        with httpx.Client(base_url=one.management_url, timeout=60.0) as manager:
+            for turn in range(20):
+                old, new = ("2", "1") if turn % 2 == 0 else ("1", "2")
+                assert manager.put(f"/models/tiny/{new}/set-default").status_code == 200
+                assert manager.delete(f"/models/tiny/{old}").status_code == 200
+                loaded = manager.post("/models", params={"url": f"tiny/{old}.bundle", "initial_workers": 1})
+                assert loaded.json() == {"status": f'Model "tiny" Version: {old} registered with 1 initial workers'}
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert one.metrics_url is not None
+        assert httpx.get(f"{one.metrics_url}/metrics").status_code == 200
+        assert httpx.get(f"{one.metrics_url}/ping").status_code == 404
+    assert set(answered) == {200}
+    with serve.start(None, model_store=str(store), state=str(state), management_port=0) as again:
+        found = httpx.get(f"{again.management_url}/models/tiny/all").json()
+        assert {one["modelVersion"] for one in found} == {"1", "2"}
+        assert httpx.post(f"{again.url}/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
+
+
+def test_a_server_of_nothing_says_what_it_could_serve(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to serve"):
+        serve.start(None)
+    with pytest.raises(UsageError, match="is no folder"):
+        serve.start(None, model_store=str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="has no 'zzz'"):
+        serve.start(None, model_store=str(tmp_path), load="zzz")
 
 
 def test_many_clients_at_once_each_get_their_own_answer(server: RunningServer) -> None:
@@ -140,11 +198,22 @@ def test_a_port_in_use_is_said_with_host_port_and_what_to_do(source: Path, serve
     assert "another port" in caught.value.hint
 
 
-def test_an_address_that_others_reach_needs_to_be_allowed(source: Path) -> None:
+def test_an_address_that_others_reach_needs_a_key_file_and_asks_for_its_tokens(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape("0.0.0.0 can be reached from other machines")):
         serve.start(source, host="0.0.0.0")
-    with serve.start(source, host="0.0.0.0", allow_remote=True) as running:
-        assert httpx.get(f"http://127.0.0.1:{running.port}/ping").status_code == 200
+    keys = tmp_path / "key_file.json"
+    with serve.start(source, host="0.0.0.0", key_file=str(keys), management_port=0) as running:
+        assert keys.stat().st_mode & 0o777 == 0o600
+        token = {kind: one["key"] for kind, one in json.loads(keys.read_text()).items()}
+        with httpx.Client(base_url=f"http://127.0.0.1:{running.port}") as client:
+            assert client.get("/ping").status_code == 200
+            assert client.get("/v2/health/ready").status_code == 200
+            without = client.post("/v2/models/tiny/infer", content=BODY)
+            assert (without.status_code, without.headers["www-authenticate"]) == (401, 'Bearer realm="trueline"')
+            assert client.get("/metrics").status_code == 401
+            for kind, status in (("inference", 200), ("management", 403), ("API", 403)):
+                headers = {"authorization": f"Bearer {token[kind]}"}
+                assert client.post("/v2/models/tiny/infer", content=BODY, headers=headers).status_code == status
 
 
 def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:

@@ -186,14 +186,15 @@ def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(desk: Desk) -
 @pytest.mark.parametrize(
     "headers",
     [
-        {"content_encoding": "gzip"},
+        {"content_encoding": "br"},
         {"content_type": "multipart/form-data; boundary=x"},
         {"content_type": "image/png"},
-        {"inference_header_content_length": "12"},
     ],
 )
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny"])
-def test_a_body_that_says_it_is_no_json_is_refused_with_415(desk: Desk, path: str, headers: dict[str, str]) -> None:
+def test_a_body_in_a_form_that_nobody_here_reads_is_refused_with_415(
+    desk: Desk, path: str, headers: dict[str, str]
+) -> None:
     assert desk.ask("POST", path, BODY, **headers).status == 415
 
 

@@ -13,38 +13,55 @@ trueline serve digits.bundle
 
 trueline serve models:/digits@champion --name digits --port 9000
     serves the version that the alias points to
+
+trueline serve --model-store bundles --load all --state served.json
+    serves every bundle of a folder; versions are added, made default and retired on port 8081, and a restart brings
+    back what was served
 """
 
 
 @verb("serve", examples=_EXAMPLES)
-@click.argument("source")
+@click.argument("source", required=False)
 @click.option("--name", metavar="NAME", help="Name of the model in URLs; the bundle's own if left out.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
-@click.option("--allow-remote", is_flag=True, help="Listen on an address that other machines reach.")
+@click.option("--key-file", metavar="FILE", help="Ask for the tokens in FILE (made when missing), e.g. off loopback.")
 @click.option("--threads", type=int, default=0, metavar="N", help="Threads of one run; 0 leaves it to the server.")
 @click.option("--max-batch", type=int, default=64, show_default=True, help="Records that are run together at most.")
 @click.option("--max-delay", type=float, default=0.0, metavar="SECONDS", help="How long a request waits for others.")
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Requests that may wait for the model.")
+@click.option("--model-store", metavar="DIR", help="A folder of bundles that may be loaded by name.")
+@click.option("--load", default="", metavar="NAMES", help="What of the store to load at start: a,b or all.")
+@click.option("--management-port", type=int, metavar="PORT", help="Port to manage versions on; 8081 with a store.")
+@click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
+@click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
+@click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
 @tracking_option
 @quiet_option
 def command(
-    source: str,
+    source: str | None,
     name: str | None,
     host: str,
     port: int,
-    allow_remote: bool,
+    key_file: str | None,
     threads: int,
     max_batch: int,
     max_delay: float,
     max_queue: int,
+    model_store: str | None,
+    load: str,
+    management_port: int | None,
+    grpc_port: int | None,
+    metrics_port: int | None,
+    state: str | None,
     tracking_uri: str | None,
     quiet: bool,
 ) -> None:
-    """Answer requests from a bundle until Ctrl-C or SIGTERM.
+    """Answer requests from bundles until Ctrl-C or SIGTERM.
 
-    The bundle's golden examples are replayed on this machine first; a version that fails them takes no
-    request. Speaks the Open Inference Protocol (/v2) and TorchServe's inference API. SOURCE is a bundle, or a
+    A bundle's golden examples are replayed on this machine first; a version that fails them takes no
+    request. Speaks the Open Inference Protocol (/v2, with Triton's extensions), KServe's V1 (/v1), and TorchServe's
+    inference and management APIs. SOURCE is a bundle, or a
     registered model, models:/NAME@ALIAS or models:/NAME/VERSION.
     """
     from trueline.serve.api import serve
@@ -55,10 +72,16 @@ def command(
             name=name,
             host=host,
             port=port,
-            allow_remote=allow_remote,
+            key_file=key_file,
             threads=threads,
             max_batch=max_batch,
             max_delay_s=max_delay,
             max_queue=max_queue,
+            model_store=model_store,
+            load=load,
+            management_port=8081 if management_port is None and model_store is not None else management_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            state=state,
             tracking_uri=tracking_uri,
         )

@@ -17,43 +17,59 @@ from trueline.serve.settings import Options, Settings, to_arguments
 
 
 def serve(
-    source: str | Path,
+    source: str | Path | None = None,
     *,
     name: str | None = None,
     version: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8080,
-    allow_remote: bool = False,
+    key_file: str | Path | None = None,
     threads: int = 0,
     max_batch: int = 64,
     max_delay_s: float = 0.0,
     max_queue: int = 256,
     max_body_bytes: int = 64 * 2**20,
+    model_store: str | Path | None = None,
+    load: str = "",
+    management_port: int | None = None,
+    grpc_port: int | None = None,
+    metrics_port: int | None = None,
+    state: str | Path | None = None,
     tracking_uri: str | None = None,
     drain_s: float = 30.0,
 ) -> None:
-    """Serves a bundle until SIGINT or SIGTERM, then finishes what is under way and returns.
+    """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes what is under way and returns.
 
     `source` is the path of a bundle, or `models:/name@alias` or `models:/name/3` of the registry. What each argument
     means stands in `trueline.serve.settings.Settings`. Raises PortInUse, UsageError, BundleError, NotProven,
     RegistryError; no request is answered by a version that did not pass its golden examples.
     """
     settings = Settings(
-        source=str(source),
+        source=_text(source),
         name=name,
         version=version,
         host=host,
         port=port,
-        allow_remote=allow_remote,
+        key_file=_text(key_file),
         threads=threads,
         max_batch=max_batch,
         max_delay_s=max_delay_s,
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
+        model_store=_text(model_store),
+        load=load,
+        management_port=management_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        state=_text(state),
         tracking_uri=tracking_uri,
         drain_s=drain_s,
     )
     run(settings)
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def run(settings: Settings) -> None:
@@ -77,7 +93,11 @@ class RunningServer:
     port: int
     pid: int
     model: str
+    """Of the source; empty when only a store is served."""
     version: str
+    management_url: str | None
+    metrics_url: str | None
+    grpc_port: int | None
     _process: subprocess.Popen[bytes] = field(repr=False)
 
     def stop(self, timeout_s: float = 35.0) -> int:
@@ -92,7 +112,7 @@ class RunningServer:
 
 
 def start(
-    source: str | Path,
+    source: str | Path | None = None,
     *,
     port: int = 0,
     ready_timeout_s: float = 300.0,
@@ -105,7 +125,7 @@ def start(
     Raises what the server would have raised, with its message; TruelineError when it is not ready within
     `ready_timeout_s`.
     """
-    chosen = Settings(source=str(source), port=port, lifeline=True, **options)
+    chosen = Settings(source=_text(source), port=port, lifeline=True, **options)
     command = [sys.executable, "-P", "-m", "trueline.serve", *to_arguments(chosen)]
     with contextlib.nullcontext() if log is None else log.open("ab") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
@@ -123,6 +143,9 @@ def start(
         pid=process.pid,
         model=record["model"],
         version=record["version"],
+        management_url=record.get("management_url"),
+        metrics_url=record.get("metrics_url"),
+        grpc_port=record.get("grpc_port"),
         _process=process,
     )
 

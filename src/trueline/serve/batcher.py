@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,9 +150,9 @@ class Batcher:
         executor: Executor,
         loop: asyncio.AbstractEventLoop,
         *,
-        on_batch: Callable[[int, float], None] | None = None,
+        on_batch: Callable[[int, int, float, float], None] | None = None,
     ) -> None:
-        """`on_batch(rows, seconds)` is called on the loop after each run."""
+        """`on_batch(requests, rows, seconds, seconds waited by all)` is called on the loop after each run."""
         self.policy = policy
         self._run = run
         self._executor = executor
@@ -163,6 +163,7 @@ class Batcher:
         self._busy = 0
         self._item_s = 0.0
         self._wake: asyncio.TimerHandle | None = None
+        self._emptied: list[asyncio.Future[None]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -171,6 +172,25 @@ class Batcher:
     @property
     def idle(self) -> bool:
         return not self._busy and not self._queue
+
+    def scale(self, lanes: int) -> None:
+        """Runs at the same time from now on. What waits is run even when `lanes` is 0."""
+        self.policy = replace(self.policy, lanes=lanes)
+        self._pump()
+
+    def emptied(self) -> asyncio.Future[None]:
+        """Done when nothing runs or waits."""
+        found: asyncio.Future[None] = self._loop.create_future()
+        self._emptied.append(found)
+        self._tell_emptied()
+        return found
+
+    def _tell_emptied(self) -> None:
+        if self.idle:
+            waiters, self._emptied = self._emptied, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def submit(self, inputs: Arrays, rows: int, key: object, timeout_s: float | None = None) -> asyncio.Future[Outputs]:
         """A future of the outputs. Cancel it to withdraw the request. Raises Overloaded at once when the queue is full.
@@ -213,7 +233,8 @@ class Batcher:
     def _pump(self) -> None:
         """Does what `decide` says until it says to wait."""
         while True:
-            decision = decide(self._queue, busy=self._busy, now=self._loop.time(), policy=self.policy)
+            policy = self.policy if self.policy.lanes else replace(self.policy, lanes=1)  # what waits is still run
+            decision = decide(self._queue, busy=self._busy, now=self._loop.time(), policy=policy)
             for item in decision.expired:
                 self._expire(item)
             if not decision.run:
@@ -223,6 +244,8 @@ class Batcher:
         if self._wake is not None:
             self._wake.cancel()
         self._wake = None if decision.wake_at is None else self._loop.call_at(decision.wake_at, self._pump)
+        if self._emptied:
+            self._tell_emptied()
 
     def _start(self, items: tuple[Item, ...]) -> None:
         self._busy += 1
@@ -246,7 +269,8 @@ class Batcher:
             else:
                 item.future.set_result(result)
         if self._on_batch is not None:
-            self._on_batch(sum(item.rows for item in items), took_s)
+            waited_s = sum(began - item.since for item in items)
+            self._on_batch(len(items), sum(item.rows for item in items), took_s, waited_s)
         self._pump()
 
 

@@ -11,17 +11,13 @@ from trueline.errors import PortInUse, UsageError
 _BACKLOG = 1024
 
 
-def listen(host: str, port: int, *, allow_remote: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
     """A socket that listens on `host` and `port` (0: a free one). Raises PortInUse, UsageError.
 
-    An address that other machines can reach is refused unless `allow_remote`.
+    An address that other machines can reach is refused unless the server is `guarded` and asks who they are.
     """
     family, address = _resolve(host, port)
-    if not allow_remote and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-        raise UsageError(
-            f"{host} can be reached from other machines, and this server asks nobody who they are",
-            hint="listen on 127.0.0.1, or say --allow-remote when something in front keeps strangers out",
-        )
+    check_reach(address[0], guarded=guarded, said=host)
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,6 +27,16 @@ def listen(host: str, port: int, *, allow_remote: bool = False) -> socket.socket
         made.close()
         raise _explained(error, host, port) from error
     return made
+
+
+def check_reach(address: str, *, guarded: bool, said: str = "") -> None:
+    """Raises UsageError for an address that other machines can reach, unless the server is `guarded`."""
+    found, _ = _resolve(address, 0)[1]
+    if not guarded and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+        raise UsageError(
+            f"{said or address} can be reached from other machines, and this server asks nobody who they are",
+            hint="listen on 127.0.0.1, or name a --key-file, whose tokens are then asked for",
+        )
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

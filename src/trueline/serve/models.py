@@ -22,14 +22,22 @@ from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestE
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.batcher import Batcher, Policy
 from trueline.serve.plan import Plan, draw_up
+from trueline.serve.split import Split
 from trueline.serve.stats import VersionStats
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+    from trueline.serve.shadow import Shadow
 
     Outputs = dict[str, Array]
 
-State = Literal["loading", "ready", "failed"]
+State = Literal["loading", "ready", "failed", "retiring"]
+NO_WORKER = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
+    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+"""TorchServe's words for a model that is scaled to nothing."""
+MAX_LANES = 32
 PLATFORMS = {"onnx": "onnxruntime_onnx"}
 """Formats that run in this process, and what the protocol calls them."""
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
@@ -72,8 +80,13 @@ class Version:
     state: State = "loading"
     reason: str = ""
     """Why it failed, for clients to read."""
+    source: str = ""
+    """What it was loaded from, as it was asked for."""
+    since: float = 0.0
+    """When it became ready, in seconds since the epoch."""
     stats: VersionStats = field(default_factory=VersionStats)
     _loaded: Loaded | None = None
+    _executor: Executor | None = None
     _batcher: Batcher | None = None
     _first: str = ""
 
@@ -93,33 +106,65 @@ class Version:
     def num_waiting(self) -> int:
         return self._batcher.num_waiting if self._batcher else 0
 
+    @property
+    def policy(self) -> Policy:
+        """How its requests are put together. Raises NotReady."""
+        _ = self.loaded
+        assert self._batcher is not None
+        return self._batcher.policy
+
     def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
         """Opens the version to requests; call it on the loop."""
         self._loaded = loaded
+        self._executor = executor
+        self.since = time.time()
         self._first = loaded.session.signature.inputs[0].name
-        self._batcher = Batcher(self._run, policy, executor, loop, on_batch=self._count_batch)
+        self._batcher = Batcher(self._run, policy, executor, loop, on_batch=self.stats.count_run)
         self.state = "ready"
 
     def fail(self, reason: str) -> None:
         self.state, self.reason = "failed", reason
 
+    def scale(self, lanes: int) -> None:
+        """How many runs go on at the same time; with 0 requests are refused. What waits already is answered."""
+        _ = self.loaded
+        assert self._batcher is not None
+        self._batcher.scale(min(lanes, MAX_LANES))
+
+    async def retire(self) -> None:
+        """Returns when the last request that it was asked is answered, and lets go of its program.
+
+        The caller has taken it out of Models: nobody asks it any more.
+        """
+        if self._batcher is None:
+            self.state = "retiring"
+            return
+        await self._batcher.emptied()
+        self.state = "retiring"
+        self._loaded = None
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
     def ask(self, inputs: Mapping[str, Array], timeout_s: float | None = None) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
         loaded = self.loaded
         assert self._batcher is not None
+        if not self._batcher.policy.lanes:
+            raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
         for array in inputs.values():
             values += array.size
         if values <= loaded.plan.inline_values and self._batcher.idle:
             began = time.perf_counter()
             outputs = self._run(inputs)
-            self._count_batch(_rows(inputs, self._first), time.perf_counter() - began)
+            self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
             return outputs
         loaded.session.signature.check(inputs)
         key = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
         return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
+        began = time.perf_counter()
         try:
             return self.loaded.session.run(inputs)
         except RequestError as error:
@@ -127,11 +172,8 @@ class Version:
             raise
         except Exception:
             self.stats.failed += 1
+            self.stats.failed_s += time.perf_counter() - began
             raise
-
-    def _count_batch(self, rows: int, took_s: float) -> None:
-        self.stats.batch_rows.add(rows)
-        self.stats.batch_s.add(took_s)
 
 
 def _rows(inputs: Mapping[str, Array], first: str) -> int:
@@ -140,30 +182,96 @@ def _rows(inputs: Mapping[str, Array], first: str) -> int:
 
 
 class Models:
-    """Every version that this server has, by model. The first version of a model is its default."""
+    """Every version that this server has, by model, and which of them a request without a version goes to.
+
+    The first version of a model is its default until another is named.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[str, Version]] = {}
+        self._defaults: dict[str, str] = {}
+        self._splits: dict[str, Split] = {}
+        self.shadows: dict[str, Shadow] = {}
+        """By model: who is asked the same, and answers nobody."""
+        self.empty_is_ready = False
+        """A server that is managed is ready with nothing to serve; one that was given a bundle is not."""
 
     def add(self, model: str, version: str) -> Version:
         """A new version, loading."""
         made = Version(model=model, version=version)
-        self._versions.setdefault(model, {})[version] = made
+        self.put(made)
         return made
 
-    def find(self, model: str, version: str | None = None) -> Version:
-        """The version, or the model's default. Raises UnknownModel, UnknownVersion."""
+    def put(self, version: Version) -> Version | None:
+        """Shows `version` under its name; returns the one that had it."""
+        versions = self._versions.setdefault(version.model, {})
+        before = versions.get(version.version)
+        versions[version.version] = version
+        self._defaults.setdefault(version.model, version.version)
+        return before
+
+    def remove(self, model: str, version: str) -> Version:
+        """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
+        found = self.find(model, version)
+        del self._versions[model][version]
+        split = self._splits.get(model)
+        if split is not None and version in split.weights:
+            del self._splits[model]
+        if model in self.shadows and self.shadows[model].version is found:
+            del self.shadows[model]
+        if not self._versions[model]:
+            del self._versions[model], self._defaults[model]
+        elif self._defaults[model] == version:
+            self._defaults[model] = next(iter(self._versions[model]))
+        return found
+
+    def find(self, model: str, version: str | None = None, key: str = "") -> Version:
+        """The version, or the one that a request without a version goes to: by the split, else the default.
+
+        Requests of one `key` go to one version. Raises UnknownModel, UnknownVersion.
+        """
         versions = self._versions.get(model)
         if versions is None:
             raise UnknownModel(model, list(self._versions))
         if version is None:
-            return next(iter(versions.values()))
+            split = self._splits.get(model)
+            version = self._defaults[model] if split is None else split.choose(key)
         found = versions.get(version)
         if found is None:
             raise UnknownVersion(model, version, list(versions))
         return found
 
+    def default(self, model: str) -> str:
+        self.find(model)
+        return self._defaults[model]
+
+    def set_default(self, model: str, version: str) -> None:
+        """Requests without a version go to `version`; a split ends. Raises UnknownModel, UnknownVersion, NotReady."""
+        _ = self.find(model, version).loaded
+        self._defaults[model] = version
+        self._splits.pop(model, None)
+
+    def split(self, model: str) -> Split | None:
+        return self._splits.get(model)
+
+    def set_split(self, model: str, split: Split) -> None:
+        """Requests without a version go by weight. Raises UnknownModel, UnknownVersion, NotReady."""
+        for version in split.weights:
+            _ = self.find(model, version).loaded
+        self._splits[model] = split
+
+    def restore(self, model: str, default: str, split: Split | None) -> None:
+        """Default and split as they were."""
+        self._defaults[model] = default
+        self._splits.pop(model, None)
+        if split is not None:
+            self._splits[model] = split
+
+    def names(self) -> list[str]:
+        return list(self._versions)
+
     def versions(self, model: str) -> list[str]:
+        self.find(model)
         return list(self._versions[model])
 
     def all(self) -> list[Version]:
@@ -171,8 +279,9 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        found = self.all()
-        return bool(found) and all(version.state == "ready" for version in found)
+        """Whether every model has a default version that is ready: one that loads beside it hinders nobody."""
+        found = [self._versions[model][version] for model, version in self._defaults.items()]
+        return all(version.state == "ready" for version in found) and (bool(found) or self.empty_is_ready)
 
 
 def load(bundle: Bundle, *, threads: int, max_batch: int, digest: str | None = None) -> Loaded:

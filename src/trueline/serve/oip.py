@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's JSON: bytes to arrays, arrays to bytes. Pure.
+"""The Open Inference Protocol: bytes to arrays, arrays to bytes. Pure; tensors as raw bytes are `binary`'s.
 
 Source: the protocol's REST page, version 2, and docs/guides/serve.md for what it leaves open. Everything that a
 client can get wrong is a RequestError here, or in `Signature.check`, in words that name the input.
@@ -15,7 +15,7 @@ import msgspec
 
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
 from trueline.errors import RequestError, closest, listed
-from trueline.serve import tensors
+from trueline.serve import binary, tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -45,11 +45,12 @@ class _Request(msgspec.Struct):
     outputs: list[_Output] | None = None
 
 
-class _Tensor(msgspec.Struct):
+class _Tensor(msgspec.Struct, omit_defaults=True):
     name: str
     shape: tuple[int, ...]
     datatype: str
-    data: list[Any]
+    data: list[Any] | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
@@ -72,14 +73,31 @@ class Call:
     """Names of the outputs to answer with, in the order asked for."""
     id: str | None
     timeout_s: float | None
+    binary: frozenset[str] = frozenset()
+    """Names of the outputs that are wanted as raw bytes."""
 
 
-def decode(body: bytes | bytearray, signature: Signature) -> Call:
-    """The call in an infer request's body. Raises RequestError.
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An answer's body. `json_bytes` of it are JSON; None: all."""
+
+    body: bytes
+    json_bytes: int | None
+
+
+def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None = None) -> Call:
+    """The call in an infer request's body, of which the first `json_bytes` are JSON (None: all). Raises RequestError.
 
     Names and shapes are checked against `signature` where they are needed to read the data; the rest is left to
     `Signature.check`, which runs before the program does.
     """
+    if json_bytes == 0:
+        names = tuple(spec.name for spec in signature.outputs)
+        return Call(binary.raw_input(body, signature), names, None, None, frozenset(names))
+    tail = None
+    if json_bytes is not None:
+        tail = binary.Tail(memoryview(body)[json_bytes:])
+        body = bytes(memoryview(body)[:json_bytes])
     try:
         request = _REQUEST.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -93,17 +111,45 @@ def decode(body: bytes | bytearray, signature: Signature) -> Call:
             raise RequestError(f"the name of an input has {len(given.name)} characters, at most {MAX_NAME} go")
         if given.name in inputs:
             raise RequestError(f"input '{given.name}' is given twice")
-        inputs[given.name] = _read(given, specs.get(given.name))
-    return Call(inputs, _wanted(request.outputs, signature), request.id, _timeout_s(request.parameters))
+        inputs[given.name] = _read(given, specs.get(given.name), tail)
+    if tail is not None:
+        tail.check_empty()
+    wanted = _wanted(request.outputs, signature)
+    as_bytes = _binary(request.outputs, request.parameters, wanted)
+    return Call(inputs, wanted, request.id, timeout_s(request.parameters), as_bytes)
 
 
-def _read(given: _Input, spec: TensorSpec | None) -> Array:
+def _binary(
+    outputs: list[_Output] | None, parameters: dict[str, Any] | None, wanted: tuple[str, ...]
+) -> frozenset[str]:
+    """Which of the outputs are wanted as raw bytes: as each says for itself, else as the request says for all."""
+    everything = bool(parameters and parameters.get("binary_data_output"))
+    said = {
+        output.name: bool(output.parameters["binary_data"])
+        for output in outputs or ()
+        if output.parameters and "binary_data" in output.parameters
+    }
+    if not everything and not said:
+        return frozenset()
+    return frozenset(name for name in wanted if said.get(name, everything))
+
+
+def _read(given: _Input, spec: TensorSpec | None, tail: binary.Tail | None) -> Array:
     _check_datatype(given, spec)
     _check_shape(given)
+    size = given.parameters.get("binary_data_size") if given.parameters is not None else None
+    if size is not None:
+        if given.data:
+            raise RequestError(f"input '{given.name}' has both data and binary_data_size")
+        if tail is None:
+            raise RequestError(
+                f"input '{given.name}' is binary, and the request has no header Inference-Header-Content-Length"
+            )
+        return tail.take(given.name, given.datatype, given.shape, size)
+    if given.datatype == "FP16":
+        raise RequestError(f"input '{given.name}' is FP16, which this protocol carries as raw bytes only")
     if not given.data:
-        binary = given.parameters is not None and "binary_data_size" in given.parameters
-        why = "; binary tensors are not read here, send its values as JSON" if binary else ""
-        raise RequestError(f"input '{given.name}' has no data{why}")
+        raise RequestError(f"input '{given.name}' has no data")
     depth = tensors.depth_of(memoryview(given.data))
     if depth == 0 or (depth != 1 and depth != len(given.shape)):
         raise RequestError(
@@ -130,8 +176,6 @@ def _check_datatype(given: _Input, spec: TensorSpec | None) -> None:
             f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes "
             f"(known: {listed(NUMPY_DTYPES)})"
         )
-    if given.datatype == "FP16":
-        raise RequestError(f"input '{given.name}' is FP16, which this protocol does not carry as JSON numbers")
 
 
 def _check_shape(given: _Input) -> None:
@@ -165,7 +209,8 @@ def _wanted(asked: list[_Output] | None, signature: Signature) -> tuple[str, ...
     return wanted
 
 
-def _timeout_s(parameters: dict[str, Any] | None) -> float | None:
+def timeout_s(parameters: Mapping[str, Any] | None) -> float | None:
+    """The deadline in a request's parameters, in seconds from now. Raises RequestError."""
     if not parameters:
         return None
     if parameters.get("sequence_id"):
@@ -178,9 +223,22 @@ def _timeout_s(parameters: dict[str, Any] | None) -> float | None:
     return min(timeout_us, 10**12) / 1e6
 
 
-def encode(name: str, version: str, call: Call, outputs: Mapping[str, Array]) -> bytes:
+def encode(name: str, version: str, call: Call, outputs: Mapping[str, Array]) -> Encoded:
     """The answer's body. Raises RequestError when an output cannot be said in this protocol's JSON (FP16)."""
-    return _ENCODER.encode(_Answer(name, version, [_tensor(key, outputs[key]) for key in call.wanted], call.id))
+    if not call.binary:
+        told = [_tensor(key, outputs[key]) for key in call.wanted]
+        return Encoded(_ENCODER.encode(_Answer(name, version, told, call.id)), None)
+    told, tail = [], []
+    for key in call.wanted:
+        array = outputs[key]
+        if key not in call.binary:
+            told.append(_tensor(key, array))
+            continue
+        raw = binary.as_bytes(key, array)
+        tail.append(raw)
+        told.append(_Tensor(key, array.shape, DATATYPES[array.dtype], parameters={"binary_data_size": len(raw)}))
+    head = _ENCODER.encode(_Answer(name, version, told, call.id))
+    return Encoded(b"".join([head, *tail]), len(head))
 
 
 def _tensor(name: str, array: Array) -> _Tensor:
@@ -188,7 +246,7 @@ def _tensor(name: str, array: Array) -> _Tensor:
     if datatype == "FP16":
         raise RequestError(
             f"output '{name}' is FP16, which this protocol does not carry as JSON numbers",
-            hint="ask for other outputs, or use /predictions",
+            hint="ask for it as raw bytes (parameter binary_data), or use /predictions",
         )
     return _Tensor(name, array.shape, datatype, tensors.flat(array))
 

@@ -1,4 +1,5 @@
-"""Which path is answered how: the Open Inference Protocol under /v2, TorchServe's routes beside it, and /metrics.
+"""Which path is answered how: the Open Inference Protocol under /v2, KServe's older one under /v1, TorchServe's routes
+beside them, and /metrics.
 
 A request is answered at once where that is possible, else by a future. Everything that goes wrong ends here: a client's
 fault is a 4xx in the shape of the face that was asked, ours is a 5xx that says nothing of our insides.
@@ -12,16 +13,18 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
-from trueline.serve import metrics, oip, records, torchserve
+from trueline.serve import binary, coding, extensions, metrics, oip, openapi, records, repository, torchserve, v1
 from trueline.serve.http import JSON, Request, Response
+from trueline.serve.limits import Limits
 from trueline.serve.models import Models, Version
+from trueline.serve.repository import Repository
 from trueline.serve.stats import ServerStats
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Face = Literal["oip", "torchserve"]
 _PREDICT_METHODS = ("POST", "PUT", "GET")
+KEY_HEADER = b"x-trueline-key"
+"""Requests with one key go to one version of a model whose traffic is split."""
 
 
 class _Method(MethodNotAllowed):
@@ -44,7 +49,8 @@ class _Method(MethodNotAllowed):
 
 
 def face_of(path: str) -> Face:
-    return "oip" if path == "/v2" or path.startswith("/v2/") else "torchserve"
+    """Whose errors a path is answered with: `{"error": ...}`, or TorchServe's."""
+    return "oip" if path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/")) else "torchserve"
 
 
 def json(status: int, value: object, headers: bytes = b"") -> Response:
@@ -54,8 +60,18 @@ def json(status: int, value: object, headers: bytes = b"") -> Response:
 class Routes:
     """The App of the HTTP server."""
 
-    def __init__(self, models: Models, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        models: Models,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        body_bytes: int = Limits().body_bytes,
+        loader: Repository | None = None,
+    ) -> None:
+        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one."""
         self.models = models
+        self._repository = loader
+        self._body_bytes = body_bytes
         self.stats = ServerStats()
         self.draining = False
         self._loop = loop
@@ -121,16 +137,20 @@ class Routes:
     # paths
 
     def _route(self, request: Request) -> Answer:
+        if b"content-encoding" in request.headers:
+            return self._opened(request)
         parts = request.path.split("/")
         match parts[1:]:
             case ["v2", "models", model, "infer"]:
-                return self._infer(request, self.models.find(model))
+                return self._infer(request, model, None)
             case ["v2", "models", model, "versions", version, "infer"]:
-                return self._infer(request, self.models.find(model, version))
+                return self._infer(request, model, version)
             case ["predictions", model]:
                 return self._predict(request, model, None)
             case ["predictions", model, version, *_]:
                 return self._predict(request, model, version)
+            case ["v1", "models", *rest]:
+                return self._v1(request, rest)
             case ["v2", *rest]:
                 return self._oip(request, rest)
             case ["ping"]:
@@ -139,13 +159,70 @@ class Routes:
             case ["metrics"]:
                 _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return self._metrics(request)
+            case ["openapi.json"] | ["api-description"]:
+                _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return json(200, openapi.data_plane(self.models.all(), _version()))
+            case [""] if request.method == "OPTIONS":
+                return json(200, openapi.data_plane(self.models.all(), _version()))
             case [""]:
-                raise _Method(torchserve.NO_METHOD, ())
+                raise _Method(torchserve.NO_METHOD, ("OPTIONS",))
             case _:
                 raise NotFound(torchserve.NO_RESOURCE)
 
-    def _oip(self, request: Request, rest: list[str]) -> Response:
+    def _opened(self, request: Request) -> Answer:
+        """The answer to a request whose body is compressed; a large one is opened in a thread."""
+        name = request.headers.pop(b"content-encoding").decode("latin-1").lower()
+        if name == "identity":
+            return self._route(request)
+        coding.check(name)
+        if len(request.body) <= coding.IN_THREAD_BYTES:
+            request.body = coding.opened(request.body, name, self._body_bytes)
+            return self._route(request)
+        answer: asyncio.Future[Response] = self._loop.create_future()
+        opening = self._loop.run_in_executor(None, coding.opened, request.body, name, self._body_bytes)
+
+        def done(found: asyncio.Future[bytes]) -> None:
+            if answer.done():
+                return
+            try:
+                request.body = found.result()
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
+                response = self._error(request.path, error)
+                self.stats.by_status[response.status] += 1
+                answer.set_result(response)
+                return
+            self._pass_on(self.answer(request), answer)
+
+        opening.add_done_callback(done)
+        return answer
+
+    @staticmethod
+    def _pass_on(found: Answer, answer: asyncio.Future[Response]) -> None:
+        if isinstance(found, Response):
+            answer.set_result(found)
+            return
+
+        def done(later: asyncio.Future[Response]) -> None:
+            if not answer.done() and not later.cancelled():
+                answer.set_result(later.result())
+
+        found.add_done_callback(done)
+        answer.add_done_callback(lambda _: found.cancel())
+
+    def _oip(self, request: Request, rest: list[str]) -> Answer:
         match rest:
+            case ["repository", "models", model, "load" | "unload" as act]:
+                return self._repository_act(request, model, act)
+            case ["repository", "index"]:
+                return self._index(request)
+            case ["models", "stats"]:
+                found = self._statistics(None, None)
+            case ["models", model, "stats"]:
+                found = self._statistics(model, None)
+            case ["models", model, "versions", version, "stats"]:
+                found = self._statistics(model, version)
+            case ["models", model, "config"] | ["models", model, "versions", _, "config"] if len(rest) in (3, 5):
+                found = self._configuration(model, rest[3] if len(rest) == 5 else None)
             case [] | [""]:
                 found = self._server_metadata
             case ["health", "live"]:
@@ -168,7 +245,7 @@ class Routes:
     # the Open Inference Protocol
 
     def _server_metadata(self) -> Response:
-        return json(200, {"name": "trueline", "version": _version(), "extensions": ["parameters"]})
+        return json(200, {"name": "trueline", "version": _version(), "extensions": list(extensions.EXTENSIONS)})
 
     def _server_ready(self) -> Response:
         ready = self.models.ready and not self.draining
@@ -188,20 +265,98 @@ class Routes:
     def _metadata(self, model: str, version: str | None) -> Callable[[], Response]:
         def answer() -> Response:
             found = self.models.find(model, version)
-            return json(200, describe(found, self.models.versions(model)))
+            return json(200, extensions.describe(found, self.models.versions(model)))
 
         return answer
 
-    def _infer(self, request: Request, version: Version) -> Answer:
+    def _statistics(self, model: str | None, version: str | None) -> Callable[[], Response]:
+        def answer() -> Response:
+            if model is None:
+                found = self.models.all()
+            elif version is None:
+                found = [self.models.find(model, one) for one in self.models.versions(model)]
+            else:
+                found = [self.models.find(model, version)]
+            return json(200, extensions.statistics(found))
+
+        return answer
+
+    def _configuration(self, model: str, version: str | None) -> Callable[[], Response]:
+        return lambda: json(200, extensions.configuration(self.models.find(model, version)))
+
+    def _index(self, request: Request) -> Response:
+        _allow(request, ("POST",), "Method Not Allowed")
+        try:
+            asked = msgspec.json.decode(request.body or b"{}", type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"the body is no index request: {error}") from error
+        return json(200, extensions.index(self.models.all(), ready_only=asked.get("ready") is True))
+
+    def _repository_act(self, request: Request, model: str, act: str) -> Answer:
+        _allow(request, ("POST",), "Method Not Allowed")
+        given = repository.parameters(request.body)
+        work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
+        return self._later(request.path, work, lambda found: found)
+
+    @property
+    def repository(self) -> Repository:
+        """What loads and unloads. Raises NotFound."""
+        if self._repository is None:
+            raise NotFound("this server has no model store to load from; start it with --model-store")
+        return self._repository
+
+    def _infer(self, request: Request, model: str, version: str | None) -> Answer:
         if request.method != "POST":
+            self.models.find(model, version)
             raise _Method("Method Not Allowed", ("POST",))
+        began = perf_counter()
+        found = self._find(request, model, version)
         _check_media(request)
-        call = oip.decode(request.body, version.signature)
+        length = request.headers.get(binary.LENGTH_HEADER)
+        json_bytes = None if length is None else binary.header_length(length, len(request.body))
+        call = oip.decode(request.body, found.signature, json_bytes)
 
         def encode(outputs: Outputs) -> Response:
-            return Response(200, oip.encode(version.model, version.version, call, outputs))
+            made = oip.encode(found.model, found.version, call, outputs)
+            if made.json_bytes is None:
+                return Response(200, made.body)
+            head = b"inference-header-content-length: %d\r\n" % made.json_bytes
+            return Response(200, made.body, b"application/octet-stream", head)
 
-        return self._ask(request, version, call.inputs, call.timeout_s, encode)
+        return self._ask(request, found, call.inputs, call.timeout_s, encode, began)
+
+    def _find(self, request: Request, model: str, version: str | None) -> Version:
+        key = request.headers.get(KEY_HEADER)
+        return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
+
+    # KServe's V1
+
+    def _v1(self, request: Request, rest: list[str]) -> Answer:
+        match rest:
+            case [] | [""]:
+                _allow(request, ("GET", "HEAD"), "Method Not Allowed")
+                return json(200, {"models": self.models.names()})
+            case [called] if called.endswith(":predict"):
+                return self._v1_predict(request, called.removesuffix(":predict"))
+            case [called] if called.endswith(":explain"):
+                self.models.find(called.removesuffix(":explain"))
+                raise NotFound("no explainer is served for this model")
+            case [model]:
+                _allow(request, ("GET", "HEAD"), "Method Not Allowed")
+                ready = self.models.find(model).state == "ready" and not self.draining
+                return json(200 if ready else 503, {"name": model, "ready": ready})
+            case _:
+                raise NotFound("Not Found")
+
+    def _v1_predict(self, request: Request, model: str) -> Answer:
+        began = perf_counter()
+        _allow(request, ("POST",), "Method Not Allowed")
+        found = self._find(request, model, None)
+        _check_media(request)
+        call = v1.decode(request.body, found.signature)
+        return self._ask(
+            request, found, call.inputs, None, lambda outputs: Response(200, v1.encode(outputs, call)), began
+        )
 
     # TorchServe
 
@@ -211,14 +366,15 @@ class Routes:
 
     def _predict(self, request: Request, model: str, version: str | None) -> Answer:
         _allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
-        found = self.models.find(model, version or None)
+        began = perf_counter()
+        found = self._find(request, model, version or None)
         _check_media(request)
         given = records.decode(request.body, found.signature)
 
         def encode(outputs: Outputs) -> Response:
             return torchserve.reply(200, records.encode(outputs, single=given.single))
 
-        return self._ask(request, found, given.inputs, None, encode)
+        return self._ask(request, found, given.inputs, None, encode, began)
 
     def _metrics(self, request: Request) -> Answer:
         page = self._loop.run_in_executor(None, metrics.page, self._collector)
@@ -233,38 +389,34 @@ class Routes:
         inputs: dict[str, Any],
         timeout_s: float | None,
         encode: Encode,
+        began: float,
     ) -> Answer:
-        began = perf_counter()
+        """The answer of `version`; reading the request began at `began`, and ends now."""
+        version.stats.decode_s += perf_counter() - began
 
         def finish(outputs: Outputs) -> Response:
+            run = perf_counter()
             response = encode(outputs)
-            version.stats.request_s.add(perf_counter() - began)
+            self.answered(version, inputs, outputs, began, run)
             return response
 
         outputs = version.ask(inputs, timeout_s)
         return finish(outputs) if isinstance(outputs, dict) else self._later(request.path, outputs, finish)
 
+    def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
+        """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
+        stats, now = version.stats, perf_counter()
+        stats.encode_s += now - run
+        stats.request_s.add(now - began)
+        stats.last_at = time()
+        if self.models.shadows:
+            self._show(version, inputs, outputs)
 
-def describe(found: Version, versions: list[str]) -> dict[str, Any]:
-    """Model metadata; `parameters` says what was measured and chosen when the version was loaded."""
-    loaded = found.loaded
-    plan, signature = loaded.plan, loaded.session.signature
-    return {
-        "name": found.model,
-        "versions": versions,
-        "platform": loaded.platform,
-        "inputs": [oip.tensor_metadata(spec) for spec in signature.inputs],
-        "outputs": [oip.tensor_metadata(spec) for spec in signature.outputs],
-        "parameters": {
-            "digest": loaded.digest,
-            "golden_cases": loaded.golden_cases,
-            "batching": plan.batch,
-            "batching_reason": plan.why,
-            "max_batch": plan.max_batch,
-            "inline_values": plan.inline_values,
-            "run_us": {str(rows): round(seconds * 1e6, 1) for rows, seconds in plan.latency_s.items()},
-        },
-    }
+    def _show(self, version: Version, inputs: dict[str, Any], outputs: Outputs) -> None:
+        """Asks the shadow of the model once the answer is on its way."""
+        shadow = self.models.shadows.get(version.model)
+        if shadow is not None and shadow.version is not version:
+            self._loop.call_soon(shadow.show, inputs, outputs)
 
 
 @cache
@@ -283,11 +435,6 @@ def _allow(request: Request, methods: tuple[str, ...], message: str) -> None:
 
 def _check_media(request: Request) -> None:
     """Refuses bodies that are not JSON by their own word. A body that says nothing, or `curl -d`'s form, is tried."""
-    coding = request.headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
-    if coding != "identity":
-        raise UnsupportedMedia(f"content-encoding '{coding[:64]}' is not read here; send the body plain")
-    if b"inference-header-content-length" in request.headers:
-        raise UnsupportedMedia("binary tensors are not read here; send the values as JSON")
     media = request.headers.get(b"content-type")
     if media is not None and media.lower().startswith((b"multipart/", b"image/", b"audio/", b"video/")):
         raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not read here; send JSON")

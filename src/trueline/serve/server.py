@@ -1,7 +1,8 @@
 """The server process: listen, load, be ready, drain, leave.
 
-It answers whether it lives from the first moment, and whether it is ready only after the golden examples were replayed.
-Loading and long runs happen in threads; the event loop never waits for them.
+Up to three ports: the data plane, the management of versions (TorchServe's 8081), metrics alone (its 8082). It answers
+whether it lives from the first moment, and whether it is ready only after the golden examples were replayed. Loading
+and long runs happen in threads; the event loop never waits for them.
 """
 
 from __future__ import annotations
@@ -15,24 +16,31 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trueline import events
-from trueline.bundle.read import Bundle, open_bundle
-from trueline.errors import RegistryError, TruelineError
-from trueline.serve.batcher import Policy
+from trueline.bundle import schema
+from trueline.bundle.read import open_bundle
+from trueline.errors import NotFound, RegistryError, UsageError, listed
+from trueline.serve import tokens, torchserve, wanted
 from trueline.serve.child import revived
 from trueline.serve.connection import Server
+from trueline.serve.fleet import Fleet, Found, How, Refused
+from trueline.serve.guard import Guarded
+from trueline.serve.http import App, Request, Response
 from trueline.serve.limits import Limits
-from trueline.serve.listen import listen
-from trueline.serve.models import Loaded, Models, load, public_reason
+from trueline.serve.listen import check_reach, listen
+from trueline.serve.management import Management
+from trueline.serve.models import Models
+from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.settings import Settings
+from trueline.serve.store import Entry, Store
+from trueline.serve.tokens import Keys, Kind
 
 SWEEP_S = 1.0
 _RESOLVE_S = 300.0
@@ -42,20 +50,10 @@ Field = str | int | float | bool | None
 Announce = Callable[[dict[str, Field]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where a source's bundle lies, and what the registry says about it."""
-
-    path: Path
-    name: str | None = None
-    version: str | None = None
-    digest: str | None = None
-
-
 def find(source: str, tracking_uri: str | None) -> Found:
     """The bundle behind `source`. A registry is asked in a child process: it is heavy. Raises RegistryError."""
     if not source.startswith("models:/"):
-        return Found(Path(source))
+        return Found(path=Path(source))
     command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
     if tracking_uri is not None:
         command += ["--tracking-uri", tracking_uri]
@@ -69,7 +67,9 @@ def find(source: str, tracking_uri: str | None) -> Found:
         reply = json.loads(done.stdout.strip().splitlines()[-1])
         if done.returncode:
             raise revived(reply["error"], reply)
-        return Found(Path(reply["path"]), reply["name"], str(reply["version"]), reply["digest"])
+        return Found(
+            path=Path(reply["path"]), name=reply["name"], version=str(reply["version"]), digest=reply["digest"]
+        )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = done.stderr.strip().splitlines()
         last = f"; it said: {said[-1]}" if said else ""
@@ -105,30 +105,166 @@ class _Stop:
             self.ask("the parent process is gone")
 
 
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """One listener and its connections."""
+
+    what: str
+    server: Server
+    listener: asyncio.Server
+    number: int
+
+
 async def run(settings: Settings, announce: Announce) -> None:
     """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
     loop = asyncio.get_running_loop()
-    sock = listen(settings.host, settings.port, allow_remote=settings.allow_remote)
+    store = _store(settings)
     models = Models()
-    routes = Routes(models, loop)
-    server = Server(routes, Limits(body_bytes=settings.max_body_bytes), loop)
+    how = How(
+        threads=settings.threads,
+        max_batch=settings.max_batch,
+        max_delay_s=settings.max_delay_s,
+        max_queue=settings.max_queue,
+    )
+    state = Path(settings.state) if settings.state is not None else None
+    fleet = Fleet(models, loop, lambda work: _in_thread(loop, work), how=how, state=state)
+    sources = _Sources(settings, store, loop)
+    repository = Repository(fleet, store, loop) if store is not None else None
+    routes = Routes(models, loop, body_bytes=settings.max_body_bytes, loader=repository)
+    keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
+    management = Management(fleet, store, sources.allowed, loop, keys)
+    apps: dict[str, tuple[App, int | None]] = {
+        "data": (_guarded(routes, keys, "inference"), settings.port),
+        "management": (_guarded(management, keys, "management"), settings.management_port),
+        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
+    }
     stop = _Stop()
     stop.listen(loop, lifeline=settings.lifeline)
-    listener = await loop.create_server(server, sock=sock)
-    port = sock.getsockname()[1]
-    events.emit("server.listening", host=settings.host, port=port)
-    sweeper = loop.create_task(_sweep(server))
+    ports: list[_Port] = []
+    calls: _Calls | None = None
+    sweeper = loop.create_task(_sweep(ports))
     try:
-        record = await _until(stop, loop.create_task(_load(settings, models, loop)))
+        for what, (app, number) in apps.items():
+            if number is not None:
+                ports.append(await _open(what, app, number, settings, loop))
+        if settings.grpc_port is not None:
+            calls = await _open_grpc(settings, routes, keys)
+        record = await _until(stop, loop.create_task(_begin(settings, fleet, store, sources)))
         if record is not None:
-            announce({"event": "server.ready", "url": url_of(settings.host, port), "port": port, **record})
+            models.empty_is_ready = store is not None
+            where = _places(settings.host, ports) | ({} if calls is None else {"grpc_port": calls.port})
+            announce({"event": "server.ready", **where, **record})
             await stop.asked.wait()
-        listener.close()
+        for port in ports:
+            port.listener.close()
         routes.draining = True
-        await _drain(server, stop, settings.drain_s)
+        drains = [port.server.drain() for port in ports]
+        await _drain(
+            [*drains, *([] if calls is None else [calls.drain(settings.drain_s)])], ports, stop, settings.drain_s
+        )
     finally:
         sweeper.cancel()
-        listener.close()
+        if calls is not None:
+            await calls.drain(0.0)
+        for port in ports:
+            port.listener.close()
+
+
+def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
+    return app if keys is None else Guarded(app, keys, kind)
+
+
+def _store(settings: Settings) -> Store | None:
+    if settings.model_store is None:
+        if settings.source is None and settings.state is None:
+            raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
+        if settings.load:
+            raise UsageError(f"--load {settings.load} names models of a store, and there is no --model-store")
+        return None
+    if not Path(settings.model_store).is_dir():
+        raise UsageError(f"the model store {settings.model_store} is no folder")
+    return Store(Path(settings.model_store))
+
+
+async def _open(what: str, app: App, number: int, settings: Settings, loop: asyncio.AbstractEventLoop) -> _Port:
+    sock = listen(settings.host, number, guarded=settings.key_file is not None)
+    server = Server(app, Limits(body_bytes=settings.max_body_bytes), loop)
+    listener = await loop.create_server(server, sock=sock)
+    found = sock.getsockname()[1]
+    events.emit("server.listening", what=what, host=settings.host, port=found)
+    return _Port(what, server, listener, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """The gRPC listener."""
+
+    server: Any
+    port: int
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new calls; those under way have `grace_s`."""
+        await self.server.stop(grace_s)
+
+
+async def _open_grpc(settings: Settings, routes: Routes, keys: Keys | None) -> _Calls:
+    from trueline.serve import grpc_face  # grpc takes time and memory: only who asks for it pays
+
+    check_reach(settings.host, guarded=keys is not None)
+    face = grpc_face.Face(routes, keys)
+    port = settings.grpc_port or 0
+    server, found = await grpc_face.serve(face, settings.host, port, body_bytes=settings.max_body_bytes)
+    events.emit("server.listening", what="grpc", host=settings.host, port=found)
+    return _Calls(server, found)
+
+
+def _places(host: str, ports: list[_Port]) -> dict[str, Field]:
+    found: dict[str, Field] = {}
+    for port in ports:
+        head = "" if port.what == "data" else f"{port.what}_"
+        found |= {f"{head}url": url_of(host, port.number), f"{head}port": port.number}
+    return found
+
+
+class _MetricsOnly:
+    """The metrics page and nothing else."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+
+    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+        """The answer, now or later."""
+        if request.path != "/metrics":
+            return torchserve.refusal(404, torchserve.NO_RESOURCE)
+        return self._routes.answer(request)
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        return torchserve.refusal(status, message)
+
+
+class _Sources:
+    """What a source leads to: for the operator anything, for a client what the operator allows."""
+
+    def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
+        self._uri = settings.tracking_uri
+        self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
+        self._store = store
+        self._loop = loop
+
+    async def operator(self, source: str) -> Found:
+        """A path, a registry URI, or an entry of the store as the state file names it."""
+        if self._store is not None and not source.startswith(("/", "models:/")):
+            return Found(path=self._store.find(source))
+        return await _in_thread(self._loop, lambda: find(source, self._uri))
+
+    async def allowed(self, url: str) -> Found:
+        """Raises NotFound for what no client may load."""
+        if url.startswith("models:/") and self._registry:
+            return await _in_thread(self._loop, lambda: find(url, self._uri))
+        if self._store is None or ":" in url:
+            raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
+        return Found(path=self._store.find(url))
 
 
 def url_of(host: str, port: int) -> str:
@@ -172,49 +308,73 @@ def _in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asynci
     return answer
 
 
-async def _load(settings: Settings, models: Models, loop: asyncio.AbstractEventLoop) -> dict[str, Field]:
-    found = await _in_thread(loop, lambda: find(settings.source, settings.tracking_uri))
-    bundle = await _in_thread(loop, lambda: open_bundle(found.path))
-    name = settings.name or found.name or bundle.name
-    version = models.add(name, settings.version or found.version or "1")
-    events.emit("version.loading", model=name, version=version.version, digest=bundle.digest[:12])
-    try:
-        loaded = await _in_thread(loop, lambda: _load_program(bundle, settings, found.digest))
-    except TruelineError as error:
-        version.fail(public_reason(error))
-        raise
-    lanes = 1 if loaded.plan.batch else 2
-    policy = Policy(
-        batch=loaded.plan.batch,
-        max_batch=loaded.plan.max_batch,
-        max_delay_s=settings.max_delay_s,
-        lanes=lanes,
-        max_requests=settings.max_queue,
-    )
-    version.make_ready(loaded, policy, ThreadPoolExecutor(lanes, thread_name_prefix="run"), loop)
+async def _begin(settings: Settings, fleet: Fleet, store: Store | None, sources: _Sources) -> dict[str, Field]:
+    """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
+    models = fleet.models
+    if settings.state is not None:
+        for missing in await fleet.restore(wanted.read(Path(settings.state)), sources.operator):
+            events.emit("version.missing", what=missing)
+    record: dict[str, Field] = {"model": "", "version": "", "digest": ""}
+    if settings.source is not None:
+        record = await _load_source(settings, settings.source, fleet, sources)
+    if store is not None:
+        for entry in _named(settings.load, store):
+            if entry.model in models.names() and entry.version in models.versions(entry.model):
+                continue
+            await fleet.load(Found(path=entry.path), entry.model, entry.version, source=entry.source)
+            fleet.set_default(entry.model, entry.version)  # the newest comes last
     gc.collect()
     gc.freeze()
-    events.emit("version.ready", model=name, version=version.version, golden_cases=loaded.golden_cases)
-    return {"model": name, "version": version.version, "digest": loaded.digest}
+    return record | {"models": ",".join(models.names())}
 
 
-def _load_program(bundle: Bundle, settings: Settings, digest: str | None) -> Loaded:
-    loaded = load(bundle, threads=settings.threads, max_batch=settings.max_batch, digest=digest)
-    if settings.max_delay_s:  # the operator wants requests to wait for company
-        return replace(loaded, plan=replace(loaded.plan, inline_values=0))
-    return loaded
+def _named(load: str, store: Store) -> list[Entry]:
+    """The entries of the store that are loaded at start. Raises UsageError for a name that it does not hold."""
+    names = list(dict.fromkeys(entry.model for entry in store.entries()))
+    asked = names if load == "all" else [name for name in load.split(",") if name]
+    for name in asked:
+        if name not in names:
+            raise UsageError(f"the model store has no '{name}' (it has: {listed(names)})")
+    return [entry for name in asked for entry in store.of(name)]
 
 
-async def _drain(server: Server, stop: _Stop, drain_s: float) -> None:
-    drained = asyncio.ensure_future(server.drain())
+def _whole(source: str) -> str:
+    """`source` as the state file names it: what begins with neither / nor models:/ there is an entry of the store."""
+    return source if source.startswith("models:/") else os.path.abspath(source)
+
+
+def _bundle_name(path: Path) -> str:
+    """The name in a bundle's manifest. Raises BundleError."""
+    if path.is_dir() and (path / schema.MANIFEST).is_file():
+        return schema.decode((path / schema.MANIFEST).read_bytes(), str(path)).name
+    return open_bundle(path).name
+
+
+async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _Sources) -> dict[str, Field]:
+    kept = _whole(source)
+    found = await sources.operator(kept)
+    loop = asyncio.get_running_loop()
+    name = settings.name or found.name or await _in_thread(loop, lambda: _bundle_name(found.path))
+    version = settings.version or found.version or "1"
+    try:
+        made = await fleet.load(found, name, version, source=kept, replace_it=True)
+    except Refused as error:
+        raise error.__cause__ or error from error  # the operator may read everything
+    return {"model": name, "version": version, "digest": made.loaded.digest}
+
+
+async def _drain(drains: list[Coroutine[Any, Any, None]], ports: list[_Port], stop: _Stop, drain_s: float) -> None:
+    drained = asyncio.ensure_future(asyncio.wait([asyncio.ensure_future(one) for one in drains]))
     hurried = asyncio.ensure_future(stop.hurried.wait())
-    await asyncio.wait({drained, hurried}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    events.emit("server.stopped", dropped=server.num_connections)
+    both: set[asyncio.Future[Any]] = {drained, hurried}
+    await asyncio.wait(both, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    events.emit("server.stopped", dropped=sum(port.server.num_connections for port in ports))
     drained.cancel()
     hurried.cancel()
 
 
-async def _sweep(server: Server) -> None:
+async def _sweep(ports: list[_Port]) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
-        server.sweep()
+        for port in ports:
+            port.server.sweep()

@@ -10,9 +10,9 @@ from typing import TypedDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to serve one bundle."""
+    """How to serve a bundle, a store of bundles, or both."""
 
-    source: str
+    source: str | None = None
     """Path of a bundle (folder or packed file), or `models:/name@alias`, `models:/name/3`."""
     name: str | None = None
     """The model's name in paths; the bundle's own by default."""
@@ -21,8 +21,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8080
     """0 takes a free one."""
-    allow_remote: bool = False
-    """Needed to listen on an address that other machines reach: nothing here asks who calls."""
+    key_file: str | None = None
+    """File of the tokens that are asked for; made when missing. Needed on an address that other machines reach."""
     threads: int = 0
     """Threads of one run; 0: one when runs are short, else as many as the runtime likes."""
     max_batch: int = 64
@@ -30,11 +30,27 @@ class Settings:
     max_queue: int = 256
     """Requests that may wait for a model."""
     max_body_bytes: int = 64 * 2**20
+    model_store: str | None = None
+    """Folder of bundles that clients of the management port may load by name."""
+    load: str = ""
+    """What of the store is loaded at start: names with commas between, or `all`."""
+    management_port: int | None = None
+    """Where versions are managed; 0 takes a free one, None: nowhere."""
+    grpc_port: int | None = None
+    """Where the protocol is spoken over gRPC; None: nowhere."""
+    metrics_port: int | None = None
+    """A further port that answers /metrics alone."""
+    state: str | None = None
+    """File of what is to be served: restored at start, written after each act of management."""
     tracking_uri: str | None = None
     drain_s: float = 30.0
     """How long requests under way may take after SIGTERM."""
     lifeline: bool = False
     """Stop when standard input ends: a child process that dies with its parent."""
+
+
+_KINDS: dict[str, type] = {"int": int, "int | None": int, "float": float}
+"""How a field's annotation is read from a command line; all else is text."""
 
 
 class Options(TypedDict, total=False):
@@ -43,12 +59,18 @@ class Options(TypedDict, total=False):
     name: str | None
     version: str | None
     host: str
-    allow_remote: bool
+    key_file: str | None
     threads: int
     max_batch: int
     max_delay_s: float
     max_queue: int
     max_body_bytes: int
+    model_store: str | None
+    load: str
+    management_port: int | None
+    grpc_port: int | None
+    metrics_port: int | None
+    state: str | None
     tracking_uri: str | None
     drain_s: float
 
@@ -66,18 +88,18 @@ def to_arguments(settings: Settings) -> list[str]:
             continue
         flag = "--" + field.name.replace("_", "-")
         arguments.append(flag if value is True else f"{flag}={value}")
-    return [*arguments, settings.source]
+    return [*arguments, *([settings.source] if settings.source is not None else [])]
 
 
 def from_arguments(arguments: Sequence[str]) -> Settings:
     """The settings in a command line."""
-    parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve one bundle.", allow_abbrev=False)
-    parser.add_argument("source")
+    parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
+    parser.add_argument("source", nargs="?")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         elif field.name != "source":
-            kind = str if field.default is None else type(field.default)
+            kind = _KINDS.get(str(field.type), str)
             parser.add_argument(flag, type=kind, default=field.default)
     return Settings(**vars(parser.parse_args(arguments)))

@@ -29,15 +29,49 @@ class Histogram:
 
 
 class VersionStats:
-    """What one version of a model has done."""
+    """What one version of a model has done. Seconds are sums over requests."""
 
-    __slots__ = ("batch_rows", "batch_s", "failed", "request_s")
+    __slots__ = (
+        "batch_rows",
+        "batch_s",
+        "decode_s",
+        "encode_s",
+        "failed",
+        "failed_s",
+        "infer_s",
+        "last_at",
+        "queue_s",
+        "request_s",
+        "rows",
+        "runs_by_rows",
+    )
 
     def __init__(self) -> None:
         self.request_s = Histogram(BOUNDS_S)
         self.batch_s = Histogram(BOUNDS_S)
         self.batch_rows = Histogram(BOUNDS_ROWS)
         self.failed = 0
+        self.failed_s = 0.0
+        self.decode_s = 0.0
+        self.encode_s = 0.0
+        self.queue_s = 0.0
+        self.infer_s = 0.0
+        self.rows = 0
+        self.last_at = 0.0
+        """When a request was last answered, in seconds since the epoch; 0: never."""
+        self.runs_by_rows: dict[int, list[float]] = {}
+        """Rows of a run -> how many such runs, and their seconds."""
+
+    def count_run(self, requests: int, rows: int, took_s: float, waited_s: float) -> None:
+        """One run of `rows` over `requests`, which waited `waited_s` together."""
+        self.batch_rows.add(rows)
+        self.batch_s.add(took_s)
+        self.rows += rows
+        self.infer_s += took_s * requests
+        self.queue_s += waited_s
+        runs = self.runs_by_rows.setdefault(rows, [0, 0.0])
+        runs[0] += 1
+        runs[1] += took_s
 
 
 class ServerStats:

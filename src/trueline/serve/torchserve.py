@@ -7,10 +7,12 @@ says so in docs/guides/serve.md: overload is 429 with Retry-After, and a client'
 from __future__ import annotations
 
 import os
+import traceback
 from typing import Any
 
 import msgspec
 
+from trueline import events
 from trueline.errors import RequestError
 from trueline.serve.http import JSON, Response
 from trueline.serve.models import UnknownModel, UnknownVersion
@@ -21,8 +23,11 @@ _NO_CACHE = (
     b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
 )
 _TYPES = {
+    401: "InvalidKeyException",
+    403: "InvalidModelVersionException",
     404: "ResourceNotFoundException",
     405: "MethodNotAllowedException",
+    409: "ConflictStatusException",
     429: "ServiceUnavailableException",
     500: "InternalServerException",
     503: "ServiceUnavailableException",
@@ -39,7 +44,7 @@ def reply(status: int, body: bytes, extra: bytes = b"") -> Response:
     return Response(status, body, JSON, request_id.encode() + _NO_CACHE + extra, close=status >= 400)
 
 
-def pretty(value: dict[str, Any]) -> bytes:
+def pretty(value: dict[str, Any] | list[Any]) -> bytes:
     """JSON with two spaces and a line feed at the end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
@@ -63,6 +68,12 @@ def error(found: RequestError, extra: bytes = b"") -> Response:
         return refusal(404, message, kind="ModelVersionNotFoundException")
     hint = f"; {found.hint}" if found.hint else ""
     return refusal(found.status, found.message + hint, extra=extra)
+
+
+def unexpected(path: str, error: Exception) -> Response:
+    """The answer for a request on which the server itself failed; the log says why."""
+    events.emit("request.failed", path=path[:200], why=traceback.format_exception(error)[-1].strip())
+    return refusal(500, "the server failed on this request; its log says why", kind="InternalServerException")
 
 
 def failed() -> Response:

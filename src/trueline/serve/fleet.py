@@ -1,0 +1,313 @@
+"""The one writer of what is served: versions come, take over and leave without a request lost.
+
+    load      a new version is made ready beside the old one: digests checked, golden examples answered, measured
+    show      it takes the place of an older one of its name, or stands beside the others
+    retire    what nobody is sent to any more ends with its last request
+
+Acts on one model wait for each other; those on others do not. After each the wanted state is written; an act whose
+outcome cannot be written is undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trueline import events
+from trueline.bundle.read import open_bundle
+from trueline.errors import NotReady, RequestError, TruelineError
+from trueline.serve import wanted
+from trueline.serve.batcher import Policy
+from trueline.serve.models import MAX_LANES, Loaded, Models, Version, load, public_reason
+from trueline.serve.split import Split
+from trueline.serve.wanted import Wanted, WantedModel, WantedVersion
+
+
+class Conflict(RequestError):
+    """The act does not fit what is there."""
+
+    code = "conflict"
+    status = 409
+
+
+class Refused(RequestError):
+    """The version cannot be served; the reason names no path."""
+
+    code = "refused"
+    status = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where a source's bundle lies, and what the registry says about it."""
+
+    path: Path
+    name: str | None = None
+    version: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How a version is to be run, where nothing else is said for it."""
+
+    threads: int = 0
+    max_batch: int = 64
+    max_delay_s: float = 0.0
+    max_queue: int = 256
+    workers: int | None = None
+    """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+
+
+class Fleet:
+    """Loads, shows, splits, retires. All its methods are called on the loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        loop: asyncio.AbstractEventLoop,
+        in_thread: Callable[[Callable[[], Loaded]], Awaitable[Loaded]],
+        *,
+        how: How | None = None,
+        state: Path | None = None,
+    ) -> None:
+        """`how` is for what says nothing of its own; `in_thread` runs what blocks; `state` is the file of the wanted
+        state, if it is to be kept.
+        """
+        self.models = models
+        self.how = how or How()
+        self._loop = loop
+        self._in_thread = in_thread
+        self._state = state
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._wanted: dict[Version, WantedVersion] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def lock(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Held by who acts on a model in several steps."""
+        return self._locks.setdefault(model, asyncio.Lock())
+
+    async def load(
+        self,
+        found: Found,
+        model: str,
+        version: str,
+        *,
+        source: str,
+        how: How | None = None,
+        replace_it: bool = False,
+        digest: str | None = None,
+    ) -> Version:
+        """Makes a version ready and shows it. With `replace_it` it takes the place of one of the same name.
+
+        Raises Conflict when there is one and `replace_it` is not set, Refused when it cannot be served; what was there
+        goes on as it was.
+        """
+        async with self.lock(model):
+            before = self._at(model, version)
+            if before is not None and before.state == "ready" and not replace_it:
+                raise Conflict(f"Model version {version} is already registered for model {model}")
+            made = Version(model=model, version=version, source=source)
+            fresh = before is None
+            if fresh:
+                self.models.put(made)
+            events.emit("version.loading", model=model, version=version)
+            chosen = how or self.how
+            try:
+                loaded = await self._in_thread(lambda: _load(found, chosen, digest))
+                self._open(made, loaded, chosen)
+                self._wanted[made] = WantedVersion(
+                    source=source,
+                    digest=loaded.digest,
+                    workers=made.policy.lanes,
+                    max_batch=None if chosen.max_batch == self.how.max_batch else chosen.max_batch,
+                    max_delay_s=None if chosen.max_delay_s == self.how.max_delay_s else chosen.max_delay_s,
+                )
+                self.models.put(made)
+                self._keep()
+            except BaseException as error:
+                self._wanted.pop(made, None)
+                if fresh:
+                    self.models.remove(model, version)
+                elif before is not None:
+                    self.models.put(before)
+                if isinstance(error, TruelineError) and not isinstance(error, RequestError):
+                    reason = public_reason(error)
+                    events.emit("version.failed", model=model, version=version, why=reason)
+                    raise Refused(f"model '{model}' version '{version}' is not served: {reason}") from error
+                raise
+            events.emit("version.ready", model=model, version=version, golden_cases=loaded.golden_cases)
+            if before is not None:
+                self._retire(before)
+            return made
+
+    def _at(self, model: str, version: str) -> Version | None:
+        known = model in self.models.names() and version in self.models.versions(model)
+        return self.models.find(model, version) if known else None
+
+    def _open(self, version: Version, loaded: Loaded, how: How) -> None:
+        lanes = how.workers if how.workers is not None else (1 if loaded.plan.batch else 2)
+        policy = Policy(
+            batch=loaded.plan.batch,
+            max_batch=loaded.plan.max_batch,
+            max_delay_s=how.max_delay_s,
+            lanes=min(lanes, MAX_LANES),
+            max_requests=how.max_queue,
+        )
+        version.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
+
+    def set_default(self, model: str, version: str) -> None:
+        """Requests without a version go to `version` from now on. Raises NotFound, NotReady."""
+        before = (self.models.default(model), self.models.split(model))
+        self.models.set_default(model, version)
+        try:
+            self._keep()
+        except TruelineError:
+            self.models.restore(model, *before)
+            raise
+        events.emit("default.set", model=model, version=version)
+
+    def set_split(self, model: str, weights: Mapping[str, float]) -> None:
+        """Requests without a version go by weight. Raises NotFound, NotReady, RequestError."""
+        default, before = self.models.default(model), self.models.split(model)
+        self.models.set_split(model, Split(dict(weights)))
+        try:
+            self._keep()
+        except TruelineError:
+            self.models.restore(model, default, before)
+            raise
+        events.emit(
+            "split.set", model=model, weights=", ".join(f"{one}: {weight:g}" for one, weight in weights.items())
+        )
+
+    def scale(self, model: str, version: str, workers: int) -> int:
+        """How many runs of a version go on at the same time. Returns how many it is now. Raises NotFound, NotReady."""
+        found = self.models.find(model, version)
+        before = found.policy.lanes
+        found.scale(workers)
+        kept = self._wanted.get(found)
+        try:
+            if kept is not None:
+                self._wanted[found] = _with_workers(kept, found.policy.lanes)
+            self._keep()
+        except TruelineError:
+            found.scale(before)
+            if kept is not None:
+                self._wanted[found] = kept
+            raise
+        return found.policy.lanes
+
+    async def retire(self, model: str, version: str | None = None) -> None:
+        """Takes a version away, or the model with all its versions; returns when their last requests are answered.
+
+        Raises NotFound; Refused for the default version while there are others.
+        """
+        async with self.lock(model):
+            names = self.models.versions(model) if version is None else [version]
+            others = len(self.models.versions(model)) > 1
+            if version is not None and others and self.models.default(model) == version:
+                raise _DefaultVersion(f"Cannot remove default version for model {model}")
+            default, split = self.models.default(model), self.models.split(model)
+            gone = [self.models.remove(model, name) for name in names]
+            kept = {one: self._wanted.pop(one) for one in gone if one in self._wanted}
+            try:
+                self._keep()
+            except TruelineError:
+                self._wanted.update(kept)
+                for one in gone:
+                    self.models.put(one)
+                self.models.restore(model, default, split)
+                raise
+            await asyncio.gather(*(self._retire(one) for one in gone))
+
+    def _retire(self, version: Version) -> asyncio.Task[None]:
+        async def work() -> None:
+            await version.retire()
+            self._wanted.pop(version, None)
+            events.emit("version.retired", model=version.model, version=version.version)
+
+        task = self._loop.create_task(work())
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        return task
+
+    # the wanted state
+
+    def wanted(self) -> Wanted:
+        """What is served, as the state file says it."""
+        found: dict[str, WantedModel] = {}
+        for model in self.models.names():
+            split = self.models.split(model)
+            versions = {}
+            for name in self.models.versions(model):
+                kept = self._wanted.get(self.models.find(model, name))
+                if kept is not None:
+                    versions[name] = kept
+            default = self.models.default(model)
+            if default in versions:
+                weights = dict(split.weights) if split is not None else {}
+                found[model] = WantedModel(versions=versions, default=default, split=weights)
+        return Wanted(models=found)
+
+    def _keep(self) -> None:
+        if self._state is not None:
+            wanted.write(self._state, self.wanted())
+
+    async def restore(self, state: Wanted, find: Callable[[str], Awaitable[Found]]) -> list[str]:
+        """Loads what the file wants; returns what could not be had, in words. Those are wanted on."""
+        missing: list[str] = []
+        for name, model in state.models.items():
+            order = sorted(model.versions, key=lambda version: version != model.default)
+            for version in order:
+                told = model.versions[version]
+                how = replace(
+                    self.how,
+                    workers=told.workers,
+                    max_batch=told.max_batch or self.how.max_batch,
+                    max_delay_s=self.how.max_delay_s if told.max_delay_s is None else told.max_delay_s,
+                )
+                try:
+                    found = await find(told.source)
+                    await self.load(found, name, version, source=told.source, how=how, digest=told.digest)
+                except TruelineError as error:
+                    missing.append(f"{name} version {version}: {error.message}")
+                    failed = self.models.add(name, version)
+                    failed.source = told.source
+                    failed.fail(error.message if isinstance(error, RequestError) else "the bundle cannot be had")
+                    self._wanted[failed] = told
+            if model.split:
+                try:
+                    self.set_split(name, model.split)
+                except NotReady as error:
+                    missing.append(f"the split of {name}: {error.message}")
+        return missing
+
+
+class _DefaultVersion(RequestError):
+    """TorchServe answers 403 for it."""
+
+    code = "default_version"
+    status = 403
+
+
+def _with_workers(one: WantedVersion, workers: int) -> WantedVersion:
+    return WantedVersion(
+        source=one.source,
+        digest=one.digest,
+        workers=workers,
+        max_batch=one.max_batch,
+        max_delay_s=one.max_delay_s,
+    )
+
+
+def _load(found: Found, how: How, digest: str | None) -> Loaded:
+    """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
+    bundle = open_bundle(found.path)
+    loaded = load(bundle, threads=how.threads, max_batch=how.max_batch, digest=digest or found.digest)
+    if how.max_delay_s:  # the operator wants requests to wait for company
+        return replace(loaded, plan=replace(loaded.plan, inline_values=0))
+    return loaded

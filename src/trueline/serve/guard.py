@@ -1,0 +1,48 @@
+"""An App behind a door: requests without the right token are refused before anything reads them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trueline.errors import RequestError
+from trueline.serve.http import App, Request, Response
+from trueline.serve.tokens import Keys, Kind, Unauthorized
+
+_CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is answered without a token: what says that the server lives and is ready."""
+    return path == "/ping" or path.startswith("/v2/health/")
+
+
+class Guarded:
+    """`app` for who has the token of `kind`. What renews tokens, and what acts under /v2/repository, has its own."""
+
+    def __init__(self, app: App, keys: Keys, kind: Kind) -> None:
+        self._app = app
+        self._keys = keys
+        self._kind = kind
+
+    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+        """The answer of the app, or a refusal."""
+        if is_open(request.path):
+            return self._app.answer(request)
+        try:
+            self._keys.check(self._wanted(request.path), request.headers.get(b"authorization"))
+        except RequestError as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            refusal = self._app.refuse(request.path, error.status, error.message + hint)
+            if isinstance(error, Unauthorized):
+                refusal.headers += _CHALLENGE
+            return refusal
+        return self._app.answer(request)
+
+    def _wanted(self, path: str) -> Kind:
+        if path == "/token":
+            return "API"
+        return "management" if path.startswith("/v2/repository/models/") else self._kind
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        return self._app.refuse(path, status, message)

@@ -1,0 +1,327 @@
+"""TorchServe's management API: register, scale, set the default, list, describe, unregister. Only translates.
+
+Source: TorchServe 0.12's ManagementRequestHandler, as the contract page has it. What is loaded are sealed bundles, so
+`handler`, `runtime` and `s3_sse_kms` of a request are read and have nothing to say. A worker here is one of the runs
+that may go on at the same time. Beyond TorchServe: `PUT /models/{m}/split?1=90&2=10`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from trueline.errors import MethodNotAllowed, NotFound, RequestError
+from trueline.serve import canary, openapi, torchserve
+from trueline.serve.fleet import Fleet, Found, How
+from trueline.serve.http import Request, Response
+from trueline.serve.models import UnknownVersion, Version
+from trueline.serve.store import Store, check_name
+from trueline.serve.tokens import Keys
+from trueline.serve.traffic import Traffic
+
+Find = Callable[[str], Awaitable[Found]]
+PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """An act that takes its time."""
+
+    work: Coroutine[Any, Any, Response]
+
+
+class Management:
+    """The App of the management port."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: Store | None,
+        find: Find,
+        loop: asyncio.AbstractEventLoop,
+        keys: Keys | None = None,
+    ) -> None:
+        """`find` turns a source that the operator allows into a bundle's place; `keys` are what /token renews."""
+        self._keys = keys
+        self._traffic = Traffic(fleet, loop)
+        self._fleet = fleet
+        self._models = fleet.models
+        self._store = store
+        self._find = find
+        self._loop = loop
+
+    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+        """The answer, now or later. Never raises."""
+        try:
+            found = self._route(request)
+        except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
+            return self._failed(request, error)
+        if isinstance(found, Response):
+            return found
+        return self._loop.create_task(self._guarded(request, found.work))
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        return torchserve.refusal(status, message)
+
+    async def _guarded(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        try:
+            return await asyncio.shield(asyncio.ensure_future(work))  # a client that goes away undoes nothing
+        except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
+            return self._failed(request, error)
+
+    def _failed(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, UnknownVersion):
+            message = f"Model version {error.version} does not exist for model {error.model}"
+            return torchserve.refusal(404, message, kind="ModelVersionNotFoundException")
+        if isinstance(error, RequestError):
+            return torchserve.error(error)
+        return torchserve.unexpected(request.path, error)
+
+    def _route(self, request: Request) -> Response | _Later:
+        query = _query(request.target)
+        parts = request.path.split("/")[1:]
+        match request.method, parts:
+            case "POST", ["models"]:
+                return self._register(query | _json(request))
+            case "GET" | "HEAD", ["models"]:
+                return self._list(query)
+            case "GET" | "HEAD", ["models", model]:
+                return self._describe(model, None)
+            case "GET" | "HEAD", ["models", model, version] if version != "traffic":
+                return self._describe(model, version)
+            case "PUT", ["models", model]:
+                return self._scale(model, self._models.default(model), query, named=False)
+            case "PUT", ["models", model, "split"]:
+                return self._split(model, query)
+            case "GET" | "HEAD", ["models", model, "traffic"]:
+                return torchserve.reply(200, torchserve.pretty(self._traffic.facts(model)))
+            case "PUT", ["models", model, version, "canary"]:
+                return self._canary(model, version, query)
+            case "DELETE", ["models", model, "canary"]:
+                self._traffic.end_canary(model)
+                return torchserve.status(f'Canary of model "{model}" ended')
+            case "PUT", ["models", model, version, "shadow"]:
+                self._traffic.set_shadow(model, version)
+                return torchserve.status(f'Version "{version}" shadows model "{model}"')
+            case "DELETE", ["models", model, "shadow"]:
+                self._traffic.end_shadow(model)
+                return torchserve.status(f'Shadow of model "{model}" ended')
+            case "PUT", ["models", model, version]:
+                return self._scale(model, version, query, named=True)
+            case "PUT", ["models", model, version, "set-default"]:
+                return self._set_default(model, version)
+            case "DELETE", ["models", model]:
+                return _Later(self._unregister(model, None))
+            case "DELETE", ["models", model, version]:
+                return _Later(self._unregister(model, version))
+            case "GET" | "HEAD", ["v1", "models", model]:
+                ready = self._models.find(model).state == "ready"
+                return torchserve.reply(200, torchserve.pretty({"name": model, "ready": ready}))
+            case "GET", ["token"] if self._keys is not None:
+                return self._renew(self._keys, query.get("type", ""))
+            case "OPTIONS", [""]:
+                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
+            case "GET" | "HEAD", ["openapi.json"] | ["api-description"]:
+                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
+            case "GET" | "HEAD" | "POST", ["ping"]:
+                return torchserve.status("Healthy")
+            case _, ["models", *_]:
+                raise MethodNotAllowed(torchserve.NO_METHOD)
+            case _:
+                raise NotFound(torchserve.NO_RESOURCE)
+
+    # acts
+
+    def _register(self, given: Mapping[str, str]) -> _Later:
+        url = given.get("url")
+        if url is None:
+            raise RequestError("Parameter url is required.")
+        if not url:
+            raise NotFound("empty url")
+        return _Later(self._registered(url, given))
+
+    async def _registered(self, url: str, given: Mapping[str, str]) -> Response:
+        found = await self._find(url)
+        entry = self._entry(url)
+        model = check_name("model", given.get("model_name") or found.name or (entry[0] if entry else ""))
+        version = check_name("version", given.get("model_version") or found.version or (entry[1] if entry else "1"))
+        workers = _whole(given.get("initial_workers"), 0)
+        delay_ms = _whole(given.get("max_batch_delay"), 0)
+        how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_ms / 1e3, workers=workers)
+        how = replace(how, max_queue=self._fleet.how.max_queue, threads=self._fleet.how.threads)
+        await self._fleet.load(found, model, version, source=url, how=how)
+        text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
+        if not workers:
+            text += ". Use scale workers API to add workers for the model."
+        return torchserve.status(text)
+
+    def _entry(self, url: str) -> tuple[str, str] | None:
+        entries = self._store.entries() if self._store is not None else []
+        return next(((one.model, one.version) for one in entries if one.source == url), None)
+
+    def _scale(self, model: str, version: str, query: Mapping[str, str], *, named: bool) -> Response:
+        least = _whole(query.get("min_worker"), 1)
+        most = _whole(query.get("max_worker"), least)
+        if least < 0 or most < 0:
+            raise RequestError(f"min_worker and max_worker are 0 or more; got {least} and {most}")
+        if most < least:
+            raise RequestError("max_worker cannot be less than min_worker.")
+        workers = self._fleet.scale(model, version, most)
+        if query.get("synchronous", "false").lower() != "true":
+            return torchserve.status("Processing worker updates...", 202)
+        which = f", version: {version}" if named else ""
+        return torchserve.status(f"Workers scaled to {workers} for model: {model}{which}")
+
+    def _split(self, model: str, query: Mapping[str, str]) -> Response:
+        try:
+            weights = {version: float(weight) for version, weight in query.items()}
+        except ValueError as error:
+            raise RequestError(f"weights are numbers by version, as in ?1=90&2=10; got {dict(query)}") from error
+        if not weights:
+            raise RequestError("name the versions and their weights, as in ?1=90&2=10")
+        self._fleet.set_split(model, weights)
+        told = ", ".join(f"{version}: {weight:g}" for version, weight in weights.items())
+        return torchserve.status(f'Traffic of model "{model}" is split: {told}')
+
+    def _canary(self, model: str, version: str, query: Mapping[str, str]) -> Response:
+        rule = canary.Rule(
+            max_error_rate=_number(query, "max_error_rate", canary.MAX_ERROR_RATE),
+            max_latency_ratio=_number(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
+            min_requests=_whole(query.get("min_requests"), canary.MIN_REQUESTS),
+            promote_after=_whole(query.get("promote_after"), 0),
+        )
+        weight = _number(query, "weight", 10.0) / 100
+        self._traffic.begin_canary(model, version, weight, rule)
+        return torchserve.status(
+            f'Version "{version}" is a canary of model "{model}" with {weight:.3g} of its requests'
+        )
+
+    def _set_default(self, model: str, version: str) -> Response:
+        self._fleet.set_default(model, version)
+        return torchserve.status(f'Default version successfully updated for model "{model}" to "{version}"')
+
+    async def _unregister(self, model: str, version: str | None) -> Response:
+        await self._fleet.retire(model, version)
+        return torchserve.status(f'Model "{model}" unregistered')
+
+    def _renew(self, keys: Keys, kind: str) -> Response:
+        if kind not in ("management", "inference"):
+            raise RequestError(f"type is to be management or inference, got '{kind[:32]}'")
+        keys.renew("management" if kind == "management" else "inference")
+        return torchserve.reply(200, b"\n")
+
+    # reading
+
+    def _list(self, query: Mapping[str, str]) -> Response:
+        limit = _whole(query.get("limit"), PAGE)
+        limit = limit if 0 < limit <= PAGE else PAGE
+        start = max(0, _whole(query.get("next_page_token"), 0))
+        names = sorted(self._models.names())
+        page: dict[str, Any] = {"nextPageToken": str(start + limit)} if start + limit < len(names) else {}
+        page["models"] = [
+            {"modelName": name, "modelUrl": self._models.find(name, self._models.default(name)).source}
+            for name in names[start : start + limit]
+        ]
+        return torchserve.reply(200, torchserve.pretty(page))
+
+    def _describe(self, model: str, version: str | None) -> Response:
+        if version == "all":
+            names = self._models.versions(model)
+        else:
+            names = [version or self._models.default(model)]
+        told = [self._described(self._models.find(model, name)) for name in names]
+        return torchserve.reply(200, torchserve.pretty(told))
+
+    def _described(self, version: Version) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "modelName": version.model,
+            "modelVersion": version.version,
+            "modelUrl": version.source,
+            "runtime": "trueline",
+            "minWorkers": 0,
+            "maxWorkers": 0,
+            "batchSize": 1,
+            "maxBatchDelay": 0,
+            "responseTimeout": 120,
+            "startupTimeout": 120,
+            "maxRetryTimeoutInSec": 300,
+            "clientTimeoutInMills": 0,
+            "parallelType": "",
+            "parallelLevel": 0,
+            "deviceType": "cpu",
+            "continuousBatching": False,
+            "useJobTicket": False,
+            "useVenv": False,
+            "stateful": False,
+            "sequenceMaxIdleMSec": 0,
+            "sequenceTimeoutMSec": 0,
+            "maxNumSequence": 1,
+            "maxSequenceJobQueueSize": 1,
+            "loadedAtStartup": False,
+            "workers": [],
+            "jobQueueStatus": {"remainingCapacity": 0, "pendingRequests": version.num_waiting},
+        }
+        if version.state != "ready":
+            return found | {"state": version.state, "reason": version.reason}
+        policy = version.policy
+        started = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(version.since))
+        found |= {
+            "minWorkers": policy.lanes,
+            "maxWorkers": policy.lanes,
+            "batchSize": policy.max_batch if policy.batch else 1,
+            "maxBatchDelay": round(policy.max_delay_s * 1000),
+            "workers": [
+                {
+                    "id": str(9000 + i),
+                    "startTime": started,
+                    "status": "READY",
+                    "memoryUsage": 0,
+                    "pid": os.getpid(),
+                    "gpu": False,
+                    "gpuUsage": "N/A",
+                }
+                for i in range(policy.lanes)
+            ],
+        }
+        found["jobQueueStatus"]["remainingCapacity"] = policy.max_requests - version.num_waiting
+        return found
+
+
+def _query(target: bytes) -> dict[str, str]:
+    text = target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=64))
+
+
+def _json(request: Request) -> dict[str, str]:
+    """The same parameters as a JSON body; what is no JSON says nothing, as in TorchServe."""
+    if b"json" not in request.headers.get(b"content-type", b"").lower() or not request.body:
+        return {}
+    try:
+        found = msgspec.json.decode(request.body, type=dict[str, str | int | bool | float | None])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON object of parameters: {error}") from error
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in found.items()}
+
+
+def _number(query: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(query.get(name, default))
+    except ValueError as error:
+        raise RequestError(f"{name} is a number, got '{query[name][:32]}'") from error
+
+
+def _whole(text: str | None, default: int) -> int:
+    """TorchServe takes its default for what is no whole number."""
+    try:
+        return default if text is None else int(text)
+    except ValueError:
+        return default

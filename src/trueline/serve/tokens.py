@@ -1,0 +1,106 @@
+"""Who may ask: bearer tokens in a key file, one for requests, one for management, one to renew the others.
+
+The file has TorchServe's form (`key_file.json`), is readable by its owner alone, and is made when it is missing. Tokens
+have 128 bits or more and are compared in constant time; one that carries an expiration time ends then. Health is open:
+probes have no token. Source: TorchServe's token_authorization_api page; RFC 6750 for 401 and 403.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trueline import files
+from trueline.errors import RequestError, UsageError
+
+Kind = Literal["inference", "management", "API"]
+MIN_CHARS = 16
+"""A shorter token can be guessed; TorchServe's had 8."""
+
+
+class Unauthorized(RequestError):
+    """No token came with the request."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(RequestError):
+    """The token is not the one that is asked for, or it has expired."""
+
+    code = "forbidden"
+    status = 403
+
+
+class _Entry(msgspec.Struct, rename={"expires": "expiration time"}, omit_defaults=True):
+    key: str
+    expires: str | None = None
+
+
+class Keys:
+    """The tokens of one key file."""
+
+    def __init__(self, path: Path, entries: dict[str, _Entry], now: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._entries = entries
+        self._now = now
+
+    def check(self, kind: Kind, authorization: bytes | None) -> None:
+        """Raises Unauthorized without a bearer token, Forbidden for a wrong or expired one."""
+        scheme, _, token = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not token:
+            raise Unauthorized("this server asks for a token", hint="send the header Authorization: Bearer TOKEN")
+        entry = self._entries[kind]
+        right = hmac.compare_digest(token.strip(), entry.key.encode())
+        if not right or self._expired(entry):
+            raise Forbidden("the token is not valid for this, or it has expired")
+
+    def _expired(self, entry: _Entry) -> bool:
+        if entry.expires is None:
+            return False
+        return datetime.fromisoformat(entry.expires).timestamp() <= self._now()
+
+    def renew(self, kind: Kind) -> None:
+        """A new token in place of the old one, which ends now. Raises StorageError; the old one then stays."""
+        entries = self._entries | {kind: _Entry(key=secrets.token_urlsafe(32))}
+        _write(self._path, entries)
+        self._entries = entries
+
+
+def read(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
+    """The keys at `path`; made anew when there is no such file. Raises UsageError, StorageError."""
+    if not path.exists():
+        entries = {kind: _Entry(key=secrets.token_urlsafe(32)) for kind in ("management", "inference", "API")}
+        _write(path, entries)
+        return Keys(path, entries, now)
+    try:
+        mode = path.stat().st_mode
+        entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
+        for entry in entries.values():
+            if entry.expires is not None and datetime.fromisoformat(entry.expires).tzinfo is None:
+                entry.expires = datetime.fromisoformat(entry.expires).replace(tzinfo=UTC).isoformat()
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise UsageError(f"{path} is no key file: {error}", hint="delete it, and a new one is made") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UsageError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
+    weak = [
+        kind for kind in ("inference", "management", "API") if len(entries.get(kind, _Entry(key="")).key) < MIN_CHARS
+    ]
+    if weak:
+        raise UsageError(
+            f"{path} has no '{weak[0]}' key of at least {MIN_CHARS} characters",
+            hint="delete the file, and one with keys of 256 bits is made",
+        )
+    return Keys(path, entries, now)
+
+
+def _write(path: Path, entries: dict[str, _Entry]) -> None:
+    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(entries), indent=2) + b"\n", mode=0o600)

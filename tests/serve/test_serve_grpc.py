@@ -1,0 +1,161 @@
+"""Triton's own gRPC client, unmodified, against a server process; and what a client can get wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import serve_worlds as worlds
+
+from trueline import serve
+from trueline.errors import PortInUse
+from trueline.serve import RunningServer
+
+pytestmark = pytest.mark.slow
+
+client_of = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = tmp_path_factory.mktemp("store")
+    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=64)
+    shutil.copytree(store / "tiny" / "1.bundle", store / "tiny" / "2.bundle")
+    keys = store.parent / "key_file.json"
+    with serve.start(None, model_store=str(store), load="tiny", grpc_port=0, key_file=str(keys)) as running:
+        running.keys = {kind: one["key"] for kind, one in json.loads(keys.read_text()).items()}  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[Any]:
+    with client_of.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as made:
+        yield made
+
+
+def given(array: np.ndarray[Any, Any], name: str = "x", datatype: str = "FP32") -> Any:
+    made = client_of.InferInput(name, array.shape, datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def token(server: RunningServer, kind: str = "inference") -> dict[str, str]:
+    return {"authorization": f"Bearer {server.keys[kind]}"}  # type: ignore[attr-defined]
+
+
+def test_tritons_grpc_client_works_unmodified(server: RunningServer, client: Any) -> None:
+    mine = token(server)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny", headers=mine)
+    assert client.get_server_metadata(headers=mine).name == "trueline"
+    metadata = client.get_model_metadata("tiny", headers=mine)
+    assert list(metadata.versions) == ["1", "2"]
+    assert list(metadata.inputs[0].shape) == [-1, 3]
+    assert client.get_model_config("tiny", headers=mine).config.input[0].data_type == 11  # TYPE_FP32
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for version in ("", "1", "2"):
+        answer = client.infer("tiny", [given(array)], model_version=version, request_id="7", headers=mine)
+        assert answer.get_response().id == "7"
+        assert answer.get_response().model_version == (version or "2")
+        assert np.array_equal(answer.as_numpy("y"), array * 2 + 1)
+    stats = client.get_inference_statistics("tiny", "2", headers=mine).model_stats[0]
+    assert stats.inference_count == 4
+    assert stats.inference_stats.success.ns > 0
+    assert {one.version for one in client.get_model_repository_index(headers=mine).models} == {"1", "2"}
+
+
+def test_a_stream_answers_each_request_and_outlives_a_bad_one(server: RunningServer, client: Any) -> None:
+    answers: Queue[Any] = Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)), headers=token(server))
+    array = np.ones((1, 3), np.float32)
+    for name in ("x", "zz", "x"):
+        client.async_stream_infer("tiny", [given(array, name)])
+    seen = [answers.get(timeout=120) for _ in range(3)]
+    client.stop_stream()
+    assert [error is None for _, error in seen] == [True, False, True]
+    assert "unexpected input 'zz'" in str(seen[1][1])
+    assert seen[2][0].as_numpy("y").tolist() == [[3.0, 3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "inputs", "status", "words"),
+    [
+        ("zzz", "", [given(np.ones((1, 3), np.float32))], "NOT_FOUND", "model 'zzz' is not served here"),
+        ("tiny", "9", [given(np.ones((1, 3), np.float32))], "NOT_FOUND", "no version '9'"),
+        ("tiny", "", [given(np.ones((1, 4), np.float32))], "INVALID_ARGUMENT", "size 4 in dimension 1, expected 3"),
+        ("tiny", "", [given(np.ones((65, 3), np.float32))], "INVALID_ARGUMENT", "at most 64"),
+        ("tiny", "", [given(np.ones((1, 3), np.int64), datatype="INT64")], "INVALID_ARGUMENT", "datatype INT64"),
+        ("tiny", "", [given(np.ones((1, 3), np.float32), "zz")], "INVALID_ARGUMENT", "unexpected input 'zz'"),
+        ("tiny", "", [given(np.ones((1, 3), np.float32))] * 2, "INVALID_ARGUMENT", "given twice"),
+    ],
+)
+def test_a_clients_fault_has_its_code_and_its_words(
+    server: RunningServer, client: Any, model: str, version: str, inputs: list[Any], status: str, words: str
+) -> None:
+    with pytest.raises(client_of.InferenceServerException) as refused:
+        client.infer(model, inputs, model_version=version, headers=token(server))
+    assert refused.value.status() == f"StatusCode.{status}"
+    assert words in refused.value.message()
+
+
+def test_typed_contents_are_read_and_their_range_is_checked(server: RunningServer) -> None:
+    service = pytest.importorskip("tritonclient.grpc.service_pb2")
+    stubs = pytest.importorskip("tritonclient.grpc.service_pb2_grpc")
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = stubs.GRPCInferenceServiceStub(channel)
+        request = service.ModelInferRequest(model_name="tiny")
+        x = request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
+        x.contents.fp32_contents.extend([1.0, 2.0, 3.0])
+        mine = tuple(token(server).items())
+        answer = stub.ModelInfer(request, metadata=mine)
+        assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [3.0, 5.0, 7.0]
+        x.contents.fp32_contents.append(4.0)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelInfer(request, metadata=mine)
+        assert "has 4 fp32_contents, its shape [1, 3] says 3" in refused.value.details()
+        request.raw_input_contents.append(b"\0" * 12)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelInfer(request, metadata=mine)
+        assert "contents beside raw_input_contents" in refused.value.details()
+
+
+def test_without_a_token_only_health_is_told(server: RunningServer, client: Any) -> None:
+    for headers, status in (
+        ({}, "UNAUTHENTICATED"),
+        ({"authorization": "Bearer nonsense"}, "PERMISSION_DENIED"),
+        (token(server, "management"), "PERMISSION_DENIED"),
+    ):
+        with pytest.raises(client_of.InferenceServerException) as refused:
+            client.infer("tiny", [given(np.ones((1, 3), np.float32))], headers=headers)
+        assert refused.value.status() == f"StatusCode.{status}"
+    with pytest.raises(client_of.InferenceServerException) as refused:
+        client.unload_model("tiny", headers=token(server))
+    assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
+
+
+def test_the_repository_loads_and_unloads_over_grpc(server: RunningServer, client: Any) -> None:
+    manager, mine = token(server, "management"), token(server)
+    client.load_model("tiny", headers=manager)
+    assert [one.version for one in client.get_model_repository_index(headers=mine).models] == ["2"]
+    client.unload_model("tiny", headers=manager)
+    with pytest.raises(client_of.InferenceServerException):
+        client.infer("tiny", [given(np.ones((1, 3), np.float32))], headers=mine)
+    client.load_model("tiny", headers=manager)
+    assert client.is_model_ready("tiny", headers=mine)
+    with pytest.raises(client_of.InferenceServerException) as refused:
+        client.load_model("absent", headers=manager)
+    assert refused.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_a_grpc_port_in_use_is_one_clear_error(server: RunningServer, tmp_path: Path) -> None:
+    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    with pytest.raises(PortInUse, match=f"port {server.grpc_port} on 127.0.0.1 is in use"):
+        serve.start(source, grpc_port=server.grpc_port)

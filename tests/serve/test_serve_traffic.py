@@ -1,0 +1,196 @@
+"""A new version that does worse loses its traffic by itself; one in the shadow is seen by nobody but its manager."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serve_worlds as worlds
+from hypothesis import given
+from hypothesis import strategies as st
+from test_serve_fleet import Office
+
+from trueline.serve.canary import Rule, Sample, judge, lower_bound, median_s
+from trueline.serve.stats import BOUNDS_S, Histogram
+
+
+def seen(answered: int, failed: int = 0, seconds: float = 0.001) -> Sample:
+    histogram = Histogram(BOUNDS_S)
+    for _ in range(answered):
+        histogram.add(seconds)
+    return Sample(answered=answered, failed=failed, seconds=histogram.cells)
+
+
+@pytest.mark.parametrize(
+    ("base", "canary", "act"),
+    [
+        (seen(900), seen(100), "watch"),
+        (seen(900), seen(99, 1), "watch"),
+        (seen(9), seen(0, 1), "watch"),
+        (seen(9), seen(0, 2), "roll back"),
+        (seen(900), seen(97, 5), "roll back"),
+        (seen(800, 100), seen(90, 12), "watch"),
+        (seen(900), seen(100, seconds=0.1), "roll back"),
+        (seen(900), seen(20, seconds=0.1), "watch"),
+        (seen(0), seen(100, seconds=0.1), "watch"),
+        (seen(900), seen(200), "promote"),
+    ],
+)
+def test_a_canary_is_judged_by_what_it_did_beside_the_other(base: Sample, canary: Sample, act: str) -> None:
+    assert judge(base, canary, Rule(promote_after=200)).act == act
+
+
+@given(requests=st.integers(1, 300), failed=st.integers(0, 300))
+def test_the_bound_lies_below_the_share(requests: int, failed: int) -> None:
+    failed = min(failed, requests)
+    assert 0 <= lower_bound(failed, requests) <= failed / requests
+
+
+@given(seconds=st.floats(1e-5, 9.0))
+def test_the_median_lies_in_the_cell_of_what_was_seen(seconds: float) -> None:
+    found = median_s(seen(11, seconds=seconds))
+    cell = Histogram(BOUNDS_S)
+    cell.add(seconds)
+    other = Histogram(BOUNDS_S)
+    other.add(found)
+    assert abs(cell.cells.index(1) - other.cells.index(1)) <= 1
+
+
+class Failing:
+    """A session whose program fails on every request from some time on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.format = inner.format
+        self.signature = inner.signature
+        self.broken = True
+
+    def run(self, inputs: Any) -> Any:
+        if self.broken:
+            raise RuntimeError("the kernel is gone")
+        return self.inner.run(inputs)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    worlds.double_plus(folder / "pair" / "1.bundle")
+    worlds.double_plus(folder / "pair" / "2.bundle")
+    return folder
+
+
+@pytest.fixture
+def office(shelf: Path) -> Iterator[Office]:
+    made = Office(shelf)
+    for version in ("1", "2"):
+        assert made.manage("POST", f"/models?url=pair/{version}.bundle&initial_workers=1")[0] == 200
+    yield made
+    made.close()
+
+
+def broken(office: Office, version: str) -> Failing:
+    """Breaks a version after it was proven."""
+    loaded = office.models.find("pair", version).loaded
+    failing = Failing(loaded.session)
+    object.__setattr__(loaded, "session", failing)
+    return failing
+
+
+def ask(office: Office, times: int) -> list[int]:
+    return [office.ask("POST", "/predictions/pair", b"[1, 2, 3]", x_trueline_key=f"k{i}")[0] for i in range(times)]
+
+
+def test_a_canary_that_fails_gives_the_traffic_back_before_many_requests_are_lost(office: Office) -> None:
+    assert office.manage("PUT", "/models/pair/2/canary?weight=30") == (
+        200,
+        {"status": 'Version "2" is a canary of model "pair" with 0.3 of its requests'},
+    )
+    broken(office, "2")
+    traffic = office.management._traffic
+    lost = 0
+    for _ in range(20):
+        lost += ask(office, 20).count(503)
+        traffic.tick()
+    assert 2 <= lost <= 20
+    told = office.manage("GET", "/models/pair/traffic")[1]
+    assert told["default"] == "1"
+    assert told["split"] == {}
+    assert told["canary"]["verdict"] == "roll back"
+    assert "requests failed" in told["canary"]["why"]
+    assert set(ask(office, 50)) == {200}
+
+
+def test_a_canary_that_does_well_takes_all_the_traffic(office: Office) -> None:
+    office.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=10")
+    assert office.manage("PUT", "/models/pair/2/canary")[0] == 409
+    assert set(ask(office, 60)) == {200}
+    office.management._traffic.tick()
+    assert office.models.default("pair") == "2"
+    assert office.models.split("pair") is None
+    assert office.manage("DELETE", "/models/pair/canary")[0] == 404
+
+
+def test_a_canary_ends_by_hand_and_when_somebody_sends_the_traffic_elsewhere(office: Office) -> None:
+    office.manage("PUT", "/models/pair/2/canary")
+    assert office.manage("DELETE", "/models/pair/canary")[0] == 200
+    assert office.models.split("pair") is None
+    office.manage("PUT", "/models/pair/2/canary")
+    office.manage("PUT", "/models/pair/1/set-default")
+    office.management._traffic.tick()
+    assert office.manage("GET", "/models/pair/traffic")[1]["canary"]["over"] is True
+    assert office.models.default("pair") == "1"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/models/pair/1/canary", 409),
+        ("/models/pair/9/canary", 404),
+        ("/models/zzz/1/canary", 404),
+        ("/models/pair/2/canary?weight=0", 400),
+        ("/models/pair/2/canary?weight=100", 400),
+        ("/models/pair/2/canary?weight=x", 400),
+        ("/models/pair/2/canary?max_error_rate=2", 400),
+        ("/models/pair/2/canary?max_latency_ratio=0.5", 400),
+        ("/models/pair/2/canary?min_requests=0", 400),
+        ("/models/pair/9/shadow", 404),
+    ],
+)
+def test_a_trial_that_makes_no_sense_is_refused(office: Office, path: str, status: int) -> None:
+    assert office.manage("PUT", path)[0] == status
+    assert office.models.split("pair") is None
+
+
+def test_a_shadow_is_compared_and_never_answers(office: Office) -> None:
+    assert office.manage("PUT", "/models/pair/2/shadow")[0] == 200
+    assert set(ask(office, 5)) == {200}
+    office.run(settled())
+    told = office.manage("GET", "/models/pair/traffic")[1]["shadow"]
+    assert (told["asked"], told["agreed"], told["differed"], told["failed"]) == (5, 5, 0, 0)
+
+    failing = broken(office, "2")
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
+    assert office.ask("POST", "/v2/models/pair/infer", body)[1]["model_version"] == "1"
+    office.run(settled())
+    failing.broken = False
+    inner = failing.inner.run
+    failing.inner.run = lambda inputs: {"y": inner(inputs)["y"] + np.float32(0.5)}
+    assert set(ask(office, 2)) == {200}
+    office.run(settled())
+    told = office.manage("GET", "/models/pair/traffic")[1]["shadow"]
+    assert (told["asked"], told["agreed"], told["differed"], told["failed"]) == (8, 5, 2, 1)
+    assert told["maxAbsError"] == 0.5
+    assert "output 'y' differs by 0.5" in told["firstDifference"]
+    assert office.manage("DELETE", "/models/pair/shadow")[0] == 200
+    assert office.manage("DELETE", "/models/pair/shadow")[0] == 404
+    office.manage("PUT", "/models/pair/2/shadow")
+    office.manage("DELETE", "/models/pair/2")
+    assert office.models.shadows == {}
+
+
+async def settled() -> None:
+    """Returns when what was put off until after the answers has been done."""
