@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
 
 
-class Careful(TorchDispatchMode):
+class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises ValueError where an operator of linear algebra would get a value that is no number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
