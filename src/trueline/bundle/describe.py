@@ -59,7 +59,7 @@ def range_text(signature: Signature) -> str:
 
 def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     signature = bundle.signature
-    rows = [("input", *_spec_row(spec)) for spec in signature.inputs]
+    rows: list[tuple[str, ...]] = [("input", *_spec_row(spec)) for spec in signature.inputs]
     rows += [("output", *_spec_row(spec)) for spec in signature.outputs]
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]

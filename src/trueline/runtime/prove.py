@@ -74,7 +74,8 @@ def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
 
 
 def _observe_one(eager: Session, probe: Probe) -> Observation:
-    with paths.watching() as way, wild.Careful() if probe.wild else nullcontext():
+    careful = wild.Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
+    with paths.watching() as way, careful:
         try:
             outputs, error = eager.run(probe.inputs), ""
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come

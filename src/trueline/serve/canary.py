@@ -108,12 +108,12 @@ def lower_bound(failed: int, requests: int) -> float:
     >>> round(lower_bound(3, 10), 3), round(lower_bound(1, 100), 4)
     (0.108, 0.0018)
     """
-    if not requests:
+    if not failed:
         return 0.0
     share, z2 = failed / requests, Z * Z
     centre = share + z2 / (2 * requests)
     spread = Z * math.sqrt(share * (1 - share) / requests + z2 / (4 * requests * requests))
-    return max(0.0, (centre - spread) / (1 + z2 / requests))
+    return min(share, max(0.0, (centre - spread) / (1 + z2 / requests)))
 
 
 def median_s(found: Sample) -> float:

@@ -130,7 +130,7 @@ class Face:
         self._models = routes.models
         self._keys = keys
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What a server is given: the methods under the protocol's name, with the token asked for."""
         unary: dict[str, tuple[Any, Callable[[Any, Context], Awaitable[Any]]]] = {
             "ServerLive": (pb.ServerLiveRequest, self._live),
@@ -158,7 +158,7 @@ class Face:
             request_deserializer=pb.ModelInferRequest.FromString,
             response_serializer=lambda message: message.SerializeToString(),
         )
-        handler: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(SERVICE, methods)
+        handler: grpc.GenericRpcHandler[Any, Any] = grpc.method_handlers_generic_handler(SERVICE, methods)
         return handler
 
     def _check(self, name: str, context: Context) -> None:

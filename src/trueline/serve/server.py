@@ -354,7 +354,9 @@ async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _
     kept = _whole(source)
     found = await sources.operator(kept)
     loop = asyncio.get_running_loop()
-    name = settings.name or found.name or await _in_thread(loop, lambda: _bundle_name(found.path))
+    name = settings.name or found.name
+    if name is None:
+        name = await _in_thread(loop, lambda: _bundle_name(found.path))
     version = settings.version or found.version or "1"
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)

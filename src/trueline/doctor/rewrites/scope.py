@@ -211,9 +211,9 @@ def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         holder, key = value_of(node.value, seen), node.slice.value
         try:
-            if isinstance(holder, dict) or (isinstance(holder, list | tuple) and isinstance(key, int)):
-                return holder[key]
-            return None
+            if isinstance(holder, list | tuple):
+                return holder[key] if isinstance(key, int) else None
+            return holder[key] if isinstance(holder, dict) else None
         except (KeyError, IndexError, TypeError):
             return None
     return None
