@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trueline import events
@@ -14,8 +14,9 @@ from trueline.bundle.signature import Signature
 from trueline.capture.attempt import Attempt
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError
-from trueline.runtime import export, onnx_emit
+from trueline.errors import BundleError, CaptureError, UsageError
+from trueline.capture.scripted import DEPRECATED, climb_scripted
+from trueline.runtime import aoti_emit, export, onnx_emit
 from trueline.runtime.calling import BATCH
 from trueline.runtime.export import Exported
 from trueline.runtime.probes import make_probes
@@ -24,8 +25,11 @@ from trueline.runtime.session import Format, open_session
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
+    "openvino": onnx_emit.emit,
     "torch_export": export.emit,
+    "aotinductor": aoti_emit.emit,
 }
+"""All but torchscript, which needs the module and no exported program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,31 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     sizes = () if isinstance(exported, CaptureError) else exported.boundaries
     observations = observe(subject.eager, make_probes(subject.eager.example, sizes=sizes))
     shared_s = time.monotonic() - started
-    return [_try(format, exported, observations, work / format, shared_s) for format in formats]
+    return [
+        _try_scripted(subject, exported, observations, work / format, shared_s)
+        if format == "torchscript"
+        else _try(format, exported, observations, work / format, shared_s)
+        for format in formats
+    ]
+
+
+def _try_scripted(
+    subject: Subject,
+    exported: Exported | CaptureError,
+    observations: Sequence[Observation],
+    folder: Path,
+    shared_s: float,
+) -> Rung:
+    started = time.monotonic()
+    signature = None if isinstance(exported, CaptureError) else exported.signature
+    found = climb_scripted(subject.eager, signature, observations, folder)
+    seconds = shared_s + time.monotonic() - started
+    if found.path is None or found.proof is None:
+        return _refused("torchscript", found.why, found.line, observations, folder, seconds)
+    size = found.path.stat().st_size
+    made = folder / found.path.relative_to(folder).parts[0]
+    rung = _rung("torchscript", found.proof, found.signature, observations, found.path, made, size, seconds)
+    return replace(rung, attempt=replace(rung.attempt, how=f"{found.how}; {DEPRECATED}"))
 
 
 def _try(
@@ -69,15 +97,15 @@ def _try(
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
         proof = _prove(format, path, exported, observations)
-    except (CaptureError, BundleError) as error:
+    except (CaptureError, BundleError, UsageError) as error:
         line = error.hint if isinstance(exported, CaptureError) else ""
         return _refused(format, error.message, line, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, proof, exported, observations, path, folder, size, seconds)
+    return _rung(format, proof, exported.signature, observations, path, folder, size, seconds)
 
 
 def _prove(format: Format, path: Path, exported: Exported, observations: Sequence[Observation]) -> Proof:
-    session = open_session(format, path, exported.signature)
+    session = open_session(format, path, exported.signature, native=True)  # it was made here
 
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
@@ -88,14 +116,14 @@ def _prove(format: Format, path: Path, exported: Exported, observations: Sequenc
 def _rung(
     format: Format,
     proof: Proof,
-    exported: Exported,
+    signature: Signature,
     observations: Sequence[Observation],
     path: Path,
     folder: Path,
     size: int,
     seconds: float,
 ) -> Rung:
-    batch = exported.signature.dims[BATCH]
+    batch = signature.dims[BATCH]
     why = proof.reason
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
@@ -116,7 +144,7 @@ def _rung(
         attempt=attempt,
         folder=folder,
         file=path.relative_to(folder).as_posix(),
-        signature=exported.signature,
+        signature=signature,
         evidence=proof.evidence,
         versions=versions(),
     )

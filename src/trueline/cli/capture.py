@@ -15,6 +15,9 @@ trueline capture digits/recipe.py runs/digits-1
 
 trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digits.bundle --overwrite
     ONNX only, in place of an older bundle
+
+trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
+    the programs that ONNX Runtime and a C++ program need
 """
 
 
@@ -22,7 +25,10 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 @recipe_argument
 @click.argument("checkpoint")
 @click.option("--out", metavar="BUNDLE", help="The bundle to write; NAME.bundle if left out.")
-@click.option("--format", "formats", multiple=True, metavar="NAME", help="onnx or torch_export; repeatable, else all.")
+@click.option(
+    "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
+)
+@click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
 @click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
 @json_option
@@ -32,6 +38,7 @@ def command(
     checkpoint: str,
     out: str | None,
     formats: tuple[str, ...],
+    targets: str | None,
     any_format: bool,
     overwrite: bool,
     as_json: bool,
@@ -46,17 +53,18 @@ def command(
     from trueline.capture.api import capture
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
-    from trueline.runtime.session import FORMATS
+    from trueline.runtime.session import USUAL, formats_for
 
-    if formats and any_format:
-        raise UsageError("--any tries all formats; leave --format out")
+    if any_format and (formats or targets):
+        raise UsageError("--any tries the usual formats; leave --format and --for out")
+    wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
     found = load_recipe(recipe)
     with progress(quiet=quiet):
         captured = capture(
             found,
             checkpoint_path(checkpoint),
             Path(out or f"{found.name}.bundle"),
-            formats=None if any_format else formats or FORMATS,
+            formats=None if any_format else wanted or USUAL,
             overwrite=overwrite,
         )
     lines = [f"{one.format}: {one.verdict}" + (f" ({one.why})" if one.why else "") for one in captured.programs]
