@@ -54,7 +54,7 @@ def capture(
 
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     model = subject.prepare(recipe, checkpoint)
-    work = _workplace(out)
+    work = workplace(out)
     try:
         rungs = climb(model, wanted, work)
         _require(rungs, every=formats is not None, name=recipe.name)
@@ -85,7 +85,7 @@ def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
     return tuple(name for name in FORMATS if name in formats)
 
 
-def _workplace(out: Path) -> Path:
+def workplace(out: Path) -> Path:
     """A folder on the disk of `out`, so that the room that is needed is looked for where it will be
     needed.
     """

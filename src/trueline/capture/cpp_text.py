@@ -7,12 +7,15 @@ the words of the Python Sessions.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from trueline.bundle.signature import Signature, TensorSpec
+from trueline.errors import BundleError
 from trueline.runtime.compare import TOLERANCES
 
 C_TYPES = {
@@ -31,7 +34,7 @@ C_TYPES = {
 }
 LOADERS = {"torchscript": "load_torchscript.txt", "aotinductor": "load_aotinductor.txt"}
 PROGRAMS = {"torchscript": "model.ts", "aotinductor": "model.so.pt2"}
-FIXED = ("CMakeLists.txt", "build.sh", "model.hpp", "check.cpp", "main.cpp")
+FIXED = ("CMakeLists.txt", "build.sh", "tables.hpp", "model.hpp", "check.cpp", "main.cpp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def signature_text(signature: Signature) -> str:
     return "\n".join(
         [
             "// Written by `trueline export-cpp`: what was proven. A max of -1 is no bound.",
-            '#include "model.hpp"',
+            '#include "tables.hpp"',
             "",
             "namespace trueline {",
             "",
@@ -86,6 +89,10 @@ def signature_text(signature: Signature) -> str:
             "",
             "const std::vector<Spec> outputs = {",
             *(_spec(spec, symbols) for spec in signature.outputs),
+            "};",
+            "",
+            "const std::vector<Guard> guards = {",
+            *(_guard(guard, symbols) for guard in getattr(signature, "guards", ())),
             "};",
             "",
             "const std::vector<Tolerance> tolerances = {",
@@ -108,7 +115,7 @@ def golden_text(golden: Mapping[str, tuple[Sequence[Stored], Sequence[Stored]]])
     return "\n".join(
         [
             "// Written by `trueline export-cpp`: the golden examples, raw numbers in golden/*.safetensors.",
-            '#include "model.hpp"',
+            '#include "tables.hpp"',
             "",
             "namespace trueline {",
             "",
@@ -125,6 +132,47 @@ def golden_text(golden: Mapping[str, tuple[Sequence[Stored], Sequence[Stored]]])
 def _spec(spec: TensorSpec, symbols: Sequence[str]) -> str:
     sizes = [f"{{{size}, -1}}" if isinstance(size, int) else f"{{-1, {symbols.index(size)}}}" for size in spec.shape]
     return f"    {{{_quoted(spec.name)}, {C_TYPES[spec.datatype]}, {_quoted(spec.datatype)}, {{{', '.join(sizes)}}}}},"
+
+
+def _guard(guard: Any, symbols: Sequence[str]) -> str:
+    places = ", ".join(str(symbols.index(symbol)) for symbol in guard.symbols)
+    rule = expression(ast.parse(guard.rule, mode="eval").body)
+    return (
+        f"    {{{_quoted(guard.text)}, {{{places}}}, [](const std::vector<int64_t>& d) -> bool {{ return {rule}; }}}},"
+    )
+
+
+_OPERATORS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=",
+    ast.Gt: ">", ast.GtE: ">=", ast.And: " && ", ast.Or: " || ",
+}  # fmt: skip
+_FUNCTIONS = {ast.FloorDiv: "floor_div", ast.Mod: "floor_mod"}
+
+
+def expression(node: ast.expr) -> str:
+    """A guard's rule as C++. Raises BundleError for what has no counterpart.
+
+    >>> expression(ast.parse("2 * d0 // 3 == d1 and max(d0, 4) < 9", mode="eval").body)
+    '((floor_div((int64_t{2}*d[0]),int64_t{3})==d[1]) && (std::max({d[0],int64_t{4}})<int64_t{9}))'
+    """
+    match node:
+        case ast.Constant(value=int(number)):
+            return f"int64_t{{{number}}}"
+        case ast.Name(id=name) if name[1:].isdecimal():
+            return f"d[{name[1:]}]"
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return f"(-{expression(operand)})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _FUNCTIONS:
+            return f"{_FUNCTIONS[type(op)]}({expression(left)},{expression(right)})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return f"({expression(left)}{_OPERATORS[type(op)]}{expression(right)})"
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            return f"({expression(left)}{_OPERATORS[type(op)]}{expression(right)})"
+        case ast.BoolOp(op=op, values=values):
+            return f"({_OPERATORS[type(op)].join(map(expression, values))})"
+        case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
+            return f"std::{name}({{{','.join(map(expression, args))}}})"
+    raise BundleError(f"the guard {ast.unparse(node)!r} cannot be written in C++")
 
 
 def _stored(one: Stored) -> str:

@@ -12,10 +12,10 @@ from trueline.bundle.describe import dim_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
 from trueline.capture.attempt import Attempt
+from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, UsageError
-from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.runtime import aoti_emit, export, onnx_emit
 from trueline.runtime.calling import BATCH
 from trueline.runtime.export import Exported

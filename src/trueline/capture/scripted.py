@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline import events
-from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.bundle.signature import Signature
+from trueline.capture.seen import seen_signature
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_emit
-from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.prove import Observation, Proof, judge, parting
 from trueline.runtime.session import open_session
@@ -79,28 +79,3 @@ def _try(
         return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
     proof = judge(session, observations, versions=versions())
     return Tried(how=how, why=proof.reason, line="", path=path, signature=signature, proof=proof)
-
-
-def seen_signature(learnt: Signature, observations: Sequence[Observation]) -> Signature:
-    """`learnt` with the output sizes that the probes showed: a number, the batch, or a symbol of its own."""
-    answered = [seen for seen in observations if seen.outputs is not None]
-    dims, outputs = dict(learnt.dims), []
-    for spec in learnt.outputs:
-        shapes = [
-            (seen.probe.num_records, seen.outputs[spec.name].shape) for seen in answered if seen.outputs is not None
-        ]
-        shape: list[int | str] = []
-        for axis in range(len(spec.shape)):
-            sizes = [(records, found[axis]) for records, found in shapes if len(found) == len(spec.shape)]
-            shape.append(_size(f"{spec.name}.{axis}", spec.shape[axis], sizes, dims))
-        outputs.append(TensorSpec(name=spec.name, datatype=spec.datatype, shape=tuple(shape)))
-    return Signature(inputs=learnt.inputs, outputs=tuple(outputs), dims=dims)
-
-
-def _size(name: str, learnt: int | str, sizes: Sequence[tuple[int, int]], dims: dict[str, Dim]) -> int | str:
-    if BATCH in dims and sizes and all(records == size for records, size in sizes):
-        return BATCH
-    if all(size == learnt for _, size in sizes):
-        return learnt
-    dims.setdefault(name, Dim(min=0))
-    return name

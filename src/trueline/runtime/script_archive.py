@@ -30,10 +30,9 @@ _GLOBAL = re.compile(
     r"|torch\.jit\._pickle (build_\w+list|restore_type_tag)"
 )
 """What a pickle may name; libtorch's reader knows no others that do anything."""
-_OPCODES = frozenset(
-    "PROTO STOP GLOBAL MARK EMPTY_TUPLE EMPTY_LIST EMPTY_DICT TUPLE TUPLE1 TUPLE2 TUPLE3 NEWOBJ BUILD REDUCE NONE "
-    "NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINGET "
-    "LONG_BINGET BINPUT LONG_BINPUT SETITEM SETITEMS APPEND APPENDS BINPERSID POP".split()
+_OPCODES = re.compile(
+    r"PROTO|STOP|GLOBAL|MARK|NONE|POP|NEW(OBJ|TRUE|FALSE)|BUILD|REDUCE|BINPERSID|BININT[12]?|LONG[14]|BINFLOAT"
+    r"|EMPTY_(TUPLE|LIST|DICT)|TUPLE[123]?|(SHORT_)?BINUNICODE8?|(LONG_)?BIN(GET|PUT)|SETITEMS?|APPENDS?"
 )
 _FORBIDDEN = re.compile(r"save|load|from_file|rpc_\w+|PythonOp|IgnoredPythonOp|classes|__import__|eval|exec")
 """Operators that write, map or send, and names that no serialized model has."""
@@ -104,7 +103,7 @@ def _check_members(archive: zipfile.ZipFile, path: Path) -> None:
 def _check_pickle(content: bytes, where: str) -> None:
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name not in _OPCODES:
+            if not _OPCODES.fullmatch(opcode.name):
                 raise BundleError(f"{where} uses the pickle opcode {opcode.name}, which no TorchScript table needs")
             if opcode.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
                 raise BundleError(f"{where} names {argument!r}; a TorchScript table names tensors and its own classes")
