@@ -51,11 +51,12 @@ def _chosen(bundle: Bundle, format: str | None) -> str:
     loadable = [name for name in cpp_text.PROGRAMS if name in has]
     if format is not None and format not in cpp_text.PROGRAMS:
         raise UsageError(f"libtorch cannot load format '{format}' (it loads: {listed(cpp_text.PROGRAMS)})")
+    target = "aotinductor" if format == "aotinductor" else "cpp"
     if not loadable or (format is not None and format not in loadable):
         raise BundleError(
             f"bundle '{bundle.name}' has no {format or 'program'} that C++ can load "
             f"(has: {listed(has)}; C++ loads: {listed(cpp_text.PROGRAMS)})",
-            hint=f"capture it again with `--for {'aotinductor' if format == 'aotinductor' else 'cpp'}` beside the others",
+            hint=f"capture it again with `--for {target}` beside the others",
         )
     return format or loadable[0]
 
