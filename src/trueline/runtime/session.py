@@ -90,7 +90,7 @@ def open_session(format: str, path: Path, signature: Signature, *, threads: int 
     if format in NATIVE and not native:
         raise UsageError(
             f"{path} is machine code, and opening it runs it",
-            hint="open another program of the bundle; if you trust who made it, allow native code (--allow-native)",
+            hint="open another program of the bundle; if you trust who made it, open it with native=True",
         )
     return _session_class(format)(Path(path), signature, threads=threads)
 
