@@ -26,7 +26,7 @@ def onnx_file(path: Path, *, op: str = "MatMul", batch: int | str = "n", domain:
         [helper.make_node(op, ["x", "w"], ["y"], domain=domain)],
         "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, 3])],
         [numpy_helper.from_array(weights, "w")],
     )
     opsets = [helper.make_opsetid("", 17)] + ([helper.make_opsetid(domain, 1)] if domain else [])

@@ -133,7 +133,7 @@ def test_a_program_names_no_path_of_the_machine_that_made_it(program: Path) -> N
 @pytest.mark.parametrize(
     ("member", "change"),
     [
-        ("code", lambda text: text.replace(b"torch.sub(x, 1)", b"torch.from_file('/etc/passwd')")),
+        ("code", lambda text: text.replace(b"torch.mul(", b"torch.from_file(")),
         ("code", lambda text: text + b"  def more(self, x: Tensor) -> None:\n    x.save('pwned')\n"),
         ("code", lambda text: text + b"  def more(self) -> None:\n    ops.mine.run()\n"),
         ("code", lambda text: text + b"  def ("),
