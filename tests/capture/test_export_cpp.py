@@ -43,7 +43,7 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
             Golden(case=f"batch-{size}", inputs=inputs, outputs=answered | {"y": answered["y"] + np.float32(wrong)})
         )
     entry = ProgramEntry(
-        format=format, file="programs/model.ts", proven=True, seconds=0, probes=1, max_abs_error=0, versions={}
+        format=format, file="programs/model.ts", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
     )
     signature = Signature(inputs=eager.signature.inputs, outputs=eager.signature.outputs, dims={"batch": Dim(max=6)})
     contents = Contents(

@@ -117,7 +117,10 @@ class ReferenceSession:
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.log_severity_level = 4
-            self._plain = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            try:
+                self._plain = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            except Exception as error:
+                raise CaptureError(f"{path} cannot be run: {first(error)}") from error
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name."""
