@@ -14,15 +14,15 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check bench bench-train peers chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train peers chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## .venv with everything that the other targets use
 
-# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries. uv installs in seconds
-# what takes pip minutes.
+# torch comes first and pinned: a looser request for it would fetch gigabytes of CUDA libraries. uv takes a tenth
+# of pip's time.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Trueline needs Python 3.11 or newer; run: make PYTHON=python3.11 " + "$(MAKECMDGOALS)" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,9 +34,28 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker, prove, register, serve, compare
 	$(BIN)/trueline ship examples/digits/recipe.py
 
-test: $(STAMP)  ## all tests but the chaos suite: first the rooms, then the whole line
-	$(BIN)/python -m pytest
+# quick: without most tests that start processes, export programs or open MLflow; they are marked slow.
+DEPTH ?= full
+
+test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
+
+test-full: $(STAMP)
+	$(MAKE) --no-print-directory -k -j2 -O suite-line suite-train suite-rooms
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
+
+suite-line: $(STAMP)
 	$(BIN)/python -m pytest -m line
+
+suite-train: $(STAMP)
+	$(BIN)/python -m pytest tests/train tests/engine
+
+suite-rooms: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/train --ignore=tests/engine
+
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
+	$(BIN)/python -m pytest -m jobs
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trueline.bundle.read import open_bundle as inspect
     from trueline.capture.api import capture as capture
+    from trueline.capture.verify import verify
     from trueline.line import ship
     from trueline.recipe.load import load_recipe
     from trueline.registry import register
@@ -41,6 +42,7 @@ _WHERE = {
     "serve": "trueline.serve",
     "ship": "trueline.line:ship",
     "train": "trueline.train",
+    "verify": "trueline.capture.verify:verify",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "serve",
     "ship",
     "train",
+    "verify",
 ]
 
 

@@ -225,7 +225,7 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
     records = recipe.source("evaluation")
     worst, changed, requests = 0.0, 0, 0
     began = time.monotonic()
-    with httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=120.0, trust_env=False) as client:
         for start in range(0, records.num_records, ROWS):
             indices = np.arange(start, min(start + ROWS, records.num_records), dtype=np.int64)
             eager = EagerSession(model, records.read(indices).inputs)

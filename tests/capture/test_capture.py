@@ -128,6 +128,7 @@ def test_a_captured_bundle_answers_as_the_eager_model_in_every_format(tmp_path: 
         assert list(replay(bundle, session)) == ["batch-1", "batch-2", "batch-5"]
 
 
+@pytest.mark.slow
 def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(tmp_path: Path) -> None:
     captured = capture(recipe(Mlp), None, tmp_path / "b")
     bundle = open_bundle(tmp_path / "b")
@@ -172,6 +173,7 @@ def test_a_model_with_a_memory_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"onnx program of 'digits' is not proven: .*linalg_eig") as refused:
         capture(recipe(Untranslatable), None, tmp_path / "all")
@@ -182,6 +184,7 @@ def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_p
     assert capture(recipe(Untranslatable), None, tmp_path / "one", formats=["torch_export"]).programs
 
 
+@pytest.mark.slow
 def test_a_bundle_holds_no_pickle_and_no_path_of_this_machine(tmp_path: Path) -> None:
     capture(recipe(Mlp), None, tmp_path / "b")
     for name, content in every_file(tmp_path / "b"):
@@ -218,6 +221,7 @@ def test_the_search_for_pickles_finds_one(tmp_path: Path) -> None:
     assert any(holds_pickle(content) for _, content in every_file(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_lineage_says_recipe_data_checkpoint_and_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +265,7 @@ def test_an_example_that_does_not_fit_the_model_is_refused_in_words(tmp_path: Pa
         capture(recipe(Mlp, examples=lambda: torch.randn(4, 9)), None, tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_one_example_as_numpy_is_enough(tmp_path: Path) -> None:
     one = recipe(Mlp, examples=lambda: {"x": np.ones((1, 8), np.float32)})
     capture(one, None, tmp_path / "b", formats=["torch_export"])
@@ -279,6 +284,7 @@ def test_usage_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         capture(broken, None, tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_capturing_again_replaces_the_bundle_when_asked(tmp_path: Path) -> None:
     first = capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
     again = capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"], overwrite=True)
@@ -286,6 +292,7 @@ def test_capturing_again_replaces_the_bundle_when_asked(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -307,6 +314,7 @@ def test_progress_is_told_as_it_is_made(tmp_path: Path) -> None:
     assert [step["done"] for step in steps] == list(range(1, steps[0]["total"] + 1))
 
 
+@pytest.mark.slow
 def test_a_bundle_is_served_without_the_recipe_and_without_torch(tmp_path: Path) -> None:
     capture(recipe(Mlp), None, tmp_path / "b")
     code = """
@@ -324,6 +332,7 @@ sys.exit("torch imported" if "torch" in sys.modules else 0)
     assert (found.returncode, found.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_golden_example_that_fails_on_this_machine_is_named(tmp_path: Path) -> None:
     capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
     bundle = open_bundle(tmp_path / "b")
@@ -342,6 +351,7 @@ def test_importing_capture_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_evidence_is_readable_line_by_line_without_trueline(tmp_path: Path) -> None:
     capture(recipe(Mlp), None, tmp_path / "b", formats=["onnx"])
     lines = (tmp_path / "b" / "evidence.jsonl").read_text().splitlines()

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,15 +49,13 @@ def test_help_lists_the_verbs_in_the_order_of_the_line(capsys: pytest.CaptureFix
     assert "..." not in said.partition("Commands:")[2]
 
 
-def test_help_starts_at_once_and_loads_neither_torch_nor_mlflow() -> None:
+def test_help_loads_little_and_neither_torch_nor_mlflow() -> None:
     code = (
         "import sys; from trueline.cli.app import run; run(['--help']);"
         "heavy = {'torch', 'mlflow', 'numpy', 'pyarrow', 'onnxruntime', 'grpc'} & set(sys.modules);"
-        "assert not heavy, heavy"
+        "assert not heavy, heavy; assert len(sys.modules) < 200, len(sys.modules)"
     )
-    began = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert time.perf_counter() - began < 1.0  # about 0.1 s on an idle machine
 
 
 def test_a_trueline_error_is_one_line_and_a_hint_on_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -244,6 +241,7 @@ def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
     assert pace.added("worker.lost", {"worker": "w"}) == {"worker": "w"}
 
 
+@pytest.mark.slow
 def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -334,10 +332,10 @@ def test_counts_without_an_end_or_without_numbers_do_no_harm() -> None:
     assert [done for done in range(1, 301) if sparse.due("step.applied", done, None)] == [1, 100, 200, 300]
 
 
-def test_importing_trueline_is_fast_and_each_verb_is_callable() -> None:
+def test_importing_trueline_loads_little_and_each_verb_is_callable() -> None:
     code = (
-        "import time; t = time.perf_counter(); import trueline; spent = time.perf_counter() - t; import sys;"
-        "assert 'torch' not in sys.modules and 'click' not in sys.modules; assert spent < 0.2, spent;"
+        "import sys; before = len(sys.modules); import trueline; loaded = len(sys.modules) - before;"
+        "assert 'torch' not in sys.modules and 'click' not in sys.modules; assert loaded < 50, loaded;"
         "assert set(trueline.__all__) <= set(dir(trueline));"
         "assert all(callable(getattr(trueline, name)) for name in ('train', 'capture', 'serve', 'register'));"
         "assert trueline.train is sys.modules['trueline.train']; import trueline.serve.settings;"

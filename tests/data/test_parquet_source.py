@@ -164,6 +164,7 @@ def test_strings_and_missing_values_come_back_in_order(tmp_path: Path) -> None:
     assert source.table(indices)["w"].to_pylist() == [words[i] for i in indices]
 
 
+@pytest.mark.slow
 def test_listing_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "one.parquet")
     code = (

@@ -24,7 +24,7 @@ def engine(tmp_path, monkeypatch):
     agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
     yield LocalEngine(str(Path(scratch, "agent")))
     os.close(life_end)
-    agent.wait(10)
+    agent.wait(100)
     os.close(life)
     assert not os.path.exists(scratch)  # the agent leaves nothing behind
 
@@ -42,10 +42,10 @@ def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
 
     processes = asyncio.run(scenario())
     os.close(life_end)
-    assert agent.wait(10) == 0
+    assert agent.wait(100) == 0
     os.close(life)
     assert not os.path.exists(scratch)  # the agent leaves nothing behind
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert psutil.wait_procs(processes, timeout=100)[1] == []
 
 
 def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
         assert all(process.is_running() for process in processes)
         os.close(life_end)
         os.close(life)
-        assert psutil.wait_procs(processes, timeout=10)[1] == []
+        assert psutil.wait_procs(processes, timeout=100)[1] == []
 
 
 def after_the_agents_death(tmp_path, monkeypatch, act):
@@ -84,7 +84,7 @@ def after_the_agents_death(tmp_path, monkeypatch, act):
         found = asyncio.run(act(path, engine, process, life))
         os.close(life_end)
         os.close(life)
-        assert psutil.wait_procs([process], timeout=10)[1] == []
+        assert psutil.wait_procs([process], timeout=100)[1] == []
         return found
 
 

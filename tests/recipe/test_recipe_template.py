@@ -66,6 +66,7 @@ def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
         template.write_recipe(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_digits_example_reads_its_held_out_scans() -> None:
     pytest.importorskip("sklearn")
     path = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"

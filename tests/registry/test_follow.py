@@ -66,6 +66,7 @@ def found(folder: Path, run_id: str) -> tuple[Any, dict[str, list[tuple[int, flo
     return run, {key: [(point.step, point.value) for point in history] for key, history in histories.items()}
 
 
+@pytest.mark.slow
 def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files(world: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 6, total=6), *end(6))
     run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
@@ -111,6 +112,7 @@ def test_how_a_job_ended_stays_when_its_launcher_tidies_up() -> None:
     assert (curves.end, curves.tags["trueline.why"]) == ("KILLED", "SIGHUP")
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_twice(
     world: Path, tmp_path: Path
 ) -> None:
@@ -120,7 +122,7 @@ def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_tw
     (folder / "master.json").write_text(json.dumps({"pid": os.getpid()}))  # the job lives
     for first in (1000, 2000):
         process = follow.start(folder, tracking_uri=uri(world))
-        before, deadline = _logged(folder), time.monotonic() + 60
+        before, deadline = _logged(folder), time.monotonic() + 200
         say(folder, *steps(first, first + 1000, total=total))
         while _logged(folder) <= before and time.monotonic() < deadline:
             assert process.poll() is None, (folder / "logs" / "mlflow.log").read_text()
@@ -141,6 +143,7 @@ def _logged(folder: Path) -> int:
     return int(json.loads(file.read_text())["offset"]) if file.exists() else -1
 
 
+@pytest.mark.slow
 def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(world: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 5, total=9))
     with store.opened(uri(world)) as client:
@@ -155,6 +158,7 @@ def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(world: P
     assert run.info.run_id == json.loads(saved)["run_id"]
 
 
+@pytest.mark.slow
 def test_a_resumed_job_goes_on_in_its_run(world: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=8), *end(4, "job.failed"))
     first = follow.follow(folder, tracking_uri=uri(world))
@@ -166,6 +170,7 @@ def test_a_resumed_job_goes_on_in_its_run(world: Path, tmp_path: Path) -> None:
     assert {step for step, _ in curves["train/loss"]} == set(range(8))
 
 
+@pytest.mark.slow
 def test_a_job_that_vanished_without_an_end_was_killed(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +179,7 @@ def test_a_job_that_vanished_without_an_end_was_killed(
     assert found(world, follow.follow(folder, tracking_uri=uri(world)))[0].info.status == "KILLED"
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +208,7 @@ def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
         follow.follow(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_registered_bundle_belongs_to_the_run_of_its_job(world: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
     run_id = follow.follow(folder, tracking_uri=uri(world))

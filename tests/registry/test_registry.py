@@ -23,6 +23,8 @@ from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -213,7 +215,7 @@ def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(4)
     ]
-    answers = [one.communicate(timeout=100)[0] for one in children]
+    answers = [one.communicate(timeout=280)[0] for one in children]
     said = sorted(int(answer or 0) for answer in answers)
     assert said == [1, 2, 3, 4]
     found = versions("double", tracking_uri=uri(tmp_path))
@@ -252,4 +254,4 @@ def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
             assert tmp_path / "cache" in found.path.parents
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
+        server.wait(timeout=100)

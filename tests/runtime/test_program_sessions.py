@@ -32,6 +32,7 @@ def opened(format: str, module: nn.Module, example: Any, folder: Path) -> Sessio
     return open_session(format, EMITTERS[format](exported, folder), exported.signature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_positional_inputs_and_a_dict_of_outputs_keep_their_names(tmp_path: Path, format: str) -> None:
     example = (torch.randn(3, 8), torch.randint(0, 10, (3, 4)))
@@ -47,6 +48,7 @@ def test_positional_inputs_and_a_dict_of_outputs_keep_their_names(tmp_path: Path
     np.testing.assert_allclose(found["hidden"], wanted["hidden"].detach().numpy(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_nested_inputs_and_outputs_are_named_by_the_way_to_them(tmp_path: Path, format: str) -> None:
     def make(n: int) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def test_nested_inputs_and_outputs_are_named_by_the_way_to_them(tmp_path: Path, 
         session.run(ones | {"pair.1": np.ones((3, 2), np.float32)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_that_writes_into_its_input_leaves_the_callers_array_alone(tmp_path: Path, format: str) -> None:
     session = opened(format, InPlace(), torch.zeros(3, 2), tmp_path)
@@ -69,6 +72,7 @@ def test_a_model_that_writes_into_its_input_leaves_the_callers_array_alone(tmp_p
     assert (mine == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "torch_export"])
 def test_a_recurrent_model_is_captured_with_the_batch_where_it_is(tmp_path: Path, format: str) -> None:
     torch.manual_seed(0)
@@ -80,12 +84,14 @@ def test_a_recurrent_model_is_captured_with_the_batch_where_it_is(tmp_path: Path
     assert compare(eager.run(one), session.run(one)).agrees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_output_named_like_an_input_gets_a_name_of_its_own(tmp_path: Path, format: str) -> None:
     session = opened(format, Identity(), torch.zeros(3, 2), tmp_path)
     assert list(session.run({"x": np.ones((2, 2), np.float32)})) == ["x_2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "torch_export"])
 def test_the_range_that_a_branch_on_the_shape_leaves_is_enforced(tmp_path: Path, format: str) -> None:
     session = opened(format, ShapeBranch(), torch.zeros(4, 2), tmp_path)
@@ -95,6 +101,7 @@ def test_the_range_that_a_branch_on_the_shape_leaves_is_enforced(tmp_path: Path,
         session.run({"x": np.zeros((7, 2), np.float32)})
 
 
+@pytest.mark.slow
 def test_an_id_beyond_the_table_is_the_requests_fault(tmp_path: Path) -> None:
     example = (torch.randn(3, 8), torch.randint(0, 10, (3, 4)))
     request = {"x": np.ones((1, 8), np.float32), "ids": np.full((1, 4), 99)}

@@ -103,7 +103,7 @@ def test_a_program_with_a_memory_is_caught_by_asking_the_same_again() -> None:
 
     def answer(x: Any) -> Any:
         asked.append(1)
-        return x + np.float32(1) + np.float32(len(asked) > 20)
+        return x + np.float32(1) + np.float32(len(asked) > 10)
 
     assert not proof_of(ShapeBranch(), answer, upper=6)[0].proven
 

@@ -126,7 +126,7 @@ class Gate:
     def run(self, inputs: Any) -> dict[str, Any]:
         self.rows.append(len(inputs["x"]))
         self.entered.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(100)
         return {"y": inputs["x"] + 1}
 
 

@@ -25,6 +25,8 @@ from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, Us
 from trueline.serve import RunningServer
 from trueline.serve.server import find
 
+pytestmark = pytest.mark.slow
+
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 
 
@@ -85,7 +87,7 @@ def test_many_clients_at_once_each_get_their_own_answer(server: RunningServer) -
     wrong: list[object] = []
 
     def ask(start: int) -> None:
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=60.0) as client:
             for value in range(start, start + 20):
                 found = client.post("/predictions/tiny", json=[[value] * 3] * 40).json()
                 if found != [[2.0 * value + 1] * 3] * 40:
@@ -187,7 +189,7 @@ def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(
         answer = b"".join(iter(lambda: busy.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer
-    running._process.wait(20)  # a second signal would hurry it
+    running._process.wait(100)  # a second signal would hurry it
     assert running.stop() == 0
 
 

@@ -36,6 +36,7 @@ def same(one, other):
         assert one == other
 
 
+@pytest.mark.slow
 def test_what_state_dicts_return_comes_back_as_it_was(tmp_path):
     model, optimizer = trained()
     state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "scheduler": None}

@@ -9,9 +9,12 @@ from unittest import mock
 
 import torch
 
-from trueline.train import elastic
+from trueline.train import elastic, group
 from trueline.train.link import Solo
 from trueline.wire import train_pb2 as pb
+
+WAIT_S = 250
+"""Nothing here ends by waiting; a machine may be slow, and there is one view only: it has to be formed."""
 
 
 class _Fellow(Solo):
@@ -23,7 +26,7 @@ class _Fellow(Solo):
         super().__init__()
         self.ref, self._rank, self._size, self._stores = f"worker-{rank}.0", rank, size, stores
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
         members = [f"worker-{rank}.0" for rank in range(self._size)]
         self._store, self._view = store, pb.View(generation=1, members=members, cut_below=1)
 
@@ -31,7 +34,7 @@ class _Fellow(Solo):
         if self._rank == 0:
             for _ in range(1, self._size):
                 self._stores.put(self._store)
-        store = self._store if self._rank == 0 else self._stores.get(timeout=60)
+        store = self._store if self._rank == 0 else self._stores.get(timeout=WAIT_S)
         return pb.Plan(source=0, steps=[self.applied] * self._size, rates=[0.0] * self._size, store=store)
 
 
@@ -46,7 +49,11 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
     def member(rank: int) -> None:
         torch.set_num_threads(1)
         _Fellow.applied = steps
-        with mock.patch.object(elastic, "connect", return_value=_Fellow(rank, size, stores)):
+        fellow = _Fellow(rank, size, stores)
+        with (
+            mock.patch.object(elastic, "connect", return_value=fellow),
+            mock.patch.object(group, "FORM_TIMEOUT_S", WAIT_S),
+        ):
             try:
                 results.put((rank, True, train()))
             except Exception as error:  # noqa: BLE001  handed to the test
@@ -56,7 +63,7 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
     for process in processes:
         process.start()
     try:
-        found = sorted(results.get(timeout=60) for _ in processes)
+        found = sorted(results.get(timeout=WAIT_S) for _ in processes)
         assert all(fine for _, fine, _ in found), found
         return [one for _, _, one in found]
     finally:

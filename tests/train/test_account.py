@@ -36,7 +36,7 @@ def evaluation(step: int, **changes) -> pb.Evaluation:
 
 def account(*certificates: pb.Certificate, evaluations=()) -> Account:
     found = Account()
-    found.accept(RECORDS, STEPS * JOB.epochs)
+    found.accept(RECORDS, STEPS * JOB.epochs, 0)
     found.report(pb.Progress(ref="w", certificates=certificates, evaluations=evaluations))
     return found
 

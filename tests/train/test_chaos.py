@@ -41,7 +41,8 @@ def rage(tmp_path: Path, asked: victim.Weather, *, kills: int, seed: int) -> dic
     return facts
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_forty_strikes_at_anything_lose_no_record_repeat_none_and_change_no_answer(tmp_path):
     settings = {"epochs": 130, "checkpoint_every": 25, "evaluate_every": 40}
     facts = rage(tmp_path, weather("tiny.py", every=25, settings=settings), kills=35, seed=7)

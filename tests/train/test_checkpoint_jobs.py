@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from job_worlds import TINY, plain_loop, seen_counts
 
 from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
 from trueline.train.api import train
+
+pytestmark = pytest.mark.jobs
 
 EPOCHS = 150
 

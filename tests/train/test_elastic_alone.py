@@ -6,6 +6,8 @@ import sys
 import pytest
 from job_worlds import TINY
 
+pytestmark = pytest.mark.slow
+
 LOOP = """
 import sys, torch, trueline
 recipe = trueline.load_recipe(sys.argv[1])

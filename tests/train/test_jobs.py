@@ -21,6 +21,8 @@ from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
+pytestmark = pytest.mark.slow
+
 
 class Heard:
     """The events of a job; `at(name, act)` acts on the first event of that name that `when` accepts."""
@@ -207,9 +209,9 @@ def test_when_the_launcher_ends_no_process_is_left_and_no_torn_file(tmp_path, ki
     family = psutil.Process(launcher.pid).children(recursive=True)
     assert len(family) == 4  # agent, master, two workers
     launcher.send_signal(kill)
-    launcher.wait(30)
+    launcher.wait(100)
     launcher.stdout.close()
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=100)[1] == []
     assert checkpoint.latest(job / "checkpoints").step >= 20
     assert psutil_left(tmp_path) == []
 
@@ -223,7 +225,7 @@ def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_wo
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=100)[1] == []
     result, heard = run(tmp_path, workers=3, epochs=60, resume=True)
     assert heard.of("job.restored")[0]["step"] % 20 == 0
     assert seen_counts(result.checkpoint) == [60.0]

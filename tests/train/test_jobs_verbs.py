@@ -22,8 +22,10 @@ from trueline.train import settings as job_settings
 from trueline.train.journal import Journal
 from trueline.train.launch import detach
 
+pytestmark = pytest.mark.jobs
 
-def wait_for(condition, seconds=30.0):
+
+def wait_for(condition, seconds=200.0):
     """Asks until it is so; the job under test runs in other processes."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -58,7 +60,7 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
         api.prepare_resume(job)
     running = family(job)
     left = json.loads(said_by(capsys, "halt", job, "--json"))
-    assert psutil.wait_procs(running, timeout=5)[1] == []
+    assert psutil.wait_procs(running, timeout=100)[1] == []
     assert (left["state"], left["why"]) == ("stopped", "trueline halt")
     assert left["checkpoint"] > 40
     assert left["lost"] == left["step"] - left["checkpoint"] >= 0
@@ -82,10 +84,10 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
         wait_for(lambda: (job / "job.json").exists() and jobs.read(job).step > 5)
         running = family(job)
         shell.send_signal(kill)
-        said = shell.communicate(timeout=20)[1]
+        said = shell.communicate(timeout=100)[1]
     finally:
         shell.kill()
-    assert psutil.wait_procs(running, timeout=5)[1] == []
+    assert psutil.wait_procs(running, timeout=100)[1] == []
     assert f"error: the job was stopped: the launcher got {kill.name}\nhint: go on with `trueline resume {job}`" in said
     assert (jobs.read(job).state, jobs.read(job).why) == ("stopped", f"the launcher got {kill.name}")
     assert not (job / "secret").exists()
@@ -98,7 +100,7 @@ def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, ca
     running = family(job)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert psutil.wait_procs(running, timeout=10)[1] == []
+    assert psutil.wait_procs(running, timeout=100)[1] == []
     assert jobs.read(job).state == "dead"
     assert f"go on with: trueline resume {job}" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="is not running: it is dead"):

@@ -76,8 +76,16 @@ def test_two_workers_that_report_different_records_for_a_step_raise_the_alarm():
 
 def test_workers_that_see_different_data_are_found_out():
     account = Account([])
-    assert account.accept(100, 10)[0] == ""
-    assert account.accept(101, 11)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
+    assert account.accept(100, 10, 0)[0] == ""
+    assert account.accept(101, 11, 0)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
+
+
+def test_workers_that_cut_steps_differently_are_found_out_before_they_train():
+    account = Account([])
+    ((kind, facts),) = account.accept(100, 10, 8)[1]
+    for known in (account, Account([(kind, facts)])):
+        assert known.accept(100, 10, 8) == ("", [])
+        assert known.accept(100, 10, 0)[0].startswith("a worker takes steps whole, the others in shards of 8 records")
 
 
 def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_and_in_quarantine(tmp_path):

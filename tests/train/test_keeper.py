@@ -50,7 +50,7 @@ class Slow:
 
     def write(self, folder, *, step, state, facts, sealing):
         self.began.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(100)
         self.written.append((step, state["model"]["w"][0].item()))
         return self._write(folder, step=step, state=state, facts=facts, sealing=sealing)
 
@@ -98,7 +98,7 @@ def test_the_best_and_those_asked_for_are_never_skipped_and_hold_the_state_of_th
     slow = Slow(monkeypatch)
     job = Job(Keeper(tmp_path, {}, every=1))
     job.step()
-    assert slow.began.wait(20)
+    assert slow.began.wait(100)
     job.step(best=True)
     opened = threading.Timer(0.3, slow.gate.set)
     opened.start()
@@ -112,7 +112,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     job = Job(Keeper(tmp_path, {}, every=1))
     job.step()
-    assert slow.began.wait(20)
+    assert slow.began.wait(100)
     for _ in range(50):
         job.step()
     assert (job.ledger.steps, slow.written) == (51, [])

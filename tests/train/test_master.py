@@ -13,7 +13,7 @@ from trueline.train import happenings as h
 from trueline.train.journal import Journal
 from trueline.train.master import Master
 from trueline.train.service import Door, Service
-from trueline.train.settings import JobSettings
+from trueline.train.settings import Fault, JobSettings
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -128,7 +128,7 @@ def test_the_status_tells_of_the_whole_job(job, tmp_path):
     async def scenario():
         async with serving(job, tmp_path) as (master, stub):
             master.happen(h.Ready("worker-0.0", "a:1"))
-            master.account.accept(8, 2)
+            master.account.accept(8, 2, 0)
             report = pb.Progress(ref="worker-0.0", step=-1, phase="regrouping", phase_s=1.5)
             await stub.Report(report, metadata=SECRET)
             found = await stub.Status(pb.Cursor(), metadata=SECRET)
@@ -160,7 +160,7 @@ def test_an_exception_that_nobody_expected_ends_the_job_with_its_traceback_in_th
         master.happen(h.Ready("worker-0.0", "a:1"))
         master.account.report = lambda *_: {}["nothing"]
 
-    for break_it, what in ((in_the_core, "TypeError"), (in_the_handler, "KeyError: 'nothing'")):
+    for break_it, what in ((in_the_core, "AttributeError"), (in_the_handler, "KeyError: 'nothing'")):
         (name, fields), killed = asyncio.run(scenario(break_it))
         assert (name, fields["code"]) == ("job.failed", "internal")
         assert f"unexpected {what}" in fields["why"]
@@ -242,21 +242,47 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
     async def scenario():
         async with serving(msgspec.structs.replace(job, workers=4, autoscale=True), tmp_path) as (master, _):
             assert master.state.workers == 1
+            at = master.now()
+            master.now = lambda: at
+
+            async def train(records: int) -> None:  # in a millisecond by the master's clock
+                nonlocal at
+                at += 0.001
+                master.account.applied += records
+                await asyncio.sleep(0.001)
+
             scaling = master.keep(master.run_scaling())
             for slot in range(2):
                 ref = f"worker-{slot}.0"
                 while ref not in master.state.pending:  # until the scaling has asked for it
-                    master.account.applied += 100
-                    await asyncio.sleep(0.001)
+                    await train(100)
                 master.happen(h.Ready(ref, "x:1"))
                 for member in master.state.view:
                     master.happen(h.Entered(member, master.state.generation, 0))
             for _ in range(50):
-                master.account.applied += 1000
-                await asyncio.sleep(0.001)
+                await train(1000)
             scaling.cancel()
             return master.state.workers, [fields for name, fields in said(master) if name == "job.scaled"]
 
     workers, (scaled, *rest) = asyncio.run(scenario())
     assert (workers, rest) == (2, [])
     assert "one more may pay" in scaled["why"]
+
+
+def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
+    faults = tuple(Fault(step=step, slot=1) for step in (1, 2, 7))
+
+    async def scenario():
+        async with serving(msgspec.structs.replace(job, faults=faults), tmp_path) as (master, stub):
+            hello = pb.Hello(ref="worker-0.0", store="a:1", num_records=8, total_steps=2)
+            watching = stub.Watch(hello, metadata=SECRET)
+            while not any(name == "worker.joined" for name, _ in said(master)):
+                await asyncio.sleep(0.001)
+            watching.cancel()
+            return [fields for name, fields in said(master) if name == "fault.unreachable"]
+
+    told = asyncio.run(scenario())
+    assert [(fields["step"], fields["why"]) for fields in told] == [
+        (2, "the job has 2 steps"),
+        (7, "the job has 2 steps"),
+    ]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from job_worlds import TINY
 
@@ -9,6 +10,8 @@ from trueline import events
 from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
+
+pytestmark = pytest.mark.jobs
 
 LIVELY = Path(__file__).parent / "recipes" / "lively.py"
 LARGE = Path(__file__).parent / "recipes" / "large.py"

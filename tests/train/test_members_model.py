@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -367,4 +368,4 @@ class Job(RuleBasedStateMachine):
 Job.TestCase.settings = settings(
     max_examples=400, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestWhateverHappensTheJobGetsOnAndLosesNothing = Job.TestCase
+TestWhateverHappensTheJobGetsOnAndLosesNothing = pytest.mark.slow(Job.TestCase)

@@ -62,6 +62,48 @@ def test_a_master_that_stood_still_takes_nobody_for_dead():
     assert world.wait(10.0, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
+def test_a_heartbeat_that_overtakes_the_hello_fences_nobody():
+    world = World().happen(h.Begin(), h.Heard(A, -1))
+    assert world.actions == ()
+    assert world.happen(h.Ready(A, "a:1")).state.members.keys() == {A}
+    assert world.happen(h.Heard("worker-0.7", -1)).of(h.Fence) == [h.Fence("worker-0.7")]
+
+
+def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
+    world = World(roster.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
+    world.happen(h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
+    assert not world.state.view
+    world.happen(h.Ready(B, "b:1"))
+    assert (world.state.view, world.of(h.Publish)[0].reason) == ((B,), "1 of 2 are ready, nobody else is on the way")
+    assert world.wait(1.0, B).state.pending.keys() == {"worker-0.2"}
+
+
+def test_what_a_busy_machine_takes_from_the_master_it_does_not_take_from_a_members_lease():
+    world = running()
+    for _ in range(20):  # each second the master gets a core for one tick; C gets none
+        world.now += 1.0
+        assert world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Tick()).of(h.Kill) == []
+    assert world.wait(5.5, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
+def test_where_living_members_were_silent_for_long_silence_tells_less():
+    world = running().wait(8.0, A, B).wait(0.25, A, B, C)
+    assert [kill for kill in world.wait(13.0, A, B).all if isinstance(kill, h.Kill)] == []
+    assert [kill.ref for kill in world.wait(5.0, A, B).all if isinstance(kill, h.Kill)] == [C]
+
+
+def test_an_hour_in_which_the_master_was_frozen_is_forgotten_in_a_minute():
+    world = running()
+    world.now += 3600.0
+    world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Heard(C, 5)).wait(60.0, A, B, C)
+    assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
+def test_a_silence_that_lies_back_is_forgotten():
+    world = running().wait(8.0, A, B).wait(60.0, A, B, C)
+    assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
+
+
 def beat(world: World, seconds: float, busy: dict[str, tuple[str, float]], waited: float) -> World:
     """`seconds` of heartbeats: those in `busy` compute since so long, the others wait since `waited`."""
     until, began = world.now + seconds, world.now

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 from job_worlds import TINY, seen_counts
 
 from trueline import events
 from trueline.train.api import train
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.jobs
 
 
 def ask(job_dir: Path, method: str, request):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -24,6 +26,6 @@ def test_an_example_with_a_loop_of_its_own_trains_alone(example, needs, argument
         print(reason)
         pytest.skip(reason)
     command = [sys.executable, str(EXAMPLES / example / "train.py"), *arguments]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert said.returncode == 0, said.stderr
     assert "steps, accuracy" in said.stdout

@@ -23,7 +23,7 @@ async def opened(folder, port=0):
     page = Page(folder, token_of("secret"))
     url = await page.open(port)
     await page._tasks[0]
-    async with httpx.AsyncClient(base_url=url.partition("?")[0], trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url.partition("?")[0], timeout=60.0, trust_env=False) as client:
         yield page, client
     await page.close()
 
@@ -179,6 +179,7 @@ def test_every_state_of_a_job_can_be_shown(told, tmp_path):
     assert len(state["series"]["step"]) == len({fields["step"] for name, fields, _ in told if name == "step.applied"})
 
 
+@pytest.mark.slow
 def test_a_real_job_leaves_a_page_that_agrees_with_its_summary(tmp_path):
     from job_worlds import STEPS, TINY
 

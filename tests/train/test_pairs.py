@@ -20,6 +20,8 @@ from trueline.train.options import Options
 from trueline.train.replica import Reduced
 from trueline.train.validation import Rule, Validation
 
+pytestmark = pytest.mark.slow
+
 RECORDS = 25
 
 

@@ -10,6 +10,8 @@ from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 
+pytestmark = pytest.mark.jobs
+
 POISONED = Path(__file__).parent / "recipes" / "poisoned.py"
 BAD = 17
 

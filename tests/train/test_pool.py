@@ -23,6 +23,8 @@ from trueline.train import pool
 from trueline.train.evaluate import evaluate
 from trueline.train.predict import predict
 
+pytestmark = pytest.mark.jobs
+
 MEASURED = Path(__file__).parent / "recipes" / "measured.py"
 
 
@@ -94,10 +96,10 @@ def test_sigkills_from_outside_change_no_byte(trained, tmp_path, monkeypatch):
 
     def kill(name, fields):
         if name == "prediction.advanced" and len(killed) < 4:
-            (agent,) = psutil.Process().children()
-            worker = agent.children()[0]
-            worker.kill()
-            killed.append(worker.pid)
+            (agent,) = (child for child in psutil.Process().children() if "trueline.engine.agent" in child.cmdline())
+            for worker in agent.children()[:1]:
+                worker.kill()
+                killed.append(worker.pid)
 
     with events.listening(kill):
         predict(MEASURED, trained, tmp_path / "many.jsonl", batch=8, workers=3)
@@ -188,9 +190,9 @@ def test_when_the_command_ends_its_processes_end(trained, number):
     process = started(trained)
     below = descendants_once_at_work(process)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode != 0
-    assert psutil.wait_procs(below, timeout=20)[1] == []
+    assert psutil.wait_procs(below, timeout=100)[1] == []
     if number == signal.SIGKILL:  # who is killed cannot clean up; nothing else stays
         for left in Path(tempfile.gettempdir()).iterdir():
             shutil.rmtree(left)

@@ -11,6 +11,8 @@ from trueline.state import checkpoint
 from trueline.train import api, jobs
 from trueline.train import settings as job_settings
 
+pytestmark = pytest.mark.jobs
+
 LOOP = f"""
 import os, sys, time
 sys.path.insert(0, {str(TINY.parent)!r})

@@ -4,6 +4,7 @@ what writes models and what runs them meet in a bundle, and nowhere else. No tor
 """
 
 from trueline.bundle.golden import Golden
+from trueline.bundle.guards import Guard
 from trueline.bundle.pack import pack
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry, Summary
@@ -18,6 +19,7 @@ __all__ = [
     "Dim",
     "Evidence",
     "Golden",
+    "Guard",
     "ProgramEntry",
     "Signature",
     "Summary",

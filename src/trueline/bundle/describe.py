@@ -13,7 +13,7 @@ import msgspec
 
 from trueline.bundle.read import Bundle
 from trueline.bundle.schema import Evidence
-from trueline.bundle.signature import Dim, TensorSpec
+from trueline.bundle.signature import Dim, Signature, TensorSpec
 
 
 def describe(bundle: Bundle) -> str:
@@ -51,12 +51,19 @@ def dim_text(name: str, dim: Dim) -> str:
     return f"{name} from {dim.min} {upper}{step}"
 
 
+def range_text(signature: Signature) -> str:
+    """Everything that the sizes of a request have to keep to, in one line."""
+    ranges = [dim_text(name, signature.dims[name]) for name in signature.symbols]
+    return "; ".join([*ranges, *(guard.text for guard in signature.guards)])
+
+
 def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     signature = bundle.signature
     rows = [("input", *_spec_row(spec)) for spec in signature.inputs]
     rows += [("output", *_spec_row(spec)) for spec in signature.outputs]
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
-    return rows + [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
+    rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
+    return rows + [("needs", guard.text) for guard in signature.guards]
 
 
 def _spec_row(spec: TensorSpec) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from trueline import files
+from trueline.bundle import guards
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError
 
@@ -163,6 +164,11 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
             raise BundleError(f"{where} names {name}, which its table of files does not hold")
     for name in manifest.files:
         check_name(name, where)
+    for guard in manifest.signature.guards:
+        try:
+            guards.check(guard, manifest.signature.dims)
+        except ValueError as error:
+            raise BundleError(f"{where} carries a guard that cannot be read: {error}", hint=AGAIN) from error
 
 
 def check_name(name: str, where: str) -> None:

@@ -4,7 +4,7 @@ them.
 Pure and torch-free: the same check runs in every Session, in the server, and in tests. Dtypes carry the
 names of the Open Inference Protocol (BOOL, INT8..INT64, UINT8..UINT64, FP16, FP32, FP64). A dimension is
 a number or the name of a symbol; a symbol has a proven range, and all dimensions with one name are equal
-within one request.
+within one request. What else has to hold between the sizes of a request stands in the guards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from trueline.bundle.guards import Guard
 from trueline.errors import RequestError, closest, listed
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max: int | None = None
     multiple_of: int = 1
 
+    def allows(self, size: int) -> bool:
+        """Whether `size` lies in the range."""
+        return self.min <= size and (self.max is None or size <= self.max) and not size % self.multiple_of
+
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One input or output. `shape` holds numbers and symbol names, e.g. `("batch", 8, 8)`."""
@@ -54,12 +59,13 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return NUMPY_DTYPES[self.datatype]
 
 
-class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Inputs, outputs and the proven range of every symbol in their shapes."""
+class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Inputs, outputs, the proven range of every symbol in their shapes, and the guards between them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, Dim]
+    guards: tuple[Guard, ...] = ()
 
     def check(self, inputs: Mapping[str, Array]) -> None:
         """Refuses inputs outside the proven range.
@@ -72,6 +78,34 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         sizes: dict[str, tuple[int, str]] = {}
         for spec in self.inputs:
             self._check_one(spec, inputs[spec.name], sizes)
+        if self.guards:
+            self._check_guards({symbol: size for symbol, (size, _) in sizes.items()})
+
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the size of every symbol lies in its range and all guards hold."""
+        return all(self.dims[symbol].allows(size) for symbol, size in sizes.items() if symbol in self.dims) and all(
+            guard.holds(sizes) for guard in self.guards
+        )
+
+    @property
+    def symbols(self) -> dict[str, tuple[str, int]]:
+        """The symbols of the inputs, each with the first input and axis that has it, in order."""
+        found: dict[str, tuple[str, int]] = {}
+        for spec in self.inputs:
+            for axis, size in enumerate(spec.shape):
+                if isinstance(size, str):
+                    found.setdefault(size, (spec.name, axis))
+        return found
+
+    def sizes(self, inputs: Mapping[str, Array]) -> dict[str, int]:
+        """The size of every symbol in `inputs`."""
+        return {symbol: inputs[name].shape[axis] for symbol, (name, axis) in self.symbols.items()}
+
+    def _check_guards(self, sizes: Mapping[str, int]) -> None:
+        for guard in self.guards:
+            if not guard.holds(sizes):
+                have = ", ".join(f"{symbol} = {sizes[symbol]}" for symbol in guard.symbols)
+                raise RequestError(f"the sizes {have} are outside the proven range: it needs {guard.text}")
 
     def _refuse_names(self, found: object, wanted: set[str]) -> None:
         names = set(found)  # type: ignore[call-overload]

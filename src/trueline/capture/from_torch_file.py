@@ -151,15 +151,14 @@ def _exported(program: torch.export.ExportedProgram, signature: Signature) -> Ex
             if isinstance(symbol, str):
                 symbols[str(size)] = symbol
     weights = [*program.state_dict.values(), *program.constants.values()]
-    fields = {
-        "program": program,
-        "signature": signature,
-        "symbols": symbols,
-        "boundaries": (),
-        "weight_bytes": sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
-    }
-    known = Exported.__dataclass_fields__
-    return Exported(**{name: value for name, value in fields.items() if name in known})
+    return Exported(
+        program=program,
+        signature=signature,
+        symbols=symbols,
+        claims=(signature,),
+        boundaries={},
+        weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
+    )
 
 
 @final

@@ -2,7 +2,7 @@
 
 It stands apart from the other rungs because it does not need an exported program: for a model that
 torch.export cannot follow it is often the only one. Its signature is then what the eager model showed on the
-probes: the batch is free, and a size of an output that varied is a symbol.
+probes: a dimension in which the examples differ is free, and a size of an output that varied is a symbol.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def climb_scripted(
 
     `signature` is the exported program's, None where there is none.
     """
-    claimed = signature or seen_signature(eager.signature, observations)
+    try:
+        claimed = signature or seen_signature(eager.calling.presumed, observations)
+    except CaptureError as error:
+        return Tried(how="", why=error.message, line="", path=None, signature=eager.calling.presumed, proof=None)
     one_way = parting(observations) is None
     order: tuple[Way, ...] = ("trace", "script", "mix") if one_way else ("script", "mix", "trace")
     why, line, last = [], "", None

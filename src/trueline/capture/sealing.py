@@ -12,7 +12,7 @@ from trueline.capture.ladder import Rung
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.runtime.calling import BATCH
-from trueline.runtime.probes import rows
+from trueline.runtime.probes import fitting, resize
 from trueline.runtime.session import FORMATS
 from trueline.state.checkpoint import read_manifest
 from trueline.state.place import Where
@@ -63,12 +63,19 @@ def _entry(rung: Rung) -> ProgramEntry:
 
 
 def _golden(subject: Subject, signature: Signature) -> list[Golden]:
-    upper = signature.dims[BATCH].max
-    sizes = [size for size in GOLDEN_SIZES if upper is None or size <= upper]
+    """The example at several batch sizes, and one case for the smallest of every other free dimension."""
+    example = subject.eager.example
+    base = signature.sizes(example)
+    cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
+    for symbol in (symbol for symbol in base if symbol != BATCH):
+        sizes = fitting(signature, base, {symbol: signature.dims[symbol].min})
+        if sizes is not None and sizes != base:
+            cases[f"{symbol}-{sizes[symbol]}"] = sizes
     found = []
-    for size in sizes:
-        inputs = rows(subject.eager.example, size)
-        found.append(Golden(case=f"batch-{size}", inputs=inputs, outputs=subject.eager.run(inputs)))
+    for case, sizes in cases.items():
+        inputs = resize(example, signature, sizes)
+        if signature.allows(sizes):
+            found.append(Golden(case=case, inputs=inputs, outputs=subject.eager.run(inputs)))
     return found
 
 

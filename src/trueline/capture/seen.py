@@ -28,24 +28,14 @@ def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Si
         raise CaptureError(f"the model answers no probe: {why}")
     dims, outputs = dict(inputs.dims), []
     for name, first in answered[0][1].items():
-        shapes = [(sizes(inputs, given), found[name].shape) for given, found in answered if name in found]
+        shapes = [(inputs.sizes(given), found[name].shape) for given, found in answered if name in found]
         if len(shapes) != len(answered) or len({len(shape) for _, shape in shapes}) != 1:
             raise CaptureError(
                 f"output '{name}' is not always there, or not always of {first.ndim} dimensions",
                 hint="a bundle has the same outputs for every request",
             )
         outputs.append(_spec(name, first, shapes, dims))
-    return Signature(inputs=inputs.inputs, outputs=tuple(outputs), dims=dims)
-
-
-def sizes(signature: Signature, inputs: Mapping[str, Array]) -> dict[str, int]:
-    """The size of every symbol of the inputs in one request."""
-    return {
-        size: found
-        for spec in signature.inputs
-        for size, found in zip(spec.shape, inputs[spec.name].shape, strict=True)
-        if isinstance(size, str)
-    }
+    return Signature(inputs=inputs.inputs, outputs=tuple(outputs), dims=dims, guards=inputs.guards)
 
 
 def _spec(name: str, first: Array, shapes: Seen, dims: dict[str, Dim]) -> TensorSpec:

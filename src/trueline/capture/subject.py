@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ a prime, so that it is seldom equal to another size of the model by chance.
 """
 
 
+NUM_LOOKED_AT = 4
+"""Further records, spread over the data, that are looked at for dimensions in which records differ."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The model to capture. `data` says where its examples come from."""
@@ -37,23 +42,38 @@ class Subject:
 def prepare(recipe: Recipe, checkpoint: Where | None) -> Subject:
     """Loads the model and its examples. Raises RecipeError, CheckpointError, DataError, CaptureError."""
     module = load_model(recipe, checkpoint).cpu().eval()
-    inputs, data = _examples(recipe)
-    return Subject(module=module, eager=EagerSession(module, inputs), data=data)
+    batches, data = _examples(recipe)
+    dynamic_shapes = recipe.dynamic_shapes() if recipe.dynamic_shapes is not None else None
+    eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=dynamic_shapes)
+    return Subject(module=module, eager=eager, data=data)
 
 
-def _examples(recipe: Recipe) -> tuple[Any, dict[str, str | int]]:
+def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
+    """Batches of examples: dimensions in which they differ are free."""
     if recipe.examples is not None:
-        return _as_tensors(recipe.examples()), {"examples": "recipe.examples()"}
+        return _given(recipe), {"examples": "recipe.examples()"}
     source, mode = _source(recipe)
     count = min(NUM_EXAMPLES, source.num_records)
-    inputs = source.read(np.arange(count, dtype=np.int64)).inputs
+    ends = np.linspace(0, source.num_records - 1, NUM_LOOKED_AT).round()
+    alone = [np.array([index], dtype=np.int64) for index in dict.fromkeys(int(end) for end in ends)]
+    batches = [source.read(indices).inputs for indices in (np.arange(count, dtype=np.int64), *alone)]
     facts: dict[str, str | int] = {
         "examples": f"first {count} records",
         "mode": mode,
         "num_records": source.num_records,
         "fingerprint": source.fingerprint(),
     }
-    return _as_tensors(inputs), facts
+    return [_as_tensors(batch) for batch in batches], facts
+
+
+def _given(recipe: Recipe) -> list[Any]:
+    """What examples() returned, or each of the batches that it yielded."""
+    assert recipe.examples is not None
+    found = recipe.examples()
+    batches = list(found) if isinstance(found, Iterator) else [found]
+    if not batches:
+        raise RecipeError(f"recipe '{recipe.name}': examples() yielded nothing", hint="yield at least one small batch")
+    return [_as_tensors(batch) for batch in batches]
 
 
 def _source(recipe: Recipe) -> tuple[Source, Mode]:

@@ -55,6 +55,7 @@ _WORDS = {
     "launcher.ended": "  the job is over: {outcome} {why}",
     "worker.leaving": "  {worker} was asked to leave",
     "worker.killed": "  {worker} is given up: {why}",
+    "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
     "record.suspected": "  record {record} is suspected: {why}",
     "record.set_aside": "  record {record} is set aside: {why}",

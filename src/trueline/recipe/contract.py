@@ -93,7 +93,14 @@ BLANKS: tuple[Blank, ...] = (
         name="examples",
         required=False,
         form="examples() -> inputs of a small batch",
-        meaning="inputs to capture and prove with; the evaluation records are used when it is left out",
+        meaning="inputs to capture and prove with; the evaluation records are used when it is left out. Yield several "
+        "batches and the dimensions in which they differ are free",
+    ),
+    Blank(
+        name="dynamic_shapes",
+        required=False,
+        form="dynamic_shapes() -> {input: {axis: name}}",
+        meaning="further free dimensions of the inputs, as torch.export declares them",
     ),
     Blank(
         name="preprocess",
@@ -161,6 +168,7 @@ class Recipe:
     metrics: Callable[[], Mapping[str, Callable[[Any, Any], Any]]] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     examples: Callable[[], Any] | None = None
+    dynamic_shapes: Callable[[], Mapping[str, Any]] | None = None
     preprocess: Callable[[Any], Any] | None = None
     postprocess: Callable[[Any], Any] | None = None
     search_space: Callable[[Any], Mapping[str, Any]] | None = None

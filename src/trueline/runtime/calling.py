@@ -9,7 +9,8 @@ has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +19,23 @@ from torch.utils import _pytree as pytree
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.errors import CaptureError
-
-BATCH = "batch"
-"""The symbol of the dimension that counts records: the first of every input."""
+from trueline.runtime import dynamic
+from trueline.runtime.dynamic import BATCH as BATCH
+from trueline.runtime.dynamic import Free, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling:
-    """One module's calling convention, learnt from one example.
+    """One module's calling convention, learnt from examples.
 
-    `signature` is what was seen, not what is proven.
+    `signature` is what was seen, not what is proven: every free dimension but the batch is a symbol of its own.
     """
 
     signature: Signature
+    presumed: Signature
+    """The same, with those dimensions as one symbol that are equal in all examples."""
     example: tuple[torch.Tensor, ...]
+    free: Free
     leaves: tuple[Any, ...]
     """Leaves of (args, kwargs);
 
@@ -72,30 +76,128 @@ class Flat(torch.nn.Module):
         return self.calling.call(self.module, tensors)
 
 
-def learn(module: torch.nn.Module, inputs: Any) -> Calling:
+def learn(
+    module: torch.nn.Module,
+    inputs: Any,
+    *,
+    others: Sequence[Any] = (),
+    dynamic_shapes: Mapping[str, Any] | None = None,
+) -> Calling:
     """Learns the calling convention of `module` by calling it once with `inputs`, a small batch.
 
-    `inputs` is a tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments).
+    `inputs` is a tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments). `others` are
+    further batches: a dimension in which they differ is free, as is what `dynamic_shapes` declares.
     Raises CaptureError when an input or output is nothing that a bundle can hold, or the call fails.
     """
-    args, kwargs = _arguments(inputs)
-    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    batches = [_flattened(module, one) for one in (inputs, *others)]
+    first = batches[0]
+    for number, other in enumerate(batches[1:], 2):
+        _check_alike(first, other, number)
+    counts = [_num_records(one.specs, one.tensors) for one in batches]
+    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes)
+    at = _largest(free, batches)
+    base = batches[at]
+    args, kwargs = _arguments((inputs, *others)[at])
+    alone = {(name, axis): f"{name}.{axis}" for name, axis in free.places}
+    specs = _symbolic(base.specs, alone)
+    outputs = _outputs(_called(module, args, kwargs), {s.name for s in specs}, counts[at])
+    sizes = {place: (place[1] == 0, *(_size(one, place) for one in batches)) for place in free.places}
+    groups = free.grouped(sizes)
+    named = zip(groups, free.named(groups), strict=True)
+    tied = _symbolic(base.specs, {place: name for group, name in named for place in group})
+    return Calling(
+        signature=_signature(specs, outputs),
+        presumed=_signature(tied, outputs),
+        example=tuple(base.tensors),
+        free=free,
+        leaves=tuple(base.leaves),
+        spec=base.spec,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flattened:
+    """One batch of examples as a flat list."""
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    leaves: list[Any]
+    spec: Any
+
+
+def _flattened(module: torch.nn.Module, inputs: Any) -> _Flattened:
+    paths, spec = pytree.tree_flatten_with_path(_arguments(inputs))
     names = _input_names(module, [path for path, _ in paths])
-    tensors: list[torch.Tensor] = []
-    leaves: list[Any] = []
-    specs: list[TensorSpec] = []
+    found = _Flattened(specs=[], tensors=[], leaves=[], spec=spec)
     for (_, leaf), name in zip(paths, names, strict=True):
         if isinstance(leaf, torch.Tensor):
-            leaves.append(Slot(len(tensors)))
-            tensors.append(leaf.detach())
-            specs.append(_spec("input", name, leaf, None))
+            found.leaves.append(Slot(len(found.tensors)))
+            found.tensors.append(leaf.detach())
+            found.specs.append(_spec("input", name, leaf, None))
         else:
-            leaves.append(leaf)
-    num_records = _num_records(specs, tensors)
-    specs = [TensorSpec(name=s.name, datatype=s.datatype, shape=(BATCH, *s.shape[1:])) for s in specs]
-    outputs = _outputs(_called(module, args, kwargs), {s.name for s in specs}, num_records)
-    signature = Signature(inputs=tuple(specs), outputs=outputs, dims={BATCH: Dim()})
-    return Calling(signature=signature, example=tuple(tensors), leaves=tuple(leaves), spec=spec)
+            found.leaves.append(leaf)
+    return found
+
+
+def _check_alike(first: _Flattened, other: _Flattened, number: int) -> None:
+    wanted = [(spec.name, spec.datatype, len(spec.shape)) for spec in first.specs]
+    found = [(spec.name, spec.datatype, len(spec.shape)) for spec in other.specs]
+    if first.spec != other.spec or wanted != found:
+        raise CaptureError(
+            f"example {number} has the inputs {found} (name, datatype, dimensions), the first has {wanted}",
+            hint="all examples are called alike; only sizes and values may differ",
+        )
+    fixed = [leaf for leaf in other.leaves if not isinstance(leaf, Slot)]
+    if fixed != [leaf for leaf in first.leaves if not isinstance(leaf, Slot)]:
+        raise CaptureError(
+            f"example {number} is called with {fixed} beside its tensors, the first otherwise",
+            hint="what is no tensor is part of the program: capture a bundle for each value",
+        )
+
+
+def _size(batch: _Flattened, place: Place) -> int:
+    name, axis = place
+    return next(t.shape[axis] for s, t in zip(batch.specs, batch.tensors, strict=True) if s.name == name)
+
+
+def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
+    """The first batch with no free dimension of size 1 but the batch itself, which a tracer takes for a constant."""
+    least = [min((_size(one, place) for place in free.places if place[1]), default=2) for one in batches]
+    return max(range(len(batches)), key=lambda i: min(least[i], 2))
+
+
+def _symbolic(specs: Sequence[TensorSpec], symbols: Mapping[Place, str]) -> list[TensorSpec]:
+    """`specs` with the symbols in their places, and the batch in front."""
+    return [
+        TensorSpec(
+            name=spec.name,
+            datatype=spec.datatype,
+            shape=tuple(
+                symbols.get((spec.name, axis), size) if axis else BATCH for axis, size in enumerate(spec.shape)
+            ),
+        )
+        for spec in specs
+    ]
+
+
+def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...]) -> Signature:
+    symbols = dict.fromkeys(size for spec in (*specs, *outputs) for size in spec.shape if isinstance(size, str))
+    return Signature(inputs=tuple(specs), outputs=outputs, dims={symbol: Dim() for symbol in symbols})
+
+
+@contextmanager
+def as_trained() -> Iterator[None]:
+    """Runs nn.TransformerEncoder as it is trained while the block runs.
+
+    Without gradients torch takes a fused path that answers zeros where the padding mask is set, and fails when all is
+    masked; training never took it, and no exporter follows it. The switch is torch's, for the whole process.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,7 +210,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_trained():
             return module(*args, **kwargs)
     except Exception as error:
         raise CaptureError(

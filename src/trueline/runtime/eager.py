@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import CaptureError
-from trueline.runtime.calling import Calling, learn
+from trueline.runtime.calling import Calling, as_trained, learn
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -18,13 +18,20 @@ if TYPE_CHECKING:
 
 @final
 class EagerSession:
-    """Runs `module`, whose calling convention is learnt from `example`, a small batch of inputs."""
+    """Runs `module`, whose calling convention is learnt from `example`, a small batch of inputs, and `others`."""
 
     format = "eager"
 
-    def __init__(self, module: torch.nn.Module, example: Any) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        example: Any,
+        *,
+        others: Sequence[Any] = (),
+        dynamic_shapes: Mapping[str, Any] | None = None,
+    ) -> None:
         self.module = module
-        self.calling: Calling = learn(module, example)
+        self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
 
     @property
     def signature(self) -> Signature:
@@ -40,7 +47,7 @@ class EagerSession:
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""
         self.signature.check(inputs)
-        with torch.no_grad():
+        with torch.no_grad(), as_trained():
             found = self.calling.call(self.module, to_tensors(self.signature, inputs))
         if len(found) != len(self.signature.outputs):
             raise CaptureError(

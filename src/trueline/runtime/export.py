@@ -1,27 +1,29 @@
 """torch.export: the program that the other formats are made from, and a format of its own.
 
-The exported program knows for which sizes it holds (`range_constraints`); that range goes into the
-signature and is enforced there, for every format. Its lower bound of 2 is an assumption of the exporter
-(it treats 0 and 1 as special), not a finding: batch 1 is claimed, and proven by probes or refused.
+The exported program knows for which sizes it holds (`range_constraints` and its guards); they go into the
+signature and are enforced there, for every format. What the exporter assumes (it treats 0 and 1 as special)
+is no finding: `claims` holds signatures from the widest to the strictest, for the prover to choose from.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import msgspec
 import torch
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import paths, pt2
-from trueline.runtime.calling import BATCH, Calling, Flat
+from trueline.runtime import paths, pt2, ranges
+from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
+from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.quiet import quiet
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
+_CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +42,28 @@ class Exported:
     signature: Signature
     symbols: dict[str, str]
     """torch's name of a symbol -> its name in the signature."""
-    boundaries: tuple[int, ...]
-    """Sizes at which a guard or a range changes its answer: worth probing, on both sides."""
+    claims: tuple[Signature, ...]
+    """From the widest to the strictest; `signature` is one of them."""
+    boundaries: Mapping[str, tuple[int, ...]]
+    """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
     weight_bytes: int
 
 
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
-    """Exports `module` with a free batch dimension.
+    """Exports `module` with its free dimensions.
 
     Raises CaptureError that names the user's line, where one is.
     """
-    example = tuple(_tiled(tensor) for tensor in calling.example)
-    free = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+    axes = _free_axes(calling)
+    example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
+    free = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in axes)
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), as_trained(), quiet():
             program = torch.export.export(Flat(module, calling), example, dynamic_shapes=(free,), strict=False)
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
     except Exception as error:
+        _refuse_constant(error, calling)
         place = paths.users_line(error)
         raise CaptureError(
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
@@ -67,12 +74,36 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             f"the model writes into its own buffers when it is called ({names})",
             hint="a served program has no memory: return the new value, or write only `if self.training`",
         )
-    return _described(program, calling.signature)
+    return _described(program, calling)
 
 
-def _tiled(tensor: torch.Tensor) -> torch.Tensor:
-    """At least 2 records: a dimension of size 1 would be taken for a constant."""
-    return tensor if tensor.shape[0] > 1 else torch.cat([tensor, tensor])
+def _free_axes(calling: Calling) -> list[list[int]]:
+    return [
+        [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)] for spec in calling.signature.inputs
+    ]
+
+
+def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
+    return resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
+
+
+def _refuse_constant(error: Exception, calling: Calling) -> None:
+    """Raises CaptureError with the input's own name when torch says that a free dimension became a constant."""
+    found = _CONSTANT.search(str(error))
+    if found is None:
+        return
+    index, axis, size = map(int, found.groups())
+    raise _fixed(calling.signature.inputs[index], axis, size) from error
+
+
+def _fixed(spec: TensorSpec, axis: int, size: int) -> CaptureError:
+    symbol = spec.shape[axis]
+    what = "batches" if symbol == BATCH else f"a '{symbol}'"
+    return CaptureError(
+        f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')",
+        hint="leave that dimension out of dynamic_shapes(), or write the model without the number",
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -80,42 +111,92 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _described(program: torch.export.ExportedProgram, seen: Signature) -> Exported:
+def _described(program: torch.export.ExportedProgram, calling: Calling) -> Exported:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    sizes = [values[name].shape[0] for name in program.graph_signature.user_inputs if isinstance(name, str)]
-    symbols, dim = {}, Dim()
-    for spec, size in zip(seen.inputs, sizes, strict=True):
-        if isinstance(size, int):
-            raise CaptureError(f"the model works for batches of {size} only (input '{spec.name}')")
-        symbols[str(size)] = BATCH
-        dim = _narrowed(dim, program, size)
-    dims, outputs = {BATCH: dim}, []
-    for spec, name in zip(seen.outputs, program.graph_signature.user_outputs, strict=True):
+    shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
+    symbols = _symbols(shapes, calling)
+    inputs = tuple(
+        TensorSpec(name=spec.name, datatype=spec.datatype, shape=_sized(shape, symbols))
+        for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
+    )
+    made = _claims(program, shapes, symbols, calling.free)
+    dims = dict.fromkeys(made[0].dims, Dim())
+    outputs = []
+    for spec, name in zip(calling.signature.outputs, program.graph_signature.user_outputs, strict=True):
         shape = values[name].shape if isinstance(name, str) else torch.Size()
         outputs.append(_output(spec, shape, symbols, dims))
+    claims = tuple(
+        Signature(
+            inputs=inputs,
+            outputs=tuple(outputs),
+            dims=dims | {name: _narrowed(dim, calling.free.bounds.get(name)) for name, dim in claim.dims.items()},
+            guards=claim.guards,
+        )
+        for claim in made
+    )
     weights = [*program.state_dict.values(), *program.constants.values()]
     return Exported(
         program=program,
-        signature=Signature(inputs=seen.inputs, outputs=tuple(outputs), dims=dims),
+        signature=claims[0],
         symbols=symbols,
-        boundaries=_boundaries(program, dim),
+        claims=claims,
+        boundaries=ranges.borders(made),
         weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
     )
 
 
-def _narrowed(dim: Dim, program: torch.export.ExportedProgram, size: Any) -> Dim:
-    span = next((span for symbol, span in program.range_constraints.items() if str(symbol) == str(size)), None)
+def _symbols(shapes: Sequence[Any], calling: Calling) -> dict[str, str]:
+    """torch's symbols -> the signature's. Raises CaptureError for a free dimension that became a constant."""
+    same: dict[Place, str] = {}
+    for spec, shape in zip(calling.signature.inputs, shapes, strict=True):
+        for axis, wanted in enumerate(spec.shape):
+            if isinstance(wanted, str) and isinstance(shape[axis], int):
+                raise _fixed(spec, axis, shape[axis])
+            if isinstance(wanted, str):
+                same[spec.name, axis] = str(shape[axis])
+    groups = calling.free.grouped(same)
+    return {
+        same[place]: name for group, name in zip(groups, calling.free.named(groups), strict=True) for place in group
+    }
+
+
+def _sized(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else symbols[str(size)] for size in shape)
+
+
+def _claims(
+    program: torch.export.ExportedProgram, shapes: Sequence[Any], symbols: Mapping[str, str], free: Free
+) -> tuple[ranges.Claim, ...]:
+    constraints = {str(symbol): span for symbol, span in program.range_constraints.items()}
+    spans: dict[str, Dim] = {}
+    for theirs, ours in symbols.items():
+        spans[ours] = _narrowed(_narrowed(Dim(min=2), free.bounds.get(ours)), _span(constraints.get(theirs)))
+    codes = list(getattr(program, "_guards_code", []))
+    codes += [f"({theirs}) == {_bare(ours)}" for theirs, ours in symbols.items() if not theirs.isidentifier()]
+    places = {(i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_sized(shape, symbols))}
+    names = {theirs: ours for theirs, ours in symbols.items() if theirs.isidentifier()}
+    names |= {_bare(ours): ours for ours in spans}
+    return ranges.claims(ranges.Found(codes=codes, spans=spans, places=places, names=names), batch=BATCH)
+
+
+def _bare(name: str) -> str:
+    """`name` as an identifier that no symbol of torch has."""
+    return "ours_" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _span(span: Any) -> Dim | None:
+    """What torch says of a symbol. sympy says infinity as int_oo or oo."""
     if span is None:
+        return None
+    lower, upper = (int(bound) if str(bound).isdigit() else None for bound in (span.lower, span.upper))
+    return Dim(min=lower or 1, max=upper)
+
+
+def _narrowed(dim: Dim, other: Dim | None) -> Dim:
+    if other is None:
         return dim
-    lower, upper = _bound(span.lower), _bound(span.upper)
-    low = dim.min if lower is None or lower <= 2 else max(dim.min, lower)
-    bounds = [bound for bound in (dim.max, upper) if bound is not None]
-    return Dim(min=low, max=min(bounds, default=None))
-
-
-def _bound(bound: Any) -> int | None:
-    """A bound as a number; None where sympy says infinity, which torch writes as int_oo or oo."""
-    return int(bound) if str(bound).isdigit() else None
+    bounds = [bound for bound in (dim.max, other.max) if bound is not None]
+    return msgspec.structs.replace(dim, min=max(dim.min, other.min), max=min(bounds, default=None))
 
 
 def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict[str, Dim]) -> TensorSpec:
@@ -128,14 +209,6 @@ def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict
         dims.setdefault(symbol, Dim(min=0))
         found.append(symbol)
     return TensorSpec(name=spec.name, datatype=spec.datatype, shape=tuple(found))
-
-
-def _boundaries(program: torch.export.ExportedProgram, dim: Dim) -> tuple[int, ...]:
-    guards: list[str] = getattr(program, "_guards_code", [])
-    numbers = {int(number) for guard in guards for number in re.findall(r"(?<![\[\w.])\d{1,4}(?![\]\w.])", guard)}
-    numbers |= {bound for bound in (dim.min, dim.max) if bound is not None}
-    near = {number + step for number in numbers for step in (-1, 0, 1)}
-    return tuple(sorted(size for size in near if 1 <= size <= 256))
 
 
 def emit(exported: Exported, folder: Path) -> Path:
@@ -165,6 +238,22 @@ def load(path: Path) -> torch.export.ExportedProgram:
         return torch.export.load(path)
     except Exception as error:
         raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
+
+
+@final
+class LoadedProgram:
+    """An exported program that is still in memory: asked which claim holds, before anything is written."""
+
+    format = "torch_export"
+
+    def __init__(self, exported: Exported) -> None:
+        self.signature = exported.signature
+        self._module = exported.program.module(check_guards=False)
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        self.signature.check(inputs)
+        with torch.no_grad():
+            return to_arrays(self.signature, self._module(*to_tensors(self.signature, inputs)))
 
 
 @final

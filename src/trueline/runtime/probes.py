@@ -1,49 +1,72 @@
-"""Inputs made up to catch a program lying: other batch sizes, other values, extremes, turned signs.
+"""Inputs made up to catch a program lying: other sizes, other values, extremes, turned signs, masks all set.
 
-Made from the user's example alone, by a seeded generator: equal arguments give equal probes. Float inputs
+Made from the user's example alone, by a seeded generator: equal arguments give equal probes. Every free
+dimension is varied, several at once (pairwise, not the product), at most `LIMIT` probes in all. Float inputs
 are varied freely; integers and booleans are ids, lengths and masks, and stay inside what the example
-shows. Source: the measurements in docs/concepts/proof.md (probes of this kind caught 30 of 30 bad
-programs of a zoo of 76 models).
+shows, but for masks. Source: the measurements in docs/concepts/proof.md (probes of this kind caught 30 of 30
+bad programs of a zoo of 76 models).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
-SIZES = (1, 2, 3, 8, 17, 32)
+LIMIT = 30
+INTEGERS = ("smallest integers", "largest integers", "random integers")
+LARGER = (17, 32, 8)
+"""Batch sizes that are tried last, if there is room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One input to compare on. `given` rows come from the user's records, whatever the batch size."""
+    """One input to compare on. `given` rows come from the user's records, whatever the sizes."""
 
     name: str
     origin: Literal["given", "made"]
     num_records: int
     inputs: Mapping[str, Array]
+    wild: bool = False
+    """NaN, infinities, masks that hide everything: where the eager model answers no numbers, none are expected."""
 
 
-def make_probes(example: Mapping[str, Array], *, sizes: Iterable[int] = (), seed: int = 0) -> tuple[Probe, ...]:
-    """Probes from `example`, a batch of n records by name; `sizes` are tried beside the usual ones.
+def make_probes(
+    example: Mapping[str, Array],
+    *,
+    signature: Signature | None = None,
+    sizes: Iterable[int] | Mapping[str, Iterable[int]] = (),
+    seed: int = 0,
+    limit: int = LIMIT,
+) -> tuple[Probe, ...]:
+    """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
-    The example itself comes first, and again last: a model that answers it differently then has a hidden
-    state.
+    `signature` says what is free; only the first dimension of every input is without it. The example itself
+    comes first, and again last: a model that answers it differently then has a hidden state.
     """
-    n = len(next(iter(example.values())))
-    wanted = sorted({*SIZES, n - 1, n, n + 1, 2 * n, *sizes} - {size for size in (*sizes, n - 1) if size < 1})
-    probes = [_given(example, n, "as given")]
-    probes += [_given(example, size, "as given") for size in wanted if size != n]
-    probes += list(_reordered(example, n))
-    for size in dict.fromkeys((n, 1, n + 1)):
-        probes += _valued(rows(example, size), size, np.random.default_rng([seed, size]))
-    return (*probes, _given(example, n, "as given, again"))
+    maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
+    wanted = sizes if isinstance(sizes, Mapping) else {next(iter(maker.base)): sizes}
+    head = [maker.probe({}, "as given"), *maker.reordered()]
+    valued = [*maker.valued({}, _changes), *maker.wild(), *maker.small()]
+    room = limit - len(head) - len(valued) - 1
+    sized = list(maker.sized({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
+    probes = [head[0], *sized, *head[1:], *valued]
+    return (*probes[: limit - 1], maker.probe({}, "as given, again"))
+
+
+def _batched(example: Mapping[str, Array]) -> Signature:
+    specs = tuple(
+        TensorSpec(name=name, datatype=DATATYPES[array.dtype], shape=("batch", *array.shape[1:]))
+        for name, array in example.items()
+    )
+    return Signature(inputs=specs, outputs=(), dims={"batch": Dim()})
 
 
 def rows(example: Mapping[str, Array], size: int) -> dict[str, Array]:
@@ -51,31 +74,180 @@ def rows(example: Mapping[str, Array], size: int) -> dict[str, Array]:
     return {name: array[np.arange(size) % len(array)] for name, array in example.items()}
 
 
-def _given(example: Mapping[str, Array], size: int, what: str) -> Probe:
-    return Probe(name=f"batch {size}, {what}", origin="given", num_records=size, inputs=rows(example, size))
+def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """`example` with the `sizes` by symbol: cut, or started again from the beginning; other symbols as they are."""
+    found = dict(example)
+    for spec in signature.inputs:
+        for axis, symbol in enumerate(spec.shape):
+            size = sizes.get(symbol) if isinstance(symbol, str) else None
+            have = found[spec.name].shape[axis]
+            if size is not None and size != have:
+                found[spec.name] = np.take(found[spec.name], np.arange(size) % have, axis=axis)
+    return found
 
 
-def _reordered(example: Mapping[str, Array], n: int) -> Iterator[Probe]:
-    for start in range(1, min(n, 4)):
-        one = {name: array[start : start + 1] for name, array in example.items()}
-        yield Probe(name=f"batch 1, record {start}", origin="given", num_records=1, inputs=one)
-    if n > 1:
-        turned = {name: array[::-1].copy() for name, array in example.items()}
-        yield Probe(name=f"batch {n}, last record first", origin="given", num_records=n, inputs=turned)
+def fitting(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, int] | None:
+    """`base` with the sizes `wanted`, and one other symbol changed if a guard needs it; None when none fits.
+
+    `2 * length == x.1` at length 3 makes x.1 6.
+    """
+    sizes = {**base, **wanted}
+    if signature.allows(sizes):
+        return sizes
+    for guard in (guard for guard in signature.guards if not guard.holds(sizes)):
+        for other in (symbol for symbol in guard.symbols if symbol not in wanted):
+            scaled = [base[other] * sizes[one] // base[one] for one in guard.symbols if base[one]]
+            for size in [near + step for near in scaled for step in (0, 1, -1)] + list(range(1, 65)):
+                if size > 0 and signature.allows({**sizes, other: size}):
+                    return {**sizes, other: size}
+    return None
 
 
-def _valued(batch: Mapping[str, Array], size: int, random: np.random.Generator) -> Iterator[Probe]:
-    for what, change in _changes(random).items():
-        inputs = {name: change(array) if array.dtype.kind == "f" else array for name, array in batch.items()}
-        if any(array.dtype.kind == "f" for array in batch.values()):
-            yield Probe(name=f"batch {size}, {what}", origin="made", num_records=size, inputs=inputs)
-    if any(array.dtype.kind != "f" for array in batch.values()):
-        for what in ("smallest integers", "largest integers", "random integers"):
-            inputs = {name: _whole(array, what, random) for name, array in batch.items()}
-            yield Probe(name=f"batch {size}, {what}", origin="made", num_records=size, inputs=inputs)
+Change = Callable[["Array"], "Array"]
 
 
-def _changes(random: np.random.Generator) -> dict[str, Callable[[Array], Array]]:
+class _Maker:
+    """Makes probes of one example. Names say the sizes of all symbols, and what was done to the values."""
+
+    def __init__(self, example: Mapping[str, Array], signature: Signature, random: np.random.Generator) -> None:
+        self.example = example
+        self.signature = signature
+        self.random = random
+        self.base = signature.sizes(example)
+        self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
+        self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
+        self.masks = [name for name in self.whole if _is_mask(example[name])]
+
+    def probe(
+        self,
+        sizes: Mapping[str, int],
+        what: str,
+        *,
+        change: Callable[[dict[str, Array]], Mapping[str, Array]] | None = None,
+        made: bool = False,
+        wild: bool = False,
+    ) -> Probe:
+        inputs = resize(self.example, self.signature, sizes)
+        named = ", ".join(f"{symbol} {size}" for symbol, size in ({**self.base, **sizes}).items())
+        return Probe(
+            name=f"{named}, {what}",
+            origin="made" if made else "given",
+            num_records=len(next(iter(inputs.values()))),
+            inputs=change(inputs) if change else inputs,
+            wild=wild,
+        )
+
+    def reordered(self) -> Iterator[Probe]:
+        """Single records, the last record first, and the other dimensions backwards."""
+        batch, count = next(iter(self.base.items()))
+        if count > 1:
+            yield self.probe({batch: 1}, "record 1", change=lambda _: self._one(1))
+            yield self.probe(
+                {}, "last record first", change=lambda inputs: {n: a[::-1].copy() for n, a in inputs.items()}
+            )
+        if len(self.base) > 1:
+            yield self.probe({}, "backwards", change=self._backwards)
+
+    def _one(self, start: int) -> dict[str, Array]:
+        return {name: array[start : start + 1] for name, array in self.example.items()}
+
+    def _backwards(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        free = {
+            spec.name: tuple(axis for axis, size in enumerate(spec.shape) if axis and isinstance(size, str))
+            for spec in self.signature.inputs
+        }
+        return {name: np.flip(array, free[name]).copy() for name, array in inputs.items()}
+
+    def sized(self, borders: Mapping[str, Sequence[int]], room: int) -> Iterator[Probe]:
+        """Other sizes, as given: `borders` first. Symbols change alone at their smallest, then together."""
+        lists = {symbol: self._sizes(symbol, borders.get(symbol, ())) for symbol in self.base}
+        seen = [tuple(self.base.values())]
+        for wanted in _pairwise(lists):
+            if len(seen) > room:
+                return
+            sizes = fitting(self.signature, self.base, wanted) or self._outside(wanted)
+            if tuple(sizes.values()) not in seen:
+                seen.append(tuple(sizes.values()))
+                yield self.probe(sizes, "as given")
+
+    def _sizes(self, symbol: str, borders: Sequence[int]) -> list[int]:
+        n, dim = self.base[symbol], self.signature.dims[symbol]
+        step = dim.multiple_of
+        usual = [step, n + step, 2 * step, 2 * n, 3 * step, n - step]
+        last = [size for size in LARGER if symbol == next(iter(self.base))]
+        return [size for size in dict.fromkeys([*usual[:2], *borders, *usual[2:], *last]) if size > 0 and size != n]
+
+    def _outside(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """The one size that is not allowed, alone: the program's refusal is what is looked at."""
+        for symbol, size in wanted.items():
+            if not self.signature.dims[symbol].allows(size):
+                return {**self.base, symbol: size}
+        return {**self.base, **wanted}
+
+    def valued(
+        self, sizes: Mapping[str, int], changes: Callable[..., dict[str, Change]], integers: Sequence[str] = INTEGERS
+    ) -> Iterator[Probe]:
+        for what, change in changes(self.random).items() if self.floats else ():
+            yield self.probe(sizes, what, change=_on(self.floats, change), made=True)
+        for what in integers if self.whole else ():
+            yield self.probe(sizes, what, change=self._integers(what), made=True)
+
+    def small(self) -> Iterator[Probe]:
+        """Other values at the smallest sizes."""
+        smallest = {symbol: self.signature.dims[symbol].min or 1 for symbol in self.base}
+        sizes = fitting(self.signature, self.base, smallest) or {**self.base, next(iter(self.base)): 1}
+        if sizes != self.base:
+            yield from self.valued(sizes, _few_changes, ("random integers",))
+
+    def wild(self) -> Iterator[Probe]:
+        for what, value in (("one NaN", np.nan), ("one infinity", np.inf)):
+            if self.floats:
+                yield self.probe({}, what, change=_on(self.floats, _with(value)), made=True, wild=True)
+        for what, whole in (("masks all 0", 0), ("masks all 1", 1)):
+            if self.masks:
+                yield self.probe({}, what, change=_on(self.masks, _filled(whole)), made=True, wild=True)
+
+    def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
+        """Other integers, inside what the whole example shows of the same input."""
+        return lambda inputs: {
+            name: _whole(array, self.example[name], what, self.random) if name in self.whole else array
+            for name, array in inputs.items()
+        }
+
+
+def _on(names: Sequence[str], change: Change) -> Callable[[dict[str, Array]], dict[str, Array]]:
+    return lambda inputs: {name: change(array) if name in names else array for name, array in inputs.items()}
+
+
+def _with(value: float) -> Change:
+    def changed(array: Array) -> Array:
+        found = array.copy()
+        found.reshape(-1)[:1] = value
+        return found
+
+    return changed
+
+
+def _filled(value: int) -> Change:
+    return lambda array: np.full_like(array, value)
+
+
+def _is_mask(array: Array) -> bool:
+    return array.dtype.kind == "b" or (array.ndim > 1 and array.size > 0 and set(np.unique(array)) <= {0, 1})
+
+
+def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Each symbol's first size alone, then all symbols together, each going through its list at its own offset."""
+    if len(lists) > 1:
+        yield from ({symbol: sizes[0]} for symbol, sizes in lists.items() if sizes)
+    longest = max((len(sizes) for sizes in lists.values()), default=0)
+    for i in range(longest):
+        yield {
+            symbol: sizes[(i + offset) % len(sizes)] for offset, (symbol, sizes) in enumerate(lists.items()) if sizes
+        }
+
+
+def _changes(random: np.random.Generator) -> dict[str, Change]:
     def noise(array: Array) -> Array:
         spread = float(np.std(array.astype(np.float64)))
         return (random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
@@ -92,10 +264,15 @@ def _changes(random: np.random.Generator) -> dict[str, Callable[[Array], Array]]
     }
 
 
-def _whole(array: Array, what: str, random: np.random.Generator) -> Array:
-    if array.dtype.kind == "f" or not array.size:
+def _few_changes(random: np.random.Generator) -> dict[str, Change]:
+    found = _changes(random)
+    return {what: found[what] for what in ("zeros", "random")}
+
+
+def _whole(array: Array, shown: Array, what: str, random: np.random.Generator) -> Array:
+    if not array.size or not shown.size:
         return array
-    low, high = int(array.min()), int(array.max())
+    low, high = int(shown.min()), int(shown.max())
     if what == "smallest integers":
         return np.full_like(array, low)
     if what == "largest integers":

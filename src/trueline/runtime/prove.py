@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from trueline.bundle.schema import Evidence
 from trueline.errors import RequestError
-from trueline.runtime import compare, paths
+from trueline.runtime import compare, paths, wild
 from trueline.runtime.probes import Probe
 from trueline.runtime.session import Session
 
@@ -65,21 +66,29 @@ def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
     seen: list[Observation] = []
     for probe in probes:
         one = _observe_one(eager, probe)
+        if probe.wild and one.outputs is None:
+            continue  # the model does not take these values: nothing is asked of the program
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         seen.append(one if same is None else replace(one, way=same))  # most go one way: keep it once
     return tuple(seen)
 
 
 def _observe_one(eager: Session, probe: Probe) -> Observation:
-    with paths.watching() as way:
+    with paths.watching() as way, wild.Careful() if probe.wild else nullcontext():
         try:
             outputs, error = eager.run(probe.inputs), ""
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
             outputs, error = (
                 None,
-                f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
+                f"raises {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
             )
+    if outputs is not None and probe.wild and not all(_finite(array) for array in outputs.values()):
+        outputs, error = None, "answers no numbers"
     return Observation(probe=probe, outputs=outputs, error=error, way=way)
+
+
+def _finite(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:
@@ -111,7 +120,7 @@ def judge(
         evidence.append(_judge_one(program, seen, dict(versions or {})))
         progress(done, len(observations))
     reason, disagreeing = hidden_state(observations), ""
-    wrong = [(seen.probe.num_records, one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
+    wrong = [(_volume(seen.probe), one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
     if wrong and not reason:
         _, worst = min(wrong, key=lambda pair: pair[0])
         reason, disagreeing = f"on probe '{worst.probe}': {worst.reason}", worst.probe
@@ -128,12 +137,21 @@ def judge(
     )
 
 
+def _volume(probe: Probe) -> tuple[int, int]:
+    return probe.num_records, sum(array.size for array in probe.inputs.values())
+
+
 def _bad(one: Evidence) -> bool:
     """A given record that the eager model cannot answer at some size counts:
 
     the program would claim that size.
     """
     return one.verdict == "disagrees" or (one.verdict == "unanswered" and one.origin == "given")
+
+
+def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) -> str:
+    """How `program` answers otherwise than `expected` on the probe; empty when it agrees."""
+    return _asked(program, probe, expected).reason
 
 
 def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) -> Evidence:
@@ -145,7 +163,7 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) ->
         verdict, reason = "outside", refused.message
     else:
         if seen.outputs is None:
-            verdict, reason = "unanswered", f"the eager model raises {seen.error}"
+            verdict, reason = "unanswered", f"the eager model {seen.error}"
         else:
             found = _asked(program, probe, seen.outputs)
             verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
@@ -178,11 +196,7 @@ def _asked(program: Session, probe: Probe, expected: Mapping[str, Array]) -> com
 
 def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
     """Why the answer has not the shape that the signature promises (`x.squeeze()` at batch 1); empty when it has."""
-    sizes = {
-        symbol: size
-        for spec in program.signature.inputs
-        for symbol, size in zip(spec.shape, probe.inputs[spec.name].shape, strict=True)
-    }
+    sizes = program.signature.sizes(probe.inputs)
     for spec in program.signature.outputs:
         shape = answer[spec.name].shape
         wanted = [sizes.get(dim) if isinstance(dim, str) else dim for dim in spec.shape]
@@ -208,12 +222,13 @@ def _digest(inputs: Mapping[str, Array]) -> str:
 def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
     """The line where two probes part, with the names of the two; None when all took the same way.
 
-    The probe that disagrees is held against one that went another way, of the same batch size if there is
-    one: then it is the values that steer the branch, not the shape.
+    The probe that disagrees is held against one that went another way, of the same sizes if there is one: then
+    it is the values that steer the branch, not the shape.
     """
     suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
     for suspect in suspects:
-        ranked = sorted(observations, key=lambda seen: seen.probe.num_records != suspect.probe.num_records)
+        shapes = _shapes(suspect.probe)
+        ranked = sorted(observations, key=lambda seen: _shapes(seen.probe) != shapes)
         for other in ranked:
             if other.outputs is None:
                 continue  # its way was cut short by what it raised
@@ -221,3 +236,7 @@ def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple
             if place is not None:
                 return place, other.probe.name, suspect.probe.name
     return None
+
+
+def _shapes(probe: Probe) -> list[tuple[int, ...]]:
+    return [array.shape for array in probe.inputs.values()]

@@ -95,7 +95,7 @@ def start(
     source: str | Path,
     *,
     port: int = 0,
-    ready_timeout_s: float = 60.0,
+    ready_timeout_s: float = 300.0,
     log: Path | None = None,
     **options: Unpack[Options],
 ) -> RunningServer:

@@ -35,7 +35,7 @@ from trueline.serve.routes import Routes
 from trueline.serve.settings import Settings
 
 SWEEP_S = 1.0
-_RESOLVE_S = 120.0
+_RESOLVE_S = 300.0
 
 T = TypeVar("T")
 Field = str | int | float | bool | None

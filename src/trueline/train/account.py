@@ -46,6 +46,7 @@ class Account:
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.num_records = 0
         self.total_steps = 0
+        self.shard_records = 0
         self.logged = 0
         """Steps in the log: the next step to be logged."""
         self.loss = 0.0
@@ -66,6 +67,7 @@ class Account:
         match kind:
             case "FACTS":
                 self.num_records, self.total_steps = body["num_records"], body["total_steps"]
+                self.shard_records = body["shard_records"]
             case "COMMIT":
                 self.logged, self.loss = body["step"] + 1, body["loss"]
                 self._remember(body["step"], body["digest"])
@@ -79,18 +81,22 @@ class Account:
             case "VIEW":
                 self.regrouping(body["generation"], body["reason"])
 
-    def accept(self, num_records: int, total_steps: int) -> tuple[str, list[Row]]:
-        """Checks a worker's view of the data against the others'; returns the fault in words (empty: none) and rows."""
+    def accept(self, num_records: int, total_steps: int, shard_records: int) -> tuple[str, list[Row]]:
+        """Checks a worker's view of data and model against the others'.
+
+        Returns the fault in words (empty: none) and rows for the journal.
+        """
         if not self.total_steps:
-            self.num_records, self.total_steps = num_records, total_steps
-            return "", [("FACTS", {"num_records": num_records, "total_steps": total_steps})]
-        if (num_records, total_steps) == (self.num_records, self.total_steps):
-            return "", []
-        fault = (
-            f"a worker sees {num_records} records ({total_steps} steps), "
-            f"the others {self.num_records} ({self.total_steps} steps)"
-        )
-        return fault, []
+            facts = {"num_records": num_records, "total_steps": total_steps, "shard_records": shard_records}
+            self.apply("FACTS", facts)
+            return "", [("FACTS", facts)]
+        if (num_records, total_steps) != (self.num_records, self.total_steps):
+            seen = f"{num_records} records ({total_steps} steps)"
+            return f"a worker sees {seen}, the others {self.num_records} ({self.total_steps} steps)", []
+        if shard_records != self.shard_records:
+            cut = f"{_shards(shard_records)}, the others {_shards(self.shard_records)}"
+            return f"a worker takes steps {cut}: its model differs or its trial of a forward failed", []
+        return "", []
 
     def regrouping(self, generation: int, reason: str) -> None:
         self.regroups[generation] = {"generation": generation, "reason": reason, "gap_ms": 0.0, "workers": 0}
@@ -273,3 +279,7 @@ def certificate_faults(
     if fewest != -1 and not (most == 1 and (fewest == 1 or (fewest == 0 and (out or not planned.whole)))):
         faults.append(f"records were applied {fewest} to {most} times")
     return faults
+
+
+def _shards(records: int) -> str:
+    return f"in shards of {records} records" if records else "whole"

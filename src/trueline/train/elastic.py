@@ -130,9 +130,9 @@ class Elastic:
 
     def __iter__(self) -> Iterator[StepBatch]:
         store, address = start_store()
-        self._link.ready(
-            address, state=self._healing.address, num_records=self._plan.num_records, total_steps=self.total_steps
-        )
+        plan = self._plan
+        facts = {"num_records": plan.num_records, "total_steps": plan.total_steps, "shard_records": plan.micro_batch}
+        self._link.ready(address, state=self._healing.address, **facts)
         self._regroup()
         while True:
             if self._wishes:

@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d
 Future = torch.futures.Future[Any]
 _NOTHING = torch.empty(0)
 FORM_TIMEOUT_S = 2.0
+"""For forming a group, at first: each try that fails doubles it, up to START_TIMEOUT_S, until a group has formed."""
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
 """A store's first connection to itself: a network that is away for a moment is no reason to end."""
@@ -69,6 +70,7 @@ class GlooGroup:
         self.generation = -1
         self.open = False
         self._broken = False
+        self._misses = 0
         self._before: set[str] = set()
         self._lock = threading.Lock()
         self._promises: set[Future] = set()
@@ -122,12 +124,19 @@ class GlooGroup:
             self.generation = generation
             self.open, self._broken = True, False
         host, _, port = store.rpartition(":")
-        short = timedelta(seconds=FORM_TIMEOUT_S)
+        patience = timedelta(seconds=self.patience_s)
+        self._misses += 1
         _check_open(host, int(port))
-        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=short)
+        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
         named = PrefixStore(f"generation-{generation}", client)
-        dist.init_process_group("gloo", store=named, rank=rank, world_size=size, timeout=short)
+        dist.init_process_group("gloo", store=named, rank=rank, world_size=size, timeout=patience)
         distributed_c10d._set_pg_timeout(timedelta(seconds=RUN_TIMEOUT_S))
+        self._misses = 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long the next try to form a group may take: a machine that is slow today gets more time each time."""
+        return min(FORM_TIMEOUT_S * 2.0 ** min(self._misses, 8), START_TIMEOUT_S)
 
     def cut(self) -> int:
         """Shuts down the sockets of the group and fails what waits; returns how many. Safe when there is no group."""

@@ -11,6 +11,8 @@ from trueline.train.roster import Failures, Member, Policy, State, fill, form, n
 from trueline.train.suspicion import accuse, death
 
 BUSY = ("reading", "computing")
+FADE = 0.99
+"""What a tick (0.25 s) leaves of `State.silence_s`: half after 17 s."""
 
 
 def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> list[Action]:
@@ -85,8 +87,9 @@ def _quarantine(state: State, ref: str, why: str, policy: Policy) -> list[Action
 def given_up(state: State, now: float, policy: Policy) -> list[Gone]:
     """Whom to kill at this moment, and why."""
     found = []
+    lease_s = lease(state, policy)
     for member in state.members.values():
-        if now - member.seen_at > policy.lease_s:
+        if now - member.seen_at > lease_s:
             found.append(Gone(member.ref, f"silent for {now - member.seen_at:.1f} s"))
         elif member.left_at is not None and now - member.left_at > policy.leave_s:
             found.append(Gone(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
@@ -136,11 +139,26 @@ def _patience(state: State, policy: Policy) -> float:
     return max(policy.stuck_s, 10.0 * state.usual_s)
 
 
+def lease(state: State, policy: Policy) -> float:
+    """For how long a member may be silent at this moment, in seconds.
+
+    Where living members were silent for longer than usual, as on a machine that gives its processes their cores late,
+    silence tells less: the lease is three times the longest such silence of late, up to ten times the usual lease.
+    Source: accrual failure detection, which judges a silence by those before it (Hayashibara et al., SRDS 2004).
+
+    >>> policy = Policy(workers=2, lease_s=3.0)
+    >>> [lease(State(workers=2, silence_s=s), policy) for s in (0.6, 2.0, 60.0)]
+    [3.0, 6.0, 30.0]
+    """
+    return max(policy.lease_s, min(3.0 * state.silence_s, 10.0 * policy.lease_s))
+
+
 def forgive(state: State, now: float, policy: Policy) -> None:
     """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
     late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
     state.ticked_at = now
-    if late > policy.lease_s / 2:
+    state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # more would only last longer
+    if late > policy.tick_s:
         for member in state.members.values():
             member.seen_at = min(now, member.seen_at + late)
             member.left_at = None if member.left_at is None else min(now, member.left_at + late)

@@ -35,8 +35,11 @@ class Link(Protocol):
     """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
     those that it does not get within a second: the one that leads may be dead."""
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
-        """Says that this worker can train; views arrive from now on. `state`: where its state can be fetched."""
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+        """Says that this worker can train; views arrive from now on.
+
+        `state`: where its state can be fetched; `shard_records`: of a shard into which it cuts steps, 0: it cuts none.
+        """
         ...
 
     def newest(self) -> pb.View | None: ...
@@ -117,8 +120,11 @@ class MasterLink:
         self._wake = threading.Event()
         self._closed = False
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
-        hello = pb.Hello(ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps)
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+        hello = pb.Hello(
+            ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps,
+            shard_records=shard_records,
+        )  # fmt: skip
         threading.Thread(target=self._watch, args=(hello,), name="views", daemon=True).start()
         threading.Thread(target=self._report, name="reports", daemon=True).start()
 
@@ -268,7 +274,7 @@ class Solo:
         self.steps: list[pb.Applied] = []
         self.evaluations: list[pb.Evaluation] = []
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int) -> None:
+    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
         self._store = store
         self._view = pb.View(generation=1, members=[self.ref], cut_below=1, reason="alone")
 

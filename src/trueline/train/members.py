@@ -41,10 +41,13 @@ def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Act
             return _scale(state, event, now, policy)
     member = state.members.get(event.ref)
     if member is not None:
+        state.silence_s = max(state.silence_s, now - member.seen_at)
         member.seen_at = now
         return _told(state, member, event, now, policy)
     if isinstance(event, h.Ready) and event.ref in state.pending:
         return _join(state, event, now, policy)
+    if isinstance(event, h.Heard) and event.ref in state.pending:
+        return []  # a heartbeat has overtaken the hello, which goes another way
     return [h.Fence(event.ref)]
 
 
@@ -105,15 +108,23 @@ def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Acti
 
 
 def _gather(state: State, now: float, policy: Policy) -> list[Action]:
+    """The first view, or one after all had died: with everybody who is on the way, but not for ever.
+
+    A slot that died and has to wait before it is filled again is not waited for: who is in it joins later.
+    """
     wanted = state.wanted
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
-    if len(state.members) < wanted and not waited:
+    if len(state.members) < wanted and state.pending and not waited:
         return []
     ready = sum(member.left_at is None and not state.goes(member) for member in state.members.values())
-    if ready and (ready >= wanted or (waited and ready >= policy.min_workers)):
-        everyone = ready >= wanted
-        why = "all are ready" if everyone else f"{ready} of {wanted} are ready after {policy.gather_s:g} s"
-        return form(state, why, now, forced=True)
+    if not ready or ready < min(wanted, policy.min_workers):
+        return []
+    if ready >= wanted:
+        return form(state, "all are ready", now, forced=True)
+    if waited:
+        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", now, forced=True)
+    if not state.pending:
+        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", now, forced=True)
     return []
 
 
@@ -216,8 +227,8 @@ def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Act
         state.members.pop(ref, None)
     actions: list[Action] = [h.Log("SCALE", {"workers": event.workers, "before": before, "why": event.why})]
     actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
-    actions += _gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy)
-    return actions + fill(state, now)
+    actions += fill(state, now)
+    return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy))
 
 
 def _tick(state: State, now: float, policy: Policy) -> list[Action]:

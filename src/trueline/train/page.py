@@ -110,7 +110,7 @@ class Page:
                 return contextlib.nullcontext()
 
         config = uvicorn.Config(_app(self), log_config=None, access_log=False, lifespan="off", ws="none",
-                                timeout_graceful_shutdown=1, server_header=False)  # fmt: skip
+                                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False)  # fmt: skip
         self._server, self._listener = Server(config), listener
         self._tasks.append(asyncio.ensure_future(self._server.serve([listener])))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"

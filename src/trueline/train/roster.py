@@ -26,7 +26,7 @@ class Policy:
     gather_s: float = 30.0
     """How long the first view waits for all workers once one is ready."""
     lease_s: float = 3.0
-    """A worker that is silent for so long is given up."""
+    """A worker that is silent for so long is given up; `health.lease` makes it longer on a starved machine."""
     start_s: float = 180.0
     """A worker that is not ready so long after its start is given up."""
     leave_s: float = 60.0
@@ -142,6 +142,8 @@ class State:
     stepped_at: float | None = None
     usual_s: float = 0.0
     """Time between two steps, smoothed."""
+    silence_s: float = 0.0
+    """The longest silence, of late, of a member that was alive all the same; what lies back counts for less."""
 
     @property
     def wanted(self) -> int:

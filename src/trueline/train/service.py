@@ -17,6 +17,7 @@ import grpc
 from trueline.train import happenings as h
 from trueline.train import settings
 from trueline.train.members import scale_fault
+from trueline.train.settings import beyond
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -48,10 +49,14 @@ class Service(pb_grpc.MasterServicer):
         if master.job.script and not master.job.epochs:
             master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
         newcomer = request.ref not in master.state.members
-        fault, rows = master.account.accept(request.num_records, request.total_steps)
+        fault, rows = master.account.accept(request.num_records, request.total_steps, request.shard_records)
         master.log(*rows)
         if fault:
-            master.fail("data", fault, "every worker must see the same records")
+            master.fail("data", fault, "every worker must see the same records and build the same model")
+        if rows:
+            why = f"the job has {request.total_steps} steps"
+            for missed in beyond(master.job.faults, request.total_steps):
+                master.say("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
         await self._tell(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
             master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase = "backward"
     signal: int = 9
     """9: SIGKILL; 19: SIGSTOP, a hang."""
+
+
+def beyond(faults: Sequence[Fault], total_steps: int) -> list[Fault]:
+    """Those that no worker comes to: the phases of a step exist for steps 0 to `total_steps` - 1.
+
+    >>> [fault.step for fault in beyond([Fault(step=step, slot=0) for step in (0, 9, 10)], 10)]
+    [10]
+    """
+    last = {"before": 1, "backward": 1, "allreduced": 1, "applied": 1}
+    return [fault for fault in faults if fault.step > total_steps - last.get(fault.phase, 0)]
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):

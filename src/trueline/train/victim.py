@@ -22,7 +22,7 @@ from trueline.train.faults import STRUCK
 from trueline.train.remains import MARK, marked
 from trueline.train.strikes import Strike
 
-STILL_S = 30.0
+STILL_S = 200.0
 """A job without a step for so long stands still: longer than any lease, delay and start of a process."""
 POLL_S = 0.01
 LEASE_S = 1.5

@@ -1,0 +1,136 @@
+"""Which sizes a bundle claims: what the model answers, and the widest of the exporter's claims that values bear out.
+
+    exporter's claims ─settled: cut to the sizes that the eager model answers─▶ probes ─▶ the first that agrees
+
+Guards are neither necessary nor sufficient: a claim that leaves an assumption of the exporter out is taken when the
+exported program agrees with the eager model on the probes that lie between it and the strictest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trueline.bundle.signature import Dim, Signature
+from trueline.runtime import prove
+from trueline.runtime.calling import BATCH
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.export import Exported, LoadedProgram
+from trueline.runtime.probes import Probe, fitting, resize
+from trueline.runtime.prove import Observation
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+FAR = 64
+"""Up to twice the example, and at least this size, a length is tried on the eager model; see `settled`."""
+
+
+def settled(eager: EagerSession, exported: Exported) -> Exported:
+    """The claims cut to the sizes that the eager model answers, found by halving.
+
+    A table of 64 positions ends a length at 64, which no guard says. The batch is left as it is: a model that cannot
+    answer some batch size is refused by the proof.
+    """
+    claims = list(exported.claims)
+    for symbol in claims[0].symbols:
+        if symbol != BATCH:
+            low, high = _answered(eager, claims[0], symbol)
+            claims = [_cut(claim, symbol, low, high) for claim in claims]
+    unique = tuple(claim for i, claim in enumerate(claims) if claim not in claims[:i])
+    borders = {symbol: (*_edges(unique[0].dims[symbol]), *sizes) for symbol, sizes in exported.boundaries.items()}
+    return replace(exported, claims=unique, signature=unique[0], boundaries=borders)
+
+
+def _edges(dim: Dim) -> tuple[int, ...]:
+    ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
+    return tuple(size for size in ends if size is not None)
+
+
+def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:
+    """The smallest and the largest size that the model answers; None for the latter when no end was met."""
+    base = claim.sizes(eager.example)
+    base = fitting(claim, base, {BATCH: 2}) or base  # two records are enough to ask
+    dim, here = claim.dims[symbol], base[symbol]
+    step = dim.multiple_of
+
+    def answers(size: int) -> bool | None:
+        sizes = fitting(claim, base, {symbol: size})
+        return None if sizes is None else _takes(eager, resize(eager.example, claim, sizes))
+
+    low = dim.min
+    if answers(low) is False:
+        low = _edge(answers, here, low, step)
+    far = max(FAR, 2 * here)
+    far -= far % step
+    far = far if dim.max is None else min(far, dim.max)
+    if far > here and answers(far) is False:
+        return low, _edge(answers, here, far, step)
+    return low, dim.max
+
+
+def _edge(answers: object, good: int, bad: int, step: int) -> int:
+    """The last size from `good` towards `bad` that is answered; sizes that the claim does not allow count as answered
+    when their neighbours do.
+    """
+    assert callable(answers)
+    while abs(bad - good) > step:
+        middle = good + (bad - good) // (2 * step) * step if bad > good else good - (good - bad) // (2 * step) * step
+        if middle in (good, bad):
+            break
+        if answers(middle) is False:
+            bad = middle
+        else:
+            good = middle
+    return good
+
+
+def _takes(eager: EagerSession, inputs: Mapping[str, Array]) -> bool:
+    try:
+        eager.run(inputs)
+    except Exception:  # noqa: BLE001 - the user's forward at a size it may not know: whatever it raises is the answer
+        return False
+    return True
+
+
+def _cut(claim: Signature, symbol: str, low: int, high: int | None) -> Signature:
+    dim = claim.dims[symbol]
+    bounds = [bound for bound in (dim.max, high) if bound is not None]
+    cut = msgspec.structs.replace(dim, min=max(dim.min, low), max=min(bounds, default=None))
+    return msgspec.structs.replace(claim, dims={**claim.dims, symbol: cut})
+
+
+def borne_out(exported: Exported, observations: Sequence[Observation]) -> Exported:
+    """`exported` with the first claim on which it agrees with what the eager model answered."""
+    strict = exported.claims[-1]
+    for claim in exported.claims[:-1]:
+        candidate = replace(exported, signature=claim)
+        between = [seen for seen in observations if allowed(claim, seen.probe) and not allowed(strict, seen.probe)]
+        if _reached(claim, strict, between) and prove.judge(LoadedProgram(candidate), between).proven:
+            return candidate
+    return replace(exported, signature=strict)
+
+
+def narrower(exported: Exported) -> Exported | None:
+    """The same with the next stricter claim; None at the last."""
+    at = exported.claims.index(exported.signature)
+    return replace(exported, signature=exported.claims[at + 1]) if at + 1 < len(exported.claims) else None
+
+
+def _reached(claim: Signature, strict: Signature, between: Sequence[Observation]) -> bool:
+    """Whether every single thing that `claim` leaves out is broken by a probe: else nobody asked."""
+    asked = [strict.sizes(seen.probe.inputs) for seen in between]
+    return all(
+        any(not guard.holds(sizes) for sizes in asked) for guard in strict.guards if guard not in claim.guards
+    ) and all(
+        any(not strict.dims[symbol].allows(sizes[symbol]) for sizes in asked)
+        for symbol in claim.symbols
+        if claim.dims[symbol] != strict.dims[symbol]
+    )
+
+
+def allowed(claim: Signature, probe: Probe) -> bool:
+    return claim.allows(claim.sizes(probe.inputs))

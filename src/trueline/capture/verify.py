@@ -1,0 +1,186 @@
+"""`verify`: the proof of a bundle, made again on this machine.
+
+    golden examples ──replay──▶ every program
+    probes (seeded) ──against──▶ the recipe's model, or, without one, every program against the one that is served
+
+Promises a verdict for every program and never stops at the first that fails. Runs no code of the bundle; with a
+recipe it runs the recipe, which the caller chose. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trueline import events
+from trueline.bundle.read import Bundle, open_bundle
+from trueline.bundle.schema import Evidence
+from trueline.errors import TruelineError, UsageError
+from trueline.runtime.session import Session, open_program, replay
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Signature
+    from trueline.recipe.contract import Recipe
+    from trueline.runtime.prove import Observation
+    from trueline.state.place import Where
+
+FRESH_SEED = 1
+"""Not the seed of capture: its probes were passed already. With seed 0 they are asked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one program on this machine."""
+
+    format: str
+    holds: bool
+    why: str
+    """Empty when it holds."""
+    golden: int
+    """Golden examples that it answered rightly."""
+    probes: int
+    """Probes inside the proven range that were compared and agree; 0 for the program that the others are held against
+    when there is no recipe.
+    """
+    max_abs_error: float
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The verdicts over a bundle's programs."""
+
+    path: Path
+    digest: str
+    against: str
+    seed: int
+    programs: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+    """What makes the comparison weaker than at capture, e.g. another recipe than the bundle was made from."""
+
+    @property
+    def holds(self) -> bool:
+        return all(program.holds for program in self.programs)
+
+    def as_dict(self) -> dict[str, Any]:
+        kept = ("format", "holds", "why", "golden", "probes", "max_abs_error")
+        return {
+            "path": str(self.path),
+            "digest": self.digest,
+            "against": self.against,
+            "seed": self.seed,
+            "holds": self.holds,
+            "notes": list(self.notes),
+            "programs": [{name: getattr(program, name) for name in kept} for program in self.programs],
+        }
+
+
+def verify(
+    bundle: str | Path | Bundle,
+    *,
+    against: str | Path | Recipe | None = None,
+    checkpoint: Where | None = None,
+    format: str | None = None,
+    seed: int = FRESH_SEED,
+) -> Verified:
+    """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
+
+    `against` is the recipe whose model, with the parameters of `checkpoint`, is the oracle; without it the programs
+    are held against the one that is served. A program that fails is a Verdict, not an exception. Raises BundleError,
+    UsageError, RecipeError, CheckpointError, CaptureError.
+    """
+    found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    if checkpoint is not None and against is None:
+        raise UsageError(
+            "a checkpoint holds parameters, and no recipe says of which model", hint="add --against RECIPE"
+        )
+    wanted = [found.program(format)] if format else list(found.manifest.programs)
+    oracle, example, notes = _oracle(found, against, checkpoint)
+    observations = _observed(oracle, found, example, seed)
+    verdicts = []
+    for entry in wanted:
+        itself = against is None and entry.format == oracle.format
+        verdicts.append(_verdict(found, entry.format, () if itself else observations))
+        events.emit("program.verified", format=entry.format, holds=verdicts[-1].holds, why=verdicts[-1].why or None)
+    said = "eager model" if against is not None else f"{oracle.format} program"
+    return Verified(
+        path=found.path, digest=found.digest, against=said, seed=seed, programs=tuple(verdicts), notes=tuple(notes)
+    )
+
+
+def _oracle(
+    bundle: Bundle, against: str | Path | Recipe | None, checkpoint: Where | None
+) -> tuple[Session, Mapping[str, Any], list[str]]:
+    """Who is asked for the right answers, an example, and what makes it less than the oracle of the capture."""
+    if against is None:
+        notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
+        return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
+    from trueline.capture import subject
+    from trueline.recipe.load import load_recipe
+    from trueline.state.checkpoint import read_manifest
+
+    recipe = load_recipe(against)
+    notes = []
+    if recipe.digest != bundle.manifest.lineage.recipe_digest:
+        notes.append(f"recipe '{recipe.name}' is not the file that the bundle was captured from: its digest differs")
+    digest = read_manifest(checkpoint).get("digest") if checkpoint is not None else None
+    if digest != bundle.manifest.lineage.checkpoint_digest:
+        notes.append("the parameters are not those of the checkpoint that the bundle was captured from")
+    eager = subject.prepare(recipe, checkpoint).eager
+    _check_interface(bundle, eager.signature)
+    return eager, eager.example, notes
+
+
+def _check_interface(bundle: Bundle, seen: Signature) -> None:
+    want = [(spec.name, spec.datatype, len(spec.shape)) for spec in (*bundle.signature.inputs,)]
+    have = [(spec.name, spec.datatype, len(spec.shape)) for spec in (*seen.inputs,)]
+    outputs = ([spec.name for spec in bundle.signature.outputs], [spec.name for spec in seen.outputs])
+    if want != have or outputs[0] != outputs[1]:
+        raise UsageError(
+            f"the recipe's model takes {have} and gives {outputs[1]}, the bundle {want} and {outputs[0]}",
+            hint="give the recipe that the bundle was captured from",
+        )
+
+
+def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+    """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
+    from trueline.runtime.probes import make_probes
+    from trueline.runtime.prove import observe
+
+    signature = bundle.signature
+    sizes: dict[str, dict[int, None]] = {symbol: {} for symbol in signature.symbols}
+    for symbol, found in sizes.items():
+        dim = signature.dims[symbol]
+        ends = (dim.min, dim.max, None if dim.max is None else dim.max + 1)
+        found.update(dict.fromkeys(size for size in ends if size is not None))
+    for one in bundle.evidence():
+        for symbol, (name, axis) in signature.symbols.items():
+            if name in one.shapes:
+                sizes[symbol][one.shapes[name][axis]] = None
+    return observe(oracle, make_probes(example, signature=signature, sizes=sizes, seed=seed))
+
+
+def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation]) -> Verdict:
+    from trueline.capture.versions import versions
+    from trueline.runtime.prove import judge
+
+    try:
+        session = open_program(bundle, format)
+        replayed = replay(bundle, session)
+        proof = judge(session, observations, versions=versions()) if observations else None
+    except TruelineError as error:
+        return Verdict(
+            format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()
+        )
+    evidence = proof.evidence if proof else ()
+    return Verdict(
+        format=format,
+        holds=proof is None or proof.proven,
+        why=proof.reason if proof else "",
+        golden=len(replayed),
+        probes=sum(one.verdict == "agrees" for one in evidence),
+        max_abs_error=max([*(one.max_abs_error for one in replayed.values()), proof.max_abs_error if proof else 0.0]),
+        evidence=evidence,
+    )

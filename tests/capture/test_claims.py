@@ -1,0 +1,156 @@
+"""A bundle claims the sizes that values bear out: not fewer because the exporter assumes, not more than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.signature import Dim
+from trueline.capture.api import capture
+from trueline.capture.verify import verify
+from trueline.errors import NotProven, RequestError, UsageError
+from trueline.recipe.contract import Recipe
+from trueline.runtime.session import open_program
+
+
+class Hole(nn.Module):
+    """A branch at one length that computes the same either way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 7:
+            return x + x
+        return x * 2
+
+
+class RealHole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 7:
+            return x * 3
+        return x * 2
+
+
+class Positions(nn.Module):
+    """A table of 10 positions, looked up by number: no guard says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.table(torch.arange(x.shape[1]))
+        return found
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)  # noise
+
+
+class Remembering(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # memory
+        return x * self.calls
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("capture has no use for this blank")
+
+
+def recipe(model: Any, **blanks: Any) -> Recipe:
+    given = {"loss": never, "optimizer": never, "dataset": never, "examples": lambda: torch.randn(3, 5, 4)}
+    return Recipe(name="small", digest="d" * 64, path=None, model=model, **(given | blanks))
+
+
+def lengths() -> dict[str, Any]:
+    return {"x": {1: "length"}}
+
+
+def captured(model: Any, out: Path, **blanks: Any) -> Bundle:
+    torch.manual_seed(0)
+    given = {"dynamic_shapes": lengths} | blanks
+    capture(recipe(model, **given), None, out, formats=["torch_export"])
+    return open_bundle(out)
+
+
+def line_of(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+
+
+def test_a_length_that_a_guard_leaves_out_is_claimed_when_the_values_agree(tmp_path: Path) -> None:
+    bundle = captured(Hole, tmp_path / "b")
+    assert bundle.signature.guards == ()
+    seven = {"x": np.ones((1, 7, 4), np.float32)}
+    assert (open_program(bundle).run(seven)["output"] == 2).all()
+    assert any(one.shapes["x"][1] == 7 and one.verdict == "agrees" for one in bundle.evidence())
+
+
+def test_a_length_at_which_the_values_differ_is_refused_in_the_words_of_the_guard(tmp_path: Path) -> None:
+    bundle = captured(RealHole, tmp_path / "b")
+    assert [guard.text for guard in bundle.signature.guards] == ["length != 7"]
+    with pytest.raises(RequestError, match="length = 7 are outside the proven range: it needs length != 7"):
+        open_program(bundle).run({"x": np.ones((1, 7, 4), np.float32)})
+
+
+def test_the_range_ends_where_the_model_itself_does(tmp_path: Path) -> None:
+    bundle = captured(Positions, tmp_path / "b")
+    assert bundle.signature.dims["length"] == Dim(min=1, max=10)
+    assert [golden.case for golden in bundle.golden()] == ["batch-1", "batch-2", "batch-5", "length-1"]
+
+
+def test_lengths_are_free_when_the_examples_that_are_yielded_differ_in_them(tmp_path: Path) -> None:
+    def examples() -> Iterator[Tensor]:
+        yield torch.randn(3, 5, 4)
+        yield torch.randn(2, 8, 4)
+
+    bundle = captured(Hole, tmp_path / "b", examples=examples, dynamic_shapes=None)
+    assert bundle.signature.inputs[0].shape == ("batch", "length", 4)
+    probed = {one.shapes["x"][1] for one in bundle.evidence()}
+    assert {1, 2, 6, 10} <= probed
+    assert len(list(bundle.evidence())) <= 30
+
+
+def test_a_model_that_draws_random_numbers_is_called_so_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match="not deterministic in evaluation mode") as refused:
+        captured(Noisy, tmp_path / "b")
+    assert line_of("noise") in refused.value.message
+
+
+def test_a_model_with_a_memory_is_called_so_with_the_line_that_stores(tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match="keeps a state") as refused:
+        captured(Remembering, tmp_path / "b")
+    assert line_of("memory") in refused.value.message
+
+
+def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp_path: Path) -> None:
+    bundle = captured(Hole, tmp_path / "b")
+    alone = verify(bundle)
+    assert alone.holds
+    assert [one.golden for one in alone.programs] == [4]
+    against = verify(bundle, against=recipe(Hole, dynamic_shapes=lengths), seed=5)
+    assert against.holds
+    assert against.programs[0].probes > 15
+    assert against.notes == ()
+    other = verify(bundle, against=recipe(RealHole, dynamic_shapes=lengths))
+    assert not other.holds
+    assert "length 7" in other.programs[0].why
+    with pytest.raises(UsageError, match="no recipe says of which model"):
+        verify(bundle, checkpoint=tmp_path)
+
+
+def test_seed_0_asks_the_values_of_the_capture_again(tmp_path: Path) -> None:
+    blanks: dict[str, Any] = {"examples": lambda: torch.arange(60.0).reshape(3, 5, 4), "dynamic_shapes": lengths}
+    bundle = captured(Hole, tmp_path / "b", **blanks)
+    first = {one.inputs_sha256 for one in bundle.evidence()}
+    again, fresh = (verify(bundle, against=recipe(Hole, **blanks), seed=seed) for seed in (0, 1))
+    asked = [{one.inputs_sha256 for one in found.programs[0].evidence} for found in (again, fresh)]
+    assert len(first & asked[0]) > len(first & asked[1]) > 5

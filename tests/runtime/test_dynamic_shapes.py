@@ -1,0 +1,141 @@
+"""Several free dimensions: found, named, exported, and kept to by every program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle.signature import Dim
+from trueline.errors import CaptureError, RequestError
+from trueline.runtime import export, onnx_emit
+from trueline.runtime.compare import compare
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.export import Exported
+from trueline.runtime.session import open_session
+
+EMITTERS = {"onnx": onnx_emit.emit, "torch_export": export.emit}
+
+
+class Masked(nn.Module):
+    """Ids and a mask of one length; the mean of what the mask shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        shown = mask.unsqueeze(-1).float()
+        found: Tensor = (self.embed(ids) * shown).sum(1) / shown.sum(1).clamp(min=1)
+        return found
+
+
+class Stride(nn.Module):
+    """Every other step of b beside a: b is twice as long."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b[:, ::2]
+
+
+class Blocks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], x.shape[1] // 4, 4).sum(2)
+
+
+class Fixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(6, 2)
+
+
+def masked(length: int, batch: int = 3) -> dict[str, Tensor]:
+    return {"ids": torch.randint(0, 20, (batch, length)), "mask": torch.ones(batch, length, dtype=torch.bool)}
+
+
+def exported(module: nn.Module, example: Any, **free: Any) -> tuple[EagerSession, Exported]:
+    eager = EagerSession(module.eval(), example, **free)
+    return eager, export.export(eager.module, eager.calling)
+
+
+def test_a_dimension_in_which_examples_differ_is_free_and_one_symbol_where_the_program_ties_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    eager, found = exported(Masked(), masked(5), others=[masked(7), masked(2, batch=1)])
+    assert [spec.shape for spec in found.signature.inputs] == [("batch", "length"), ("batch", "length")]
+    assert found.signature.dims == {"batch": Dim(), "length": Dim()}
+    for format, emit in EMITTERS.items():
+        session = open_session(format, emit(found, tmp_path / format), found.signature)
+        for length in (1, 4, 9):
+            asked = {name: tensor.numpy() for name, tensor in masked(length, batch=2).items()}
+            assert compare(eager.run(asked), session.run(asked)).agrees
+        with pytest.raises(RequestError, match=r"input 'mask' has size 4 .*\(length\).* they must be equal"):
+            session.run({"ids": np.zeros((2, 5), np.int64), "mask": np.ones((2, 4), np.bool_)})
+
+
+def test_the_example_that_is_traced_has_no_length_of_one() -> None:
+    eager = EagerSession(Masked(), masked(1), others=[masked(6)])
+    assert eager.example["ids"].shape == (3, 6)
+
+
+def test_what_is_declared_is_free_under_its_name_and_within_its_range() -> None:
+    shapes = {"ids": {1: torch.export.Dim("steps", min=2, max=40)}, "mask": {-1: "steps"}}
+    _, found = exported(Masked(), masked(5), dynamic_shapes=shapes)
+    assert found.signature.inputs[1].shape == ("batch", "steps")
+    assert found.signature.dims["steps"] == Dim(min=2, max=40)
+
+
+def test_a_relation_between_lengths_is_a_guard_of_every_program() -> None:
+    example = (torch.randn(3, 4), torch.randn(3, 8))
+    _, found = exported(Stride(), example, others=[(torch.randn(3, 5), torch.randn(3, 10))])
+    assert [guard.text for guard in found.signature.guards] == ["a.1 == (1 + b.1) // 2"]
+    found.signature.check({"a": np.zeros((1, 3), np.float32), "b": np.zeros((1, 6), np.float32)})
+    with pytest.raises(RequestError, match=r"a.1 = 3, b.1 = 9 .* it needs a.1 == \(1 \+ b.1\) // 2"):
+        found.signature.check({"a": np.zeros((1, 3), np.float32), "b": np.zeros((1, 9), np.float32)})
+
+
+def test_a_length_that_has_to_divide_is_a_multiple_in_the_signature() -> None:
+    _, found = exported(Blocks(), torch.randn(3, 8), dynamic_shapes={"x": {1: "length"}})
+    assert found.signature.dims["length"] == Dim(min=4, multiple_of=4)
+    with pytest.raises(RequestError, match="a multiple of 4"):
+        found.signature.check({"x": np.zeros((1, 6), np.float32)})
+
+
+def test_a_free_dimension_for_which_the_program_is_fixed_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"works for a 'length' of 6 only \(dimension 1 of input 'x'\)"):
+        exported(Fixed(), torch.randn(3, 6), dynamic_shapes={"x": {1: "length"}})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"idz": {1: "length"}}, "dynamic_shapes declares 'idz'"),
+        ({"ids": {2: "length"}}, "axis 2 of 'ids', which has 2 axes"),
+        ({"ids": {1: 3.5}}, "expected a name such as 'length'"),
+        ({"ids": "length"}, "expected {input: {axis: name}}"),
+    ],
+)
+def test_a_declaration_that_names_no_dimension_is_refused_in_words(shapes: Any, words: str) -> None:
+    with pytest.raises(CaptureError) as refused:
+        EagerSession(Masked(), masked(5), dynamic_shapes=shapes)
+    assert words in refused.value.message
+
+
+def test_examples_that_are_called_otherwise_are_refused() -> None:
+    with pytest.raises(CaptureError, match="example 2 has the inputs"):
+        EagerSession(Masked(), masked(5), others=[{"ids": torch.zeros(3, 5, dtype=torch.int64)}])
+
+
+def test_a_padded_encoder_is_held_against_the_model_as_it_was_trained() -> None:
+    """torch's fused path answers zeros where the mask is set; training never took it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval()
+    x, pad = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    pad[1:, 3:] = True
+    eager = EagerSession(encoder, {"src": x, "src_key_padding_mask": pad})
+    trained = encoder(x, src_key_padding_mask=pad).detach().numpy()  # with gradients: no fused path
+    found = eager.run({"src": x.numpy(), "src_key_padding_mask": pad.numpy()})["output"]
+    np.testing.assert_allclose(found, trained, atol=1e-5)
+    assert (found[1, 3:] != 0).all()

@@ -1,0 +1,63 @@
+"""What torch.export writes as dozens of guards is a range, a divisor and a relation in words."""
+
+from __future__ import annotations
+
+from trueline.bundle.signature import Dim
+from trueline.runtime.ranges import Claim, Found, borders, claims
+
+A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
+
+
+def claimed(*codes: str, **spans: Dim) -> tuple[Claim, ...]:
+    """Claims of a model of two inputs, [batch, length] and [batch, other]."""
+    ranges = {"batch": Dim(min=2), "length": Dim(min=2), "other": Dim(min=2)} | spans
+    places = {(0, 0): "batch", (1, 0): "batch", (0, 1): "length", (1, 1): "other"}
+    return claims(Found(codes=codes, spans=ranges, places=places, names={"s77": "length"}), batch="batch")
+
+
+def test_no_guard_claims_every_size_and_gives_the_exporters_assumption_up_last() -> None:
+    wide, strict = claimed(f"{A} == {B}")
+    assert wide.dims["length"] == Dim(min=1)
+    assert wide.guards == strict.guards == ()
+    assert strict.dims["length"] == Dim(min=2)
+    assert strict.dims["batch"] == Dim(min=1)  # a server has to answer a single request: batch 1 is proven or refused
+
+
+def test_divisibility_is_read_off_guards_that_do_not_name_it() -> None:
+    codes = [f"(8*{A}*{L}) % (32*{A}) == 0", f"({L} % ({L} // 4)) == 0", f"({L} // 4) != 1", f"{L} // ({L} // 4) == 4"]
+    wide, *_, strict = claimed(*codes)
+    assert wide.dims["length"] == Dim(min=4, multiple_of=4)
+    assert strict.dims["length"] == Dim(min=8, multiple_of=4)
+    assert wide.guards == ()
+
+
+def test_an_upper_end_is_found_to_the_number_however_it_is_written() -> None:
+    assert claimed(f"{L} <= 64")[0].dims["length"].max == 64
+    assert claimed(f"2*{L} <= 9001")[0].dims["length"].max == 4500
+    assert claimed(length=Dim(min=2, max=512))[0].dims["length"].max == 512
+
+
+def test_a_single_size_that_is_left_out_stays_a_guard_of_the_stricter_claims() -> None:
+    wide, *_, strict = claimed(f"{L} != 7")
+    assert wide.allows({"batch": 1, "length": 7, "other": 1})
+    assert [guard.text for guard in strict.guards] == ["length != 7"]
+    assert 7 in borders((wide, strict))["length"]
+
+
+def test_relations_between_symbols_stay_in_words_and_those_that_follow_are_left_out() -> None:
+    wide = claimed(f"{L} == ((1 + {M}) // 2)", f"{L} + {M} < 3*{M}", f"{A} == {B}")[0]
+    assert [guard.text for guard in wide.guards] == ["length == (1 + other) // 2"]
+    assert wide.allows({"batch": 1, "length": 3, "other": 6})
+    assert not wide.allows({"batch": 1, "length": 4, "other": 6})
+
+
+def test_guards_of_strides_and_devices_say_nothing_about_sizes() -> None:
+    wide = claimed("L['tensors'][0].stride()[0] == 8", "s77 <= 20", "L['tensors'][0].requires_grad == False")[0]
+    assert wide.guards == ()
+    assert wide.dims["length"].max == 20
+
+
+def test_borders_lie_on_both_sides() -> None:
+    found = borders(claimed(f"{L} <= 64", f"{M} % 4 == 0"))
+    assert {64, 65} <= set(found["length"])
+    assert {3, 4} <= set(found["other"])
