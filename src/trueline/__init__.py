@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trueline.bundle.read import open_bundle as inspect
     from trueline.capture.api import capture as capture
     from trueline.capture.verify import verify
+    from trueline.doctor.api import doctor as doctor
     from trueline.line import ship
     from trueline.recipe.load import load_recipe
     from trueline.registry import register
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
     "capture": "trueline.capture",
+    "doctor": "trueline.doctor",
     "evaluate": "trueline.train.evaluate:evaluate",
     "inspect": "trueline.bundle.read:open_bundle",
     "load_recipe": "trueline.recipe.load:load_recipe",
@@ -49,6 +51,7 @@ __all__ = [
     "Elastic",
     "__version__",
     "capture",
+    "doctor",
     "evaluate",
     "inspect",
     "load_recipe",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,19 @@ class Subject:
     data: dict[str, str | int]
 
 
-def prepare(recipe: Recipe, checkpoint: Where | None) -> Subject:
-    """Loads the model and its examples. Raises RecipeError, CheckpointError, DataError, CaptureError."""
+def prepare(
+    recipe: Recipe, checkpoint: Where | None, *, dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None
+) -> Subject:
+    """Loads the model and its examples. `dynamic_shapes` adds to what the recipe declares.
+
+    Raises RecipeError, CheckpointError, DataError, CaptureError.
+    """
     module = load_model(recipe, checkpoint).cpu().eval()
     batches, data = _examples(recipe)
-    dynamic_shapes = recipe.dynamic_shapes() if recipe.dynamic_shapes is not None else None
-    eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=dynamic_shapes)
+    declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
+    for name, axes in (dynamic_shapes or {}).items():
+        declared[name] = {**axes, **declared.get(name, {})}
+    eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=declared)
     return Subject(module=module, eager=eager, data=data)
 
 

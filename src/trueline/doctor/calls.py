@@ -1,0 +1,170 @@
+"""Calls of a module: arguments and answers as trees of tensors, recorded once and asked again.
+
+A submodule is probed with what the whole model really asked it while the whole model was probed: other
+batch sizes, other values, extremes. A dimension whose size differs between these calls is free. Nothing
+here knows a program format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from trueline.runtime import compare, paths
+from trueline.runtime.paths import Event
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One call: flat tensors, and what else belongs to it. Calls with equal `form` differ in tensors only."""
+
+    tensors: tuple[torch.Tensor, ...]
+    leaves: tuple[Any, ...]
+    """Leaves of (args, kwargs); `...` where a tensor belongs."""
+    spec: Any
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        ranks = tuple((tensor.ndim, tensor.dtype) for tensor in self.tensors)
+        return (str(self.spec), ranks, tuple(repr(leaf) for leaf in self.leaves))
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(tensors)
+        leaves = [next(left) if leaf is ... else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call with copies of its tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    rest = tuple(... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Call(tensors=tensors, leaves=rest, spec=spec)
+
+
+class Flat(torch.nn.Module):
+    """`module` with a call's tensors in and the tensors of its answer out."""
+
+    def __init__(self, module: torch.nn.Module, like: Call) -> None:
+        super().__init__()
+        self.module = module
+        self.like = like
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.like.arguments(tensors)
+        return flat_answer(self.module(*args, **kwargs))
+
+
+def flat_answer(found: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a module answered: arrays by position, or why it did not; and the way its code took."""
+
+    arrays: dict[str, Array] | None
+    error: str
+    way: Sequence[Event] = field(default=(), repr=False)
+
+
+def asked(function: Callable[..., Any], call: Call, *, watch: bool = False) -> Answer:
+    """Asks `function` with copies of the call's tensors; an exception is an answer too."""
+    tensors = tuple(tensor.clone() for tensor in call.tensors)
+    args, kwargs = call.arguments(tensors)
+    way: Sequence[Event] = ()
+    try:
+        with torch.no_grad():
+            if watch:
+                with paths.watching() as way:
+                    found = function(*args, **kwargs)
+            else:
+                found = function(*args, **kwargs)
+        return Answer(arrays=arrays_of(flat_answer(found)), error="", way=way)
+    except Exception as error:  # noqa: BLE001 (blind except): the user's forward on made-up values may raise anything
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return Answer(arrays=None, error=f"{type(error).__name__}: {first}", way=way)
+
+
+def arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
+    """Tensors by position, in dtypes that numpy knows."""
+    found: dict[str, Array] = {}
+    for index, tensor in enumerate(tensors):
+        tensor = tensor.detach()
+        tensor = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+        found[f"output {index}"] = np.array(tensor.numpy())
+    return found
+
+
+def agree(expected: Answer, found: Answer) -> tuple[str, float]:
+    """Why two answers disagree (empty when they agree), and the largest difference.
+
+    Where the original raises, nothing is compared: there is no answer to keep.
+    """
+    if expected.arrays is None:
+        return "", 0.0
+    if found.arrays is None:
+        return f"it raises {found.error}", 0.0
+    result = compare.compare(expected.arrays, found.arrays)
+    return result.reason, result.max_abs_error
+
+
+MAX_NOTED = 1000
+"""A submodule that is called in a loop is asked the same kind of thing many times."""
+
+
+@contextmanager
+def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Call]]]:
+    """Notes the calls of each of `modules`, the first MAX_NOTED of them."""
+    calls: dict[str, list[Call]] = {path: [] for path in modules}
+    handles = []
+    for path, module in modules.items():
+
+        def note(module: torch.nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            if len(calls[path]) < MAX_NOTED:
+                calls[path].append(call_of(args, kwargs))
+
+        handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def alike(calls: Sequence[Call]) -> list[Call]:
+    """The calls of the form that is asked most."""
+    forms: dict[tuple[object, ...], list[Call]] = {}
+    for call in calls:
+        forms.setdefault(call.form, []).append(call)
+    return max(forms.values(), key=len, default=[])
+
+
+def free_dims(calls: Sequence[Call]) -> list[set[int]]:
+    """For each tensor of calls that are alike: the dimensions whose sizes differ between calls."""
+    shapes = [[tensor.shape for tensor in call.tensors] for call in calls]
+    found: list[set[int]] = []
+    for position in range(len(shapes[0])):
+        sizes = [shape[position] for shape in shapes]
+        found.append({axis for axis in range(len(sizes[0])) if len({size[axis] for size in sizes}) > 1})
+    return found
+
+
+def base_call(calls: Sequence[Call], free: Sequence[set[int]]) -> Call:
+    """The call to export with: free sizes of at least 2 (0 and 1 are taken for constants), as unlike as can be."""
+
+    def score(call: Call) -> tuple[int, int]:
+        sizes = [tensor.shape[axis] for tensor, axes in zip(call.tensors, free, strict=True) for axis in axes]
+        return (-sum(size < 2 for size in sizes), len(set(sizes)))
+
+    return max(calls, key=score)

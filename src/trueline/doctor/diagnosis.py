@@ -1,0 +1,105 @@
+"""What the doctor found: a row for each submodule, and the rewrites that were proven. Values only; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "value branch", "size branch", "value loop", "time loop", "item", "masked selection", "state", "break", "exporter"
+]
+"""What blocks, in the order in which the guide explains it; `exporter`: a limit of torch.export itself."""
+
+Status = Literal["ready", "rewritten", "waits", "blocked"]
+"""`ready`: exports as it is. `rewritten`: exports with the rewrite shown. `waits`: only a submodule blocks it.
+`blocked`: it needs a rewrite that nobody here could prove."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What blocks a submodule: the first line of the user's code that does, and the condition in words."""
+
+    kind: Kind
+    file: str
+    line: int
+    source: str
+    words: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """Edits of one class that were proven equal to the original."""
+
+    class_name: str
+    file: str
+    """The user's file that it changes."""
+    steps: tuple[str, ...]
+    """What was done, one step a line."""
+    diff: str
+    probes: int
+    """Calls on which the original and the exported rewrite agree."""
+    max_abs_error: float
+    onnx: str
+    """`proven`, or why it has no ONNX program; empty when that was not tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One submodule, as it is before any rewrite."""
+
+    path: str
+    """As in `named_modules()`; `(model)` is the whole."""
+    class_name: str
+    status: Status
+    traceable: bool
+    scriptable: bool
+    exportable: bool
+    cause: Cause | None
+    rewrite: Rewrite | None
+    why_not: str
+    """Of a blocked one: why there is no rewrite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All rows in reading order, and how many submodules can be captured now, with the rewrites, and last time."""
+
+    recipe: str
+    rows: tuple[Row, ...]
+    before: int | None
+    """Submodules that were ready at the last run; None at the first."""
+
+    @property
+    def ready(self) -> int:
+        return sum(row.status == "ready" for row in self.rows)
+
+    @property
+    def healed(self) -> int:
+        """Submodules that are ready once the rewrites are applied."""
+        return sum(row.status != "blocked" for row in self.rows)
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """Each rewrite once, in reading order of the first submodule that it heals."""
+        return tuple(dict.fromkeys(row.rewrite for row in self.rows if row.rewrite is not None))
+
+    @property
+    def progress(self) -> str:
+        """`7 of 9 submodules, was 5`."""
+        was = "" if self.before is None else f", was {self.before}"
+        return f"{self.ready} of {len(self.rows)} submodules{was}"
+
+    def facts(self) -> dict[str, Any]:
+        """The diagnosis as JSON values."""
+        return {
+            "recipe": self.recipe,
+            "submodules": len(self.rows),
+            "ready": self.ready,
+            "healed": self.healed,
+            "before": self.before,
+            "rows": [asdict(row) for row in self.rows],
+        }

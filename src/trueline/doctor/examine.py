@@ -1,0 +1,178 @@
+"""Does torch.export follow a module, and is what it makes right on every call? If not: at which line, and why.
+
+Values decide, not guards: the program runs without its guards on every recorded call, in the order in which
+the eager module was asked, so that a state that was frozen shows too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
+from trueline.runtime import paths
+from trueline.runtime.paths import Place
+from trueline.runtime.quiet import quiet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one examination. `reason` is empty when the exported program is right everywhere."""
+
+    reason: str
+    places: tuple[Place, ...] = ()
+    """Lines of the user's code that may be the cause, the likeliest first."""
+    loud: bool = False
+    """Whether the exporter itself refused."""
+    program: torch.export.ExportedProgram | None = None
+    max_abs_error: float = 0.0
+    compared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """A module's calls with the answers of the original, asked in order of a fresh copy."""
+
+    calls: tuple[Call, ...]
+    answers: tuple[Answer, ...]
+    forgetful: bool
+    """True when the same call is answered the same again: no state."""
+    written: tuple[str, ...] = ()
+    """Buffers that the calls changed."""
+
+    @property
+    def base(self) -> Call:
+        """The call to export with: one that the original answers."""
+        answered = [call for call, answer in zip(self.calls, self.answers, strict=True) if answer.arrays is not None]
+        return base_call(answered or self.calls, free_dims(self.calls))
+
+    def partings(self) -> tuple[Place, ...]:
+        """Lines at which the ways of two answered calls part, for calls of one size first: those are values."""
+        seen: dict[Place, None] = {}
+        answered = [(c, a) for c, a in zip(self.calls, self.answers, strict=True) if a.arrays is not None]
+        if not answered:
+            return ()
+        shapes = [tuple(tensor.shape for tensor in call.tensors) for call, _ in answered]
+        for same in (True, False):
+            for index, (_, answer) in enumerate(answered):
+                other = next((i for i in range(index) if (shapes[i] == shapes[index]) is same), None)
+                place = None if other is None else paths.divergence(answered[other][1].way, answer.way)
+                if place is not None:
+                    seen[place] = None
+        return tuple(seen)
+
+
+def ask_original(module: torch.nn.Module, calls: Sequence[Call]) -> Oracle:
+    """Asks a copy of `module` each call, watching its way, and the first one again at the end."""
+    twin = copied(module)
+    before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+    answers = [asked(twin, call, watch=True) for call in calls]
+    again = asked(twin, calls[0])
+    reason, _ = agree(answers[0], again)
+    written = tuple(n for n, b in twin.named_buffers() if n not in before or not torch.equal(b, before[n]))
+    return Oracle(calls=tuple(calls), answers=tuple(answers), forgetful=not reason, written=written)
+
+
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose hooks are gone: they watch the original."""
+    twin = copy.deepcopy(module)
+    for part in twin.modules():
+        part._forward_pre_hooks.clear()
+        part._forward_pre_hooks_with_kwargs.clear()
+        part._forward_hooks.clear()
+    return twin
+
+
+def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
+    """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them."""
+    base, free = oracle.base, free_dims(oracle.calls)
+    shapes = tuple(dict.fromkeys(sorted(axes), torch.export.Dim.DYNAMIC) for axes in free)
+    try:
+        with torch.no_grad(), hushed():
+            program = torch.export.export(
+                Flat(copied(module), base), base.tensors, dynamic_shapes=(shapes,), strict=False
+            )
+            run = program.module(check_guards=False)
+            kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if oracle.written else {}
+    except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
+        return _loud(error, oracle)
+    with hushed():
+        reason, worst, compared = compared_with(run, oracle)
+    if not reason and kept:
+        reason = f"it writes into its own buffers when it is called ({', '.join(oracle.written)})"
+        return Finding(reason=reason, program=program)
+    places = oracle.partings() if reason else ()
+    return Finding(reason=reason, places=places, program=program, max_abs_error=worst, compared=compared)
+
+
+def compared_with(run: Callable[..., Any], oracle: Oracle) -> tuple[str, float, int]:
+    """Why `run`, which takes flat tensors, is not the original; the largest difference; how many calls agree."""
+    worst, compared = 0.0, 0
+    for call, expected in zip(oracle.calls, oracle.answers, strict=True):
+        if expected.arrays is None:
+            continue
+        found = asked(run, _flat(call))
+        reason, error = agree(expected, found)
+        if reason:
+            sizes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
+            return f"for inputs of {sizes}, {reason}", worst, compared
+        worst, compared = max(worst, error), compared + 1
+    return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
+
+
+def _flat(call: Call) -> Call:
+    from torch.utils import _pytree as pytree
+
+    leaves, spec = pytree.tree_flatten((call.tensors, {}))
+    return Call(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
+
+
+def _loud(error: Exception, oracle: Oracle) -> Finding:
+    place = paths.users_line(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    partings = oracle.partings()
+    places = (place, *partings) if place is not None else partings
+    return Finding(reason=reason, places=tuple(dict.fromkeys(places)), loud=True)
+
+
+def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
+    """Whether torch.jit.trace gives a program that is right on every call."""
+    base = oracle.base
+
+    def make() -> Any:
+        return torch.jit.trace(Flat(copied(module), base), base.tensors, check_trace=False)
+
+    return _scripted_right(make, oracle, flat=True)
+
+
+def scripts(module: torch.nn.Module, oracle: Oracle) -> bool:
+    """Whether torch.jit.script gives a program that is right on every call."""
+    return _scripted_right(lambda: torch.jit.script(copied(module)), oracle, flat=False)
+
+
+def _scripted_right(make: Callable[[], Any], oracle: Oracle, *, flat: bool) -> bool:
+    with hushed(), torch.no_grad():
+        try:
+            program = make()
+        except Exception:  # noqa: BLE001 (blind except): a refusal is the answer, its reason is torch's own
+            return False
+        if flat:
+            return not compared_with(program, oracle)[0]
+        answers = [asked(program, call) for call in oracle.calls]
+    return all(not agree(a, b)[0] for a, b in zip(oracle.answers, answers, strict=True))
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """torch's exporters and TorchScript keep their talk to themselves: what matters is in the finding."""
+    with quiet(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,260 @@
+"""From a module that cannot be exported to the smallest edits with which it can, each step proven on its calls.
+
+    blocking line ──candidates──▶ edit ──the eager answers are the same?──▶ export, compare on all calls
+                        ▲                                                        │ blocked elsewhere
+                        └────────────────────────────────────────────────────────┘
+
+A search in depth with a budget: what comes out is proven, what does not come out is said.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from trueline.doctor.calls import asked
+from trueline.doctor.examine import Finding, Oracle, agree, examine, hushed
+from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
+from trueline.doctor.rewrites import candidates
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+from trueline.doctor.rewrites.state import writes_state
+from trueline.runtime.paths import Place
+
+MAX_EXAMINED = 16
+"""Exports that one class may cost."""
+MAX_DEPTH = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healed:
+    """Edits with which the module is right."""
+
+    text: str
+    steps: tuple[str, ...]
+    finding: Finding
+
+
+@dataclass(slots=True)
+class _Search:
+    module: torch.nn.Module
+    oracle: Oracle
+    texts: Mapping[str, str]
+    file: str
+    owner: type
+    left: int = MAX_EXAMINED
+    tried: set[str] = field(default_factory=set)
+    offered: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def with_text(self, text: str) -> torch.nn.Module:
+        return patched(self.module, {**self.texts, self.file: text})
+
+
+def heal(module: torch.nn.Module, oracle: Oracle, texts: Mapping[str, str], finding: Finding) -> Healed | str:
+    """Edits of the file of `module`'s class that make it exportable and right; else why there are none.
+
+    `texts` are the files as edited so far; `finding` is the examination with these.
+    """
+    owner = owner_of(module)
+    file = file_of(owner)
+    start = texts.get(file) or Path(file).read_text()
+    search = _Search(module=module, oracle=oracle, texts=texts, file=file, owner=owner)
+    found = _deeper(search, start, (), finding, {})
+    if found is not None:
+        return found
+    if not search.offered:
+        return f"no rewrite is known for this form: {finding.reason}"
+    last = search.refusals[-1] if search.refusals else finding.reason
+    return f"{search.offered} rewrites were tried, none is proven; the last: {last}"
+
+
+def _deeper(
+    search: _Search, text: str, steps: tuple[str, ...], finding: Finding, seen: Mapping[str, Any]
+) -> Healed | None:
+    if len(steps) >= MAX_DEPTH:
+        return None
+    for candidate, held in _proposed(search, text, finding, seen):
+        if candidate.text in search.tried or search.left <= 0:
+            continue
+        search.tried.add(candidate.text)
+        search.offered += 1
+        if candidate.both is not None and not _both_ways(search, text, *candidate.both):
+            search.refusals.append(f"{candidate.words}: the probes do not go both ways")
+            continue
+        module = _compiled(search, candidate)
+        if module is None or not _same(search, module, candidate):
+            continue
+        search.left -= 1
+        after = examine(module, search.oracle)
+        done = (*steps, candidate.words)
+        if not after.reason:
+            if candidate.cheap or _same_where_it_matters(search, module):
+                return Healed(text=candidate.text, steps=done, finding=after)
+            continue
+        search.refusals.append(f"{candidate.words}: {after.reason}")
+        found = _deeper(search, candidate.text, done, after, held)
+        if found is not None:
+            return found
+    return None
+
+
+def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
+    """Whether the calls reach the line `test` with and without reaching the line `body` after it."""
+    counts = {test: 0, body: 0}
+    file = name_of(search.file, text)
+
+    def entered(frame: FrameType, event: str, arg: Any) -> Any:
+        return stepped if frame.f_code.co_filename == file else None
+
+    def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_lineno in counts:
+            counts[frame.f_lineno] += 1
+        return stepped
+
+    module = search.with_text(text)
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        for call in search.oracle.calls:
+            asked(module, call)
+    finally:
+        sys.settrace(before)
+    return 0 < counts[body] < counts[test]
+
+
+def _compiled(search: _Search, candidate: Candidate) -> torch.nn.Module | None:
+    try:
+        return search.with_text(candidate.text)
+    except (SyntaxError, NameError) as error:
+        search.refusals.append(f"{candidate.words}: {error}")
+        return None
+
+
+def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
+    """Whether the eager rewrite answers as the original on every call. Structured operators are compiled by torch at
+    each new shape, which takes seconds: theirs is left to the exported program and `_same_where_it_matters`."""
+    if not candidate.cheap or "torch.cond(" in candidate.text or "_higher_order_ops" in candidate.text:
+        return True
+    for call, expected in zip(search.oracle.calls, search.oracle.answers, strict=True):
+        reason, _ = agree(expected, asked(module, call))
+        if reason:
+            search.refusals.append(f"{candidate.words}: {reason}")
+            return False
+    return True
+
+
+def _same_where_it_matters(search: _Search, module: torch.nn.Module) -> bool:
+    """The eager rewrite on the call that was exported."""
+    base = search.oracle.base
+    index = next(i for i, call in enumerate(search.oracle.calls) if call is base)
+    with hushed():
+        reason, _ = agree(search.oracle.answers[index], asked(module, base))
+    return not reason
+
+
+def _proposed(
+    search: _Search, text: str, finding: Finding, seen: Mapping[str, Any]
+) -> Iterator[tuple[Candidate, Mapping[str, Any]]]:
+    done: set[int] = set()
+    for line in lines_of(finding, search.file, text, search.owner):
+        scope = scope_at(search, text, line, seen)
+        spot = None if scope is None else scope.spot(line)
+        if scope is None or spot is None or spot.statement.lineno in done:
+            continue
+        done.add(spot.statement.lineno)
+        for candidate in candidates(scope, spot):
+            yield candidate, scope.seen
+        for candidate in _inside(scope, spot):
+            yield candidate, scope.seen
+
+
+def _inside(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+    """What a loop holds that has to go before the loop can."""
+    for around in (*spot.outer, spot):
+        if isinstance(around.statement, ast.For | ast.While):
+            for node in ast.walk(around.statement):
+                if isinstance(node, ast.If) and scope.worth(node.test) != "static":
+                    inner = scope.spot(node.lineno)
+                    if inner is not None:
+                        yield from candidates(scope, inner)
+
+
+def lines_of(finding: Finding, file: str, text: str, owner: type) -> list[int]:
+    """Lines of `text` that the finding's places stand for; and the lines that write a state."""
+    found: list[int] = []
+    lines = text.splitlines()
+    current = name_of(file, text)
+    for place in finding.places:
+        if place.file == current:
+            found.append(place.line)
+        elif place.file.partition(MARK)[0] == file:
+            found += _same_source(place, lines)
+    node = class_node(ast.parse(text), owner)
+    for statement in ast.walk(node) if node is not None and not found else ():
+        if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
+            found += [s.lineno for s in ast.walk(statement) if isinstance(s, ast.stmt) and writes_state(s)]
+    return list(dict.fromkeys(found))
+
+
+def _same_source(place: Place, lines: list[str]) -> list[int]:
+    """Lines that read as the place's does, the nearest first: lines above it may have been edited."""
+    alike = [number for number, line in enumerate(lines, 1) if line.strip() and line.strip() == place.source]
+    return sorted(alike, key=lambda number: abs(number - place.line))[:1]
+
+
+def scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) -> Scope | None:
+    """The function of `text` that holds `line`, with what its locals hold on the exported call."""
+    tree = ast.parse(text)
+    function = function_at(tree, line)
+    if function is None:
+        return None
+    if "torch.cond(" in text or "_higher_order_ops" in text:
+        return Scope(text=text, function=function, seen=seen)
+    held = locals_of(search.with_text(text), search.oracle, name_of(search.file, text), function.name)
+    return Scope(text=text, function=function, seen={**seen, **held})
+
+
+def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:
+    """The outermost function that holds `line`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            return node
+    return None
+
+
+def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: str) -> dict[str, Any]:
+    """Values of the locals of `function` when it ends, on the calls that are exported and asked first."""
+    held: dict[str, Any] = {}
+
+    def entered(frame: FrameType, event: str, arg: Any) -> Any:
+        return left if frame.f_code.co_filename == file and frame.f_code.co_name == function else None
+
+    def left(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            held.update({name: value for name, value in frame.f_locals.items() if value is not None})
+        return left
+
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        for call in dict.fromkeys((oracle.calls[0], oracle.calls[-1], oracle.base)):
+            asked(module, call)
+    finally:
+        sys.settrace(before)
+    return held
+
+
+def diff(before: str, after: str, name: str) -> str:
+    """The edits as a unified diff of the user's file."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}", n=2
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)

@@ -1,0 +1,53 @@
+"""Whether an exported program is right as ONNX too: translated, run by ONNX Runtime, compared on every call."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import onnxruntime
+import torch
+
+from trueline.doctor.calls import Answer, agree
+from trueline.doctor.examine import Finding, Oracle, hushed
+
+
+def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
+    """`proven`, or why the program has no ONNX form that is right. Raises nothing."""
+    assert finding.program is not None
+    if not oracle.forgetful:
+        return "ONNX cannot hold the state"
+    try:
+        with hushed():
+            made = torch.onnx.export(finding.program, (), dynamo=True, verbose=False)
+            session = _opened(made)
+    except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer
+        return f"not translated: {_first(error.__cause__ or error)}"
+    for call, expected in zip(oracle.calls, oracle.answers, strict=True):
+        feeds = {spec.name: tensor.numpy() for spec, tensor in zip(session.get_inputs(), call.tensors, strict=False)}
+        if expected.arrays is None:
+            continue
+        reason, _ = agree(expected, _answered(session, feeds))
+        if reason:
+            return f"refused: {reason}"
+    return "proven"
+
+
+def _opened(made: Any) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    with contextlib.redirect_stderr(io.StringIO()):
+        return onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
+
+
+def _answered(session: onnxruntime.InferenceSession, feeds: dict[str, Any]) -> Answer:
+    try:
+        found = session.run(None, feeds)
+    except Exception as error:  # noqa: BLE001 (blind except): whatever the runtime raises is a disagreement
+        return Answer(arrays=None, error=_first(error))
+    return Answer(arrays={f"output {index}": array for index, array in enumerate(found)}, error="")
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

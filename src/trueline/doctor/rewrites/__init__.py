@@ -1,0 +1,19 @@
+"""The families of rewrites. Each proposes edits of one statement; none decides whether an edit is right: the proof
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trueline.doctor.rewrites import branch, loops, masks, scalars, state, value_loops
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+
+_FAMILIES = (branch, masks, scalars, value_loops, loops, state)
+"""Safest first."""
+
+
+def candidates(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+    """Edits for the statement at `spot`, then for what stands around it, the nearest first."""
+    for place in (spot, *reversed(spot.outer)):
+        for family in _FAMILIES:
+            yield from family.rewrites(scope, place)

@@ -1,0 +1,209 @@
+"""Every submodule of the user's own, from the innermost outwards: can it be captured, and what would heal it.
+
+The whole model is asked its probes once, while each submodule's calls are noted; each submodule is then
+examined by itself on what it was asked. Rewrites of inner classes are in force while the outer ones are
+examined, so that a part that only waits for another is told from one that needs a rewrite itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from trueline import events
+from trueline.doctor.calls import Call, alike, asked, recording
+from trueline.doctor.causes import cause_of
+from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
+from trueline.doctor.examine import Finding, Oracle, ask_original, copied, examine, scripts, traces
+from trueline.doctor.heal import Healed, diff, heal
+from trueline.doctor.patch import file_of, owner_of, patched
+from trueline.runtime import paths
+
+MAX_CALLS = 32
+"""Calls that one submodule is compared on."""
+WHOLE = "(model)"
+
+
+@dataclass(slots=True)
+class Survey:
+    """Rows by path, and the user's files as the rewrites have them."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    rewrites: dict[type, Rewrite] = field(default_factory=dict)
+    known: dict[object, Row] = field(default_factory=dict)
+
+
+OnnxCheck = Callable[[Finding, Oracle], str]
+
+
+def survey(model: torch.nn.Module, calls: Iterable[Call], *, onnx: OnnxCheck | None, base: Path) -> Survey:
+    """Examines `model` (in evaluation mode) and its submodules on `calls` of the whole.
+
+    `onnx` says of a rewrite's program whether it is right as ONNX too; paths in diffs are relative to `base`.
+    """
+    watched = copied(model)
+    modules = {path or WHOLE: part for path, part in watched.named_modules() if is_own(part)}
+    modules.setdefault(WHOLE, watched)
+    with recording(modules) as noted:
+        for call in calls:
+            asked(watched, call)
+    originals = dict(model.named_modules())
+    done = Survey()
+    for path in sorted(modules, key=_depth, reverse=True):
+        events.emit("doctor.examining", submodule=path)
+        part = originals["" if path == WHOLE else path]
+        if not noted[path]:
+            done.rows[path] = _unasked(path, part)
+            continue
+        done.rows[path] = _row(path, part, _spread(alike(noted[path])), done, onnx, base)
+    done.rows = {path: done.rows[path] for path in modules}
+    return done
+
+
+def _depth(path: str) -> int:
+    return -1 if path == WHOLE else path.count(".")
+
+
+def is_own(module: torch.nn.Module) -> bool:
+    """Whether the module's `forward` is the user's code, or of a library that is not torch."""
+    try:
+        return paths.is_users(file_of(owner_of(module)))
+    except StopIteration:
+        return False
+
+
+def _spread(calls: list[Call]) -> list[Call]:
+    """At most MAX_CALLS of the calls, of as many shapes and as many kinds of values as can be, in the order in which
+    they were made."""
+    if len(calls) <= MAX_CALLS:
+        return calls
+    shapes: dict[object, list[int]] = {}
+    for index, call in enumerate(calls):
+        shapes.setdefault(tuple(tensor.shape for tensor in call.tensors), []).append(index)
+    mix = random.Random(0)
+    for indices in shapes.values():
+        rest = indices[1:]
+        mix.shuffle(rest)
+        indices[1:] = rest
+    chosen: list[int] = []
+    while len(chosen) < MAX_CALLS:
+        for indices in shapes.values():
+            if indices:
+                chosen.append(indices.pop(0))
+    return [calls[index] for index in sorted(chosen[:MAX_CALLS])]
+
+
+def _unasked(path: str, part: torch.nn.Module) -> Row:
+    return _made(path, part, "blocked", Finding(reason="never called"), why="no probe of the model reached it")
+
+
+def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx: OnnxCheck | None, base: Path) -> Row:
+    key = _key(part, calls)
+    if key in done.known:
+        return _again(path, done.known[key])
+    oracle = ask_original(part, calls)
+    finding = examine(part, oracle)
+    if not finding.reason:
+        row = _made(path, part, "ready", finding, part, oracle)
+    else:
+        row = _unready(path, part, oracle, finding, done, onnx, base)
+    done.known[key] = row
+    return row
+
+
+def _key(part: torch.nn.Module, calls: list[Call]) -> object:
+    """Equal for modules that differ in their parameters' values only."""
+    plain = {name: repr(value) for name, value in vars(part).items() if isinstance(value, int | float | str | tuple)}
+    shapes = [(name, tuple(value.shape)) for name, value in part.state_dict().items()]
+    return (type(part), tuple(sorted(plain.items())), tuple(shapes), calls[0].form)
+
+
+def _again(path: str, row: Row) -> Row:
+    return replace(row, path=path)
+
+
+def _unready(
+    path: str,
+    part: torch.nn.Module,
+    oracle: Oracle,
+    finding: Finding,
+    done: Survey,
+    onnx: OnnxCheck | None,
+    base: Path,
+) -> Row:
+    cause = cause_of(part, oracle, finding)
+    owner, after = owner_of(part), finding
+    if done.texts:
+        after = examine(patched(part, done.texts), oracle)
+        if not after.reason:
+            status: Status = "rewritten" if owner in done.rewrites else "waits"
+            return _made(path, part, status, finding, part, oracle, cause, done.rewrites.get(owner))
+    blocked = [row.path for row in done.rows.values() if row.status == "blocked" and _inside(row.path, path)]
+    own = cause.file == file_of(owner)
+    found = heal(part, oracle, done.texts, after) if own or not blocked else "its submodule has to be healed first"
+    if isinstance(found, str):
+        why = f"waits for {', '.join(blocked)}" if blocked and not own else found
+        return _made(path, part, "blocked", finding, part, oracle, cause, None, why)
+    rewrite = _kept(found, part, oracle, done, onnx, base)
+    return _made(path, part, "rewritten", finding, part, oracle, cause, rewrite)
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return outer == WHOLE or inner.startswith(f"{outer}.")
+
+
+def _kept(
+    found: Healed, part: torch.nn.Module, oracle: Oracle, done: Survey, onnx: OnnxCheck | None, base: Path
+) -> Rewrite:
+    owner = owner_of(part)
+    file = file_of(owner)
+    before = done.texts.get(file) or Path(file).read_text()
+    done.texts[file] = found.text
+    rewrite = Rewrite(
+        class_name=owner.__name__,
+        file=file,
+        steps=found.steps,
+        diff=diff(before, found.text, _relative(file, base)),
+        probes=found.finding.compared,
+        max_abs_error=found.finding.max_abs_error,
+        onnx=onnx(found.finding, oracle) if onnx is not None else "",
+    )
+    done.rewrites[owner] = rewrite
+    events.emit("doctor.rewritten", module=owner.__name__, steps="; ".join(found.steps), probes=rewrite.probes)
+    return rewrite
+
+
+def _relative(file: str, base: Path) -> str:
+    relative = os.path.relpath(file, base)
+    return Path(file).name if relative.startswith("..") else Path(relative).as_posix()
+
+
+def _made(
+    path: str,
+    part: torch.nn.Module,
+    status: Status,
+    finding: Finding,
+    module: torch.nn.Module | None = None,
+    oracle: Oracle | None = None,
+    cause: Cause | None = None,
+    rewrite: Rewrite | None = None,
+    why: str = "",
+) -> Row:
+    asked_for = module is not None and oracle is not None
+    return Row(
+        path=path,
+        class_name=type(part).__name__,
+        status=status,
+        traceable=asked_for and traces(part, oracle),  # type: ignore[arg-type]
+        scriptable=asked_for and scripts(part, oracle),  # type: ignore[arg-type]
+        exportable=not finding.reason,
+        cause=cause,
+        rewrite=rewrite,
+        why_not=why,
+    )

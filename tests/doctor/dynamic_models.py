@@ -1,0 +1,166 @@
+"""Small models with control flow that depends on the request. Their lines are found by the marks in their comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+def line_of(mark: str) -> int:
+    """Number of the line that carries `# mark`."""
+    for number, line in enumerate(Path(__file__).read_text().splitlines(), 1):
+        if line.endswith(f"# {mark}"):
+            return number
+    raise AssertionError(f"no line is marked {mark}")
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # value branch
+            y = x * 2
+        else:
+            y = x - 1
+        return y + 1
+
+
+class EarlyReturn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max().item() > 2:  # early return
+            return x
+        x = self.layer(x)
+        return torch.relu(x)
+
+
+class SizeBranch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 6:  # size branch
+            x = x * 2
+        return x + 1
+
+
+class Number(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.mean().item()  # number
+        if scale > 1:
+            x = x / scale
+        return x
+
+
+class Steps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        outs = []
+        for t in range(x.shape[1]):  # steps
+            outs.append(torch.tanh(x[:, t]))
+        return torch.stack(outs, dim=1)
+
+
+class Recurrence(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):  # recurrence
+            h = 0.5 * h + x[:, t]
+        return h
+
+
+class Halve(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 2:  # while
+            x = x * 0.5
+        return x
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum(-1) > 0).long()
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index
+            if mask.any():  # experts
+                out[mask] = expert(x[mask])
+        return out
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # counter
+        return x / self.calls
+
+
+class Statistics(nn.Module):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum(0)  # statistics
+        return x * 2
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+class Whole(nn.Module):
+    """One dynamic part between two static ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Plain()
+        self.middle = Branch()
+        self.last = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.middle(self.first(x)))
+        return found
+
+
+class Opaque(nn.Module):
+    """Sorted by Python: nothing here rewrites that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = sorted(range(x.shape[0]), key=lambda i: float(x[i].sum()))  # sorted
+        return x[order]
+
+
+class Suppress(nn.Module):
+    """What an earlier step dropped drops nothing itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = (x[:, :1] - x[:, 0]).abs() < 0.5
+        order = torch.arange(x.shape[0])
+        keep = torch.ones(x.shape[0], dtype=torch.bool)
+        for i in range(x.shape[0]):
+            if keep[i]:  # suppress
+                keep = keep & ~(near[i] & (order > i))
+        return x * keep[:, None]
+
+
+class Rare(nn.Module):
+    """No probe is as large as this."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 1e9:
+            x = x + x.nonzero().sum()
+        return x if x.sum() > 0 else -x  # rare

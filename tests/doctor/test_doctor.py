@@ -1,0 +1,282 @@
+"""Each submodule that cannot be captured is named with its line, and no rewrite is shown that was not proven."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dynamic_models as models
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.cli.app import run
+from trueline.doctor import progress
+from trueline.doctor.api import calls_of, doctor
+from trueline.doctor.calls import agree, asked
+from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
+from trueline.doctor.examine import ask_original, examine
+from trueline.doctor.html import page
+from trueline.doctor.patch import patched
+from trueline.doctor.report import text
+from trueline.doctor.survey import Survey, survey
+from trueline.errors import CaptureError, UsageError
+from trueline.runtime.eager import EagerSession
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def examined(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Survey:
+    model = model.eval()
+    eager = EagerSession(model, x, dynamic_shapes={"x": {axis: f"x.{axis}" for axis in dynamic}})
+    return survey(model, calls_of(eager), onnx=None, base=Path(__file__).parent)
+
+
+def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
+    return examined(model, x, dynamic).rows["(model)"]
+
+
+@pytest.mark.parametrize(
+    ("model", "mark", "kind", "edit"),
+    [
+        (models.Branch, "value branch", "value branch", "+        y = torch.where("),
+        (models.EarlyReturn, "early return", "value branch", "+        return torch."),
+        (models.SizeBranch, "size branch", "size branch", "+        x = torch.where(torch.full((), x.shape[0]) > 6"),
+        (models.Experts, "experts", "value branch", "-            if mask.any():"),
+    ],
+)
+def test_a_branch_is_named_with_its_line_and_its_rewrite_is_proven(
+    model: type[nn.Module], mark: str, kind: str, edit: str
+) -> None:
+    row = whole(model(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert not row.exportable
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == (kind, models.line_of(mark))
+    assert row.rewrite is not None
+    assert row.rewrite.probes >= 10
+    assert edit in row.rewrite.diff
+
+
+def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
+    row = whole(models.Number(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert "+        scale = x.mean()\n" in row.rewrite.diff
+
+
+def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
+    row = whole(models.Steps(), torch.randn(3, 5, 4), dynamic=(1,))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("time loop", models.line_of("steps"))
+    assert row.rewrite is not None
+    assert "scan" not in row.rewrite.diff
+
+
+def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() -> None:
+    row = whole(models.Recurrence(), torch.randn(3, 5, 4), dynamic=(1,))
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert "scan(" in row.rewrite.diff
+
+
+def test_a_while_on_a_value_becomes_a_while_loop() -> None:
+    row = whole(models.Halve(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("value loop", models.line_of("while"))
+    assert row.rewrite is not None
+    assert "while_loop(" in row.rewrite.diff
+
+
+def test_a_state_that_answers_depend_on_is_named_and_never_frozen() -> None:
+    row = whole(models.Counter(), torch.randn(3, 4))
+    assert row.status == "blocked"
+    assert row.rewrite is None
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("state", models.line_of("counter"))
+    assert "none is proven" in row.why_not
+
+
+def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> None:
+    row = whole(models.Statistics(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert row.cause.line == models.line_of("statistics")
+    assert row.rewrite is not None
+    assert "if self.training:" in row.rewrite.diff
+
+
+def test_what_nobody_can_rewrite_is_said_with_its_line() -> None:
+    row = whole(models.Opaque(), torch.randn(3, 4))
+    assert row.status == "blocked"
+    assert row.cause is not None
+    assert row.cause.line == models.line_of("sorted")
+    assert row.why_not
+
+
+def test_only_the_part_that_needs_it_is_rewritten_and_the_whole_waits_for_it() -> None:
+    found = examined(models.Whole(), torch.randn(3, 4))
+    assert {path: row.status for path, row in found.rows.items()} == {
+        "(model)": "waits",
+        "first": "ready",
+        "middle": "rewritten",
+        "last": "ready",
+    }
+    assert list(found.rows) == ["(model)", "first", "middle", "last"]
+
+
+def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
+    model = models.EarlyReturn().eval()
+    found = examined(model, torch.randn(3, 4))
+    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(5, 4))))
+    edited = patched(model, found.texts)
+    assert not examine(edited, oracle).reason
+    assert all(not agree(a, asked(edited, c))[0] for a, c in zip(oracle.answers, oracle.calls, strict=True))
+    assert examine(model, oracle).reason
+
+
+def test_a_step_of_a_scan_reads_what_earlier_steps_changed() -> None:
+    model, x = models.Suppress().eval(), torch.randn(5, 4)
+    found = examined(model, x)
+    assert found.rows["(model)"].status == "rewritten"
+    chain = torch.tensor([[0.0], [0.4], [0.8], [1.2]]).expand(4, 4)  # each drops the next: the first and the third stay
+    with torch.no_grad():
+        assert torch.equal(patched(model, found.texts)(chain), model(chain))
+
+
+def test_a_condition_that_no_probe_meets_is_not_taken_away() -> None:
+    row = whole(models.Rare(), torch.randn(3, 4))
+    assert row.rewrite is None or "x.max() > 1000000000.0" in row.rewrite.diff
+
+
+def test_an_edit_that_answers_otherwise_is_not_taken_for_proven() -> None:
+    model = models.Branch().eval()
+    oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(3, 4))))
+    source = Path(models.__file__).read_text()
+    wrong = source.replace("y = x * 2\n        else:\n            y = x - 1", "y = x * 2\n        y = torch.relu(x)")
+    wrong = wrong.replace("if x.sum() > 0:  # value branch\n            y = x * 2", "y = x")
+    assert wrong != source
+    assert "differs" in examine(patched(model, {models.__file__: wrong}), oracle).reason
+
+
+RECIPE = """
+import torch
+from torch import nn
+from layers import Gate
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Gate())
+
+def loss(outputs, labels):
+    return outputs.sum()
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+def dataset(mode):
+    return torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8))
+
+def examples():
+    return torch.arange(12.0).reshape(3, 4) - 6
+"""
+LAYERS = """
+import torch
+from torch import nn
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x - 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "layers.py").write_text(LAYERS)
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_recipe_is_healed_in_a_copy_and_progress_is_told_from_run_to_run(recipe: Path, tmp_path: Path) -> None:
+    healed = tmp_path / "healed"
+    first = doctor(recipe, apply=healed, html=tmp_path / "doctor.html", onnx=False)
+    assert (first.ready, first.healed, len(first.rows)) == (0, 2, 2)
+    assert first.before is None
+    assert (tmp_path / "layers.py").read_text() == LAYERS
+    assert "torch.where" in (healed / "layers.py").read_text()
+    assert (healed / "recipe.py").read_text() == RECIPE
+    assert not list(healed.glob("*.doctor.json"))
+    shown = (tmp_path / "doctor.html").read_text()
+    assert "torch.where" in shown
+    assert "layers.py:8" in shown
+
+    recipe.with_name("layers.py").write_text((healed / "layers.py").read_text())
+    recipe.write_text(RECIPE + "\n# healed\n")
+    second = doctor(recipe, onnx=False)
+    assert second.progress == "2 of 2 submodules, was 0"
+
+
+def test_the_copy_is_not_written_over_what_is_there(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exists already"):
+        doctor(recipe, apply=tmp_path)
+
+
+def test_a_dimension_of_an_input_that_is_not_there_is_refused(recipe: Path) -> None:
+    with pytest.raises(CaptureError, match="declares 'y'"):
+        doctor(recipe, dynamic={"y": [1]}, keep=False)
+
+
+def test_the_command_line_says_it_as_json(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", str(recipe), "--no-onnx", "--json", "-q"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["healed"] == 2
+    assert facts["rows"][1]["cause"]["words"] == "it branches on values: `if x.sum() > 0`"
+
+
+def test_a_misspelt_dimension_is_one_clear_error(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", str(recipe), "--dynamic", "x"]) == 2
+    assert "--dynamic 'x' is not INPUT:DIM" in capfd.readouterr().err
+
+
+def test_a_torn_memory_of_the_last_run_counts_as_none(recipe: Path) -> None:
+    from trueline.recipe.load import load_recipe
+
+    recipe.with_suffix(".doctor.json").write_text("{torn")
+    assert progress.earlier(load_recipe(recipe)) is None
+
+
+def diagnosis(**changes: Any) -> Diagnosis:
+    cause = Cause(kind="item", file="/a/model.py", line=7, source="n = <x>.item()", words="it takes a number out")
+    rewrite = Rewrite(
+        class_name="Net", file="/a/model.py", steps=("a & b",), diff="--- a\n+++ b\n-n\n+m <b>\n", probes=9,
+        max_abs_error=0.0, onnx="proven",
+    )  # fmt: skip
+    row = Row(
+        path="net", class_name="Net", status="rewritten", traceable=True, scriptable=False, exportable=False,
+        cause=cause, rewrite=rewrite, why_not="",
+    )  # fmt: skip
+    return Diagnosis(**{"recipe": "r", "rows": (row,), "before": None, **changes})
+
+
+def test_the_page_shows_code_as_text_and_loads_nothing_from_elsewhere() -> None:
+    shown = page(diagnosis())
+    assert "n = &lt;x&gt;.item()" in shown
+    assert "+m &lt;b&gt;" in shown
+    assert "<script" not in shown
+    assert "http" not in shown
+
+
+def test_the_report_counts_what_is_ready_and_what_the_rewrites_add() -> None:
+    shown = text(diagnosis(before=0))
+    assert shown.endswith("0 of 1 submodules, was 0 can be captured; 1 of 1 with the rewrites")
+    assert "/a/model.py:7: n = <x>.item()" in shown
+    assert "equal to the original on 9 calls" in shown
