@@ -328,6 +328,17 @@ def test_an_act_that_cannot_be_written_down_is_undone(
     office.close()
 
 
+def test_a_model_that_is_loaded_beside_others_does_not_take_the_server_out_of_service(office: Office) -> None:
+    assert not office.models.ready
+    office.models.started = True
+    assert office.models.ready
+    office.manage("POST", "/models?url=tiny.bundle&initial_workers=1")
+    loading = office.models.add("other", "1")
+    assert office.models.ready
+    loading.fail("it is torn")
+    assert not office.models.ready
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -193,8 +193,10 @@ class Models:
         self._splits: dict[str, Split] = {}
         self.shadows: dict[str, Shadow] = {}
         """By model: who is asked the same, and answers nobody."""
-        self.empty_is_ready = False
-        """A server that is managed is ready with nothing to serve; one that was given a bundle is not."""
+        self.started = False
+        """Whether all that was asked for at start has been loaded. From then on a model that is loaded beside the
+        others hinders nobody, and a server that is managed is ready with nothing to serve.
+        """
 
     def add(self, model: str, version: str) -> Version:
         """A new version, loading."""
@@ -279,9 +281,10 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has a default version that is ready: one that loads beside it hinders nobody."""
+        """Whether every model has a default version that is ready."""
+        fine = ("ready", "loading") if self.started else ("ready",)
         found = [self._versions[model][version] for model, version in self._defaults.items()]
-        return all(version.state == "ready" for version in found) and (bool(found) or self.empty_is_ready)
+        return all(version.state in fine for version in found) and (bool(found) or self.started)
 
 
 def load(bundle: Bundle, *, threads: int, max_batch: int, digest: str | None = None) -> Loaded:

@@ -151,7 +151,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             calls = await _open_grpc(settings, routes, keys)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, store, sources)))
         if record is not None:
-            models.empty_is_ready = store is not None
+            models.started = True
             where = _places(settings.host, ports) | ({} if calls is None else {"grpc_port": calls.port})
             announce({"event": "server.ready", **where, **record})
             await stop.asked.wait()
