@@ -6,7 +6,7 @@ ids and are what a mask holds. Equal arguments give equal probes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,7 +83,7 @@ def _sized(signature: Signature, base: Mapping[str, int], random: np.random.Gene
 
 
 def _valued(signature: Signature, inputs: Mapping[str, Array], base: Mapping[str, int]) -> Iterator[Probe]:
-    changes = {
+    changes: dict[str, Callable[[Array], Array]] = {
         "zeros": lambda array: np.zeros_like(array),
         "ones": lambda array: np.ones_like(array),
         "negated": lambda array: -array if array.dtype.kind == "f" else array,

@@ -29,7 +29,7 @@ FILE = "programs/model.ts"
 def undeprecated() -> Iterator[None]:
     """torch warns at every call of torch.jit; the bundle's notes say it once, to whom it concerns."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # no signal: see docs/concepts/proof.md
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)  # no signal: see docs/concepts/proof.md
         warnings.filterwarnings("ignore", message=r".*`?torch\.jit\.\w+`? is (deprecated|not supported)")
         yield
 
@@ -49,7 +49,7 @@ class TorchScriptSession:
             torch.set_num_threads(threads)
         try:
             with undeprecated():
-                self._module = torch.jit.load(str(path), map_location="cpu").eval()
+                self._module = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
         taken = [argument.name for argument in self._module.forward.schema.arguments[1:]]
