@@ -19,6 +19,8 @@ from trueline.errors import NotProven, RequestError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.session import open_program
 
+pytestmark = pytest.mark.slow
+
 
 class Hole(nn.Module):
     """A branch at one length that computes the same either way."""
@@ -107,7 +109,6 @@ def test_the_range_ends_where_the_model_itself_does(tmp_path: Path) -> None:
     assert [golden.case for golden in bundle.golden()] == ["batch-1", "batch-2", "batch-5", "length-1"]
 
 
-@pytest.mark.slow
 def test_lengths_are_free_when_the_examples_that_are_yielded_differ_in_them(tmp_path: Path) -> None:
     def examples() -> Iterator[Tensor]:
         yield torch.randn(3, 5, 4)
@@ -132,7 +133,6 @@ def test_a_model_with_a_memory_is_called_so_with_the_line_that_stores(tmp_path: 
     assert line_of("memory") in refused.value.message
 
 
-@pytest.mark.slow
 def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp_path: Path) -> None:
     bundle = captured(Hole, tmp_path / "b")
     alone = verify(bundle)
@@ -149,7 +149,6 @@ def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp
         verify(bundle, checkpoint=tmp_path)
 
 
-@pytest.mark.slow
 def test_seed_0_asks_the_values_of_the_capture_again(tmp_path: Path) -> None:
     blanks: dict[str, Any] = {"examples": lambda: torch.arange(60.0).reshape(3, 5, 4), "dynamic_shapes": lengths}
     bundle = captured(Hole, tmp_path / "b", **blanks)

@@ -25,6 +25,8 @@ from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime.eager import EagerSession
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -41,7 +43,6 @@ def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
     return examined(model, x, dynamic).rows["(model)"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mark", "kind", "edit"),
     [
@@ -80,7 +81,6 @@ def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
     assert "scan" not in row.rewrite.diff
 
 
-@pytest.mark.slow
 def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() -> None:
     row = whole(models.Recurrence(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
@@ -88,7 +88,6 @@ def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() ->
     assert "scan(" in row.rewrite.diff
 
 
-@pytest.mark.slow
 def test_a_while_on_a_value_becomes_a_while_loop() -> None:
     row = whole(models.Halve(), torch.randn(3, 4))
     assert row.status == "rewritten"
@@ -107,7 +106,6 @@ def test_a_state_that_answers_depend_on_is_named_and_never_frozen() -> None:
     assert "none is proven" in row.why_not
 
 
-@pytest.mark.slow
 def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> None:
     row = whole(models.Statistics(), torch.randn(3, 4))
     assert row.status == "rewritten"
@@ -136,7 +134,6 @@ def test_only_the_part_that_needs_it_is_rewritten_and_the_whole_waits_for_it() -
     assert list(found.rows) == ["(model)", "first", "middle", "last"]
 
 
-@pytest.mark.slow
 def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     model = models.EarlyReturn().eval()
     found = examined(model, torch.randn(3, 4))
@@ -147,7 +144,6 @@ def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     assert examine(model, oracle).reason
 
 
-@pytest.mark.slow
 def test_a_step_of_a_scan_reads_what_earlier_steps_changed() -> None:
     model, x = models.Suppress().eval(), torch.randn(5, 4)
     found = examined(model, x)
@@ -213,7 +209,6 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_recipe_is_healed_in_a_copy_and_progress_is_told_from_run_to_run(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

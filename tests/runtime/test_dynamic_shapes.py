@@ -18,6 +18,8 @@ from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
 from trueline.runtime.session import open_session
 
+pytestmark = pytest.mark.slow
+
 EMITTERS = {"onnx": onnx_emit.emit, "torch_export": export.emit}
 
 
@@ -60,7 +62,6 @@ def exported(module: nn.Module, example: Any, **free: Any) -> tuple[EagerSession
     return eager, export.export(eager.module, eager.calling)
 
 
-@pytest.mark.slow
 def test_a_dimension_in_which_examples_differ_is_free_and_one_symbol_where_the_program_ties_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager, found = exported(Masked(), masked(5), others=[masked(7), masked(2, batch=1)])

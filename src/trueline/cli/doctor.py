@@ -40,7 +40,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say which parts of a model cannot be captured, why, and what to rewrite.
+    """Say what cannot be captured, why, and how to rewrite it.
 
     Each submodule of your own is traced, scripted and exported by itself, on what the whole model really asks it. For
     one that fails, the first blocking line is named. Where a rewrite to torch.where, cond, while_loop or scan can be

@@ -17,11 +17,9 @@ EXTENSIONS = (
     "model_configuration",
     "model_repository",
     "parameters",
-    "schedule_policy",
     "statistics",
 )
 _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "retiring": "UNLOADING"}
-_TYPES = {"FP16": "TYPE_FP16", "FP32": "TYPE_FP32", "FP64": "TYPE_FP64", "BOOL": "TYPE_BOOL"}
 
 
 def describe(found: Version, versions: list[str]) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def _tensor(spec: TensorSpec, batched: bool) -> dict[str, Any]:
     shape = spec.shape[1:] if batched else spec.shape
     return {
         "name": spec.name,
-        "data_type": _TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"),
+        "data_type": f"TYPE_{spec.datatype}",
         "dims": [size if isinstance(size, int) else -1 for size in shape],
     }
 

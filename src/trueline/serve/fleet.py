@@ -204,7 +204,7 @@ class Fleet:
     async def retire(self, model: str, version: str | None = None) -> None:
         """Takes a version away, or the model with all its versions; returns when their last requests are answered.
 
-        Raises NotFound; Refused for the default version while there are others.
+        Raises NotFound; RequestError (403) for the default version while there are others.
         """
         async with self.lock(model):
             names = self.models.versions(model) if version is None else [version]
