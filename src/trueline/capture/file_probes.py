@@ -86,7 +86,7 @@ def _valued(signature: Signature, inputs: Mapping[str, Array], base: Mapping[str
     changes: dict[str, Callable[[Array], Array]] = {
         "zeros": lambda array: np.zeros_like(array),
         "ones": lambda array: np.ones_like(array),
-        "negated": lambda array: -array if array.dtype.kind == "f" else array,
+        "negated": lambda array: np.negative(array) if array.dtype.kind == "f" else array,
         "times 1000": lambda array: array * np.asarray(1000, array.dtype) if array.dtype.kind == "f" else array,
         "times 0.001": lambda array: array * np.asarray(0.001, array.dtype) if array.dtype.kind == "f" else array,
     }

@@ -51,7 +51,7 @@ class Wrapped:
 
 
 def capture_file(
-    path: str | Path, out: str | Path, *, formats: Sequence[Format] | None = None, overwrite: bool = False
+    path: str | Path, out: str | Path, *, formats: Sequence[str] | None = None, overwrite: bool = False
 ) -> Captured:
     """Wraps the program at `path` into a bundle at `out`.
 
@@ -122,7 +122,7 @@ def _usual(wrapped: Wrapped) -> tuple[Format, ...]:
     return tuple(format for format in wrapped.emit if format == wrapped.kind or format in USUAL)
 
 
-def _possible(formats: Sequence[Format], wrapped: Wrapped) -> tuple[Format, ...]:
+def _possible(formats: Sequence[str], wrapped: Wrapped) -> tuple[Format, ...]:
     for format in formats:
         if format not in wrapped.emit:
             raise UsageError(

@@ -29,7 +29,8 @@ FILE = "programs/model.ts"
 def undeprecated() -> Iterator[None]:
     """torch warns at every call of torch.jit; the bundle's notes say it once, to whom it concerns."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)  # no signal: see docs/concepts/proof.md
+        # A tracer warning is no signal: see docs/concepts/proof.md.
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
         warnings.filterwarnings("ignore", message=r".*`?torch\.jit\.\w+`? is (deprecated|not supported)")
         yield
 

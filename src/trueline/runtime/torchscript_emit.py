@@ -67,7 +67,7 @@ def emit(module: torch.nn.Module, calling: Calling, folder: Path, way: Way) -> t
 def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
     example = tuple(t if t.shape[:1] != (1,) else torch.cat([t, t]) for t in calling.example)
     if way == "trace":
-        traced = torch.jit.trace(Flat(module, calling).eval(), example, check_trace=False, strict=False)
+        traced = torch.jit.trace(Flat(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
     if way == "script":
         return _flattened(torch.jit.script(module), module, calling), "by script"
@@ -193,7 +193,7 @@ class _Mixer:
         call = self._calls.get(id(module))
         if call is None:
             raise CaptureError(f"submodule '{self._names[id(module)]}' was not called on the example: it has no trace")
-        made = torch.jit.trace(_exchanged(module, parts), call, check_trace=False, strict=False)
+        made = torch.jit.trace(_exchanged(module, parts), call, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         self._note("traced", module)
         return made
 
