@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -19,6 +20,9 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
 
+trueline capture stream/recipe.py runs/stream-1 --state explicit
+    a model with a memory: it comes in as state.NAME and goes out as next.NAME
+
 trueline capture model.onnx --out model.bundle
     wraps a program that comes as a file
 """
@@ -33,6 +37,16 @@ trueline capture model.onnx --out model.bundle
 )
 @click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
 @click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
+@click.option(
+    "--state",
+    type=click.Choice(["refuse", "explicit"]),
+    default="refuse",
+    show_default=True,
+    help="A model that writes its own buffers: refuse it, or make them inputs and outputs.",
+)
+@click.option(
+    "--allow-random", is_flag=True, help="Compare a model that draws random numbers by the distribution of its answers."
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
 @json_option
 @quiet_option
@@ -43,6 +57,8 @@ def command(
     formats: tuple[str, ...],
     targets: str | None,
     any_format: bool,
+    state: Literal["refuse", "explicit"],
+    allow_random: bool,
     overwrite: bool,
     as_json: bool,
     quiet: bool,
@@ -66,6 +82,10 @@ def command(
     asked = None if any_format else wanted or None
     with progress(quiet=quiet):
         if is_program(recipe):
+            if state != "refuse" or allow_random:
+                raise UsageError(
+                    f"{recipe} is a program: --state and --allow-random are for a recipe, whose model can be asked"
+                )
             if checkpoint is not None:
                 raise UsageError(f"{recipe} is a program and takes no checkpoint, got '{checkpoint}'")
             target = Path(out or f"{Path(recipe).stem}.bundle")
@@ -80,14 +100,19 @@ def command(
                 Path(out or f"{found.name}.bundle"),
                 formats=None if any_format else wanted or USUAL,
                 overwrite=overwrite,
+                state=state,
+                allow_random=allow_random,
             )
     lines = [
-        f"{one.format}: {one.verdict}" + (f" ({one.why or one.how})" if one.why or one.how else "")
+        f"{one.format}: {one.verdict}" + (f" ({one.reason or one.how})" if one.why or one.how else "")
         for one in captured.programs
     ]
     facts = {
         "path": str(captured.path),
         "digest": captured.digest,
-        "programs": [{"format": one.format, "verdict": one.verdict, "why": one.why} for one in captured.programs],
+        "programs": [
+            {"format": one.format, "verdict": one.verdict, "why": one.why, "submodule": one.submodule}
+            for one in captured.programs
+        ],
     }
     say("\n".join([*lines, f"bundle: {captured.path}"]), facts, as_json=as_json)

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
+STATE_HINT = (
+    "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
+    "value yourself, or write only `if self.training`"
+)
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
@@ -69,10 +73,10 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
-        names = listed(name.removeprefix("module.") for name in mutated.values())
+        names = listed(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
         raise CaptureError(
             f"the model writes into its own buffers when it is called ({names})",
-            hint="a served program has no memory: return the new value, or write only `if self.training`",
+            hint=f"a served program has no memory. {STATE_HINT}",
         )
     return _described(program, calling)
 
@@ -116,7 +120,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling) -> Expor
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling)
     inputs = tuple(
-        TensorSpec(name=spec.name, datatype=spec.datatype, shape=_sized(shape, symbols))
+        msgspec.structs.replace(spec, shape=_sized(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling.free)
@@ -208,7 +212,7 @@ def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict
         symbol = symbols.get(str(size), f"{spec.name}.{axis}")
         dims.setdefault(symbol, Dim(min=0))
         found.append(symbol)
-    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=tuple(found))
+    return msgspec.structs.replace(spec, shape=tuple(found))
 
 
 def emit(exported: Exported, folder: Path) -> Path:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trueline.bundle import Bundle
+    from trueline.bundle import Bundle, Golden
     from trueline.runtime.compare import Comparison
 
     Array = npt.NDArray[np.generic]
@@ -133,11 +133,9 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
 
     Raises NotProven that names the first case whose answer is not the eager model's.
     """
-    from trueline.runtime.compare import compare
-
     found = {}
     for golden in bundle.golden():
-        one = found[golden.case] = compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
+        one = found[golden.case] = _replayed(session, golden, random=bundle.signature.random)
         if not one.agrees:
             raise NotProven(
                 f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
@@ -146,6 +144,18 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
                 "compare `trueline inspect` with the versions installed here",
             )
     return found
+
+
+def _replayed(session: Session, golden: Golden, *, random: bool) -> Comparison:
+    """One case; of a random model its many answers against as many here."""
+    from trueline.runtime import draws
+    from trueline.runtime.compare import compare
+
+    if not random:
+        return compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
+    count = len(next(iter(golden.outputs.values())))
+    answers = _ordered(draws.sample(session, golden.inputs, count), golden.outputs)
+    return draws.compare_draws(golden.outputs, answers, level=draws.REPLAY_LEVEL)
 
 
 def _ordered(answer: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:
