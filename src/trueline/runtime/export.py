@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_leaves
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
+STATE_HINT = (
+    "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
+    "value yourself, or write only `if self.training`"
+)
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
@@ -68,10 +73,10 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
-        names = listed(name.removeprefix("module.") for name in mutated.values())
+        names = listed(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
         raise CaptureError(
             f"the model writes into its own buffers when it is called ({names})",
-            hint="a served program has no memory: return the new value, or write only `if self.training`",
+            hint=f"a served program has no memory. {STATE_HINT}",
         )
     return _described(program, calling)
 
@@ -115,7 +120,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling) -> Expor
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling)
     inputs = tuple(
-        TensorSpec(name=spec.name, datatype=spec.datatype, shape=_sized(shape, symbols))
+        msgspec.structs.replace(spec, shape=_sized(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling.free)
@@ -207,7 +212,7 @@ def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict
         symbol = symbols.get(str(size), f"{spec.name}.{axis}")
         dims.setdefault(symbol, Dim(min=0))
         found.append(symbol)
-    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=tuple(found))
+    return msgspec.structs.replace(spec, shape=tuple(found))
 
 
 def emit(exported: Exported, folder: Path) -> Path:
@@ -228,6 +233,15 @@ def emit(exported: Exported, folder: Path) -> Path:
     finally:
         exported.program._example_inputs = example
     return path
+
+
+def load(path: Path) -> torch.export.ExportedProgram:
+    """The program at `path`, after its archive was checked. Raises BundleError."""
+    pt2.check(path)
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
 
 
 @final
@@ -256,14 +270,10 @@ class ExportSession:
     format = "torch_export"
 
     def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        pt2.check(path)
         if threads:
             torch.set_num_threads(threads)
-        try:
-            program = torch.export.load(path)
-            self._module = program.module(check_guards=False)
-        except Exception as error:
-            raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
+        program = load(path)
+        self._module = program.module(check_guards=False)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature
@@ -273,7 +283,7 @@ class ExportSession:
         self.signature.check(inputs)
         try:
             with torch.no_grad():
-                found = self._module(*to_tensors(self.signature, inputs))
+                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs))))
         except IndexError as error:
             raise RequestError(f"the program refuses these values: {_reason(error)}") from error
         except Exception as error:

@@ -8,17 +8,23 @@ so that other tools can read what ONNX itself cannot express.
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import onnx_ir
+import onnxruntime
 import torch
 
 from trueline import files
 from trueline.errors import CaptureError
 from trueline.runtime.export import Exported
 from trueline.runtime.quiet import quiet
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
 
 FILE = "programs/model.onnx"
 EXTERNAL_BYTES = 1_500_000_000
@@ -30,6 +36,18 @@ def emit(exported: Exported, folder: Path) -> Path:
 
     returns its path. Raises CaptureError when an operator has no translation.
     """
+    program = _translated(exported)
+    _clean(program.model, exported)
+    path = folder / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        program.save(str(path), external_data=exported.weight_bytes > EXTERNAL_BYTES)
+    except OSError as error:
+        raise files.storage_error(error, path) from error
+    return path
+
+
+def _translated(exported: Exported) -> torch.onnx.ONNXProgram:
     signature = exported.signature
     try:
         with quiet():
@@ -45,14 +63,51 @@ def emit(exported: Exported, folder: Path) -> Path:
         raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
     if program is None:
         raise CaptureError("torch.onnx returned no program")
-    _clean(program.model, exported)
-    path = folder / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        program.save(str(path), external_data=exported.weight_bytes > EXTERNAL_BYTES)
-    except OSError as error:
-        raise files.storage_error(error, path) from error
-    return path
+    return program
+
+
+def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
+    """What ONNX Runtime computes on `inputs` inside each submodule, by its qualified name.
+
+    The program is translated once more, with every value as an output; too large a one is left alone. For a refusal
+    that has to say where, not for serving.
+    """
+    if exported.weight_bytes > EXTERNAL_BYTES:
+        return {}
+    model = _translated(exported).model
+    wanted = {value.name: value for value in model.graph.outputs if value.name}
+    scopes: dict[str, set[str]] = {"": set(wanted)}
+    for node in model.graph:
+        for path in _scopes(node):
+            named = [value for value in node.outputs if value.name and value.type is not None]
+            scopes.setdefault(path, set()).update(str(value.name) for value in named)
+            wanted |= {str(value.name): value for value in named}
+    model.graph.outputs.extend(value for value in wanted.values() if value not in model.graph.outputs)
+    session = onnxruntime.InferenceSession(
+        onnx_ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    found = dict(zip(wanted, session.run(list(wanted), dict(inputs)), strict=True))
+    return {path: [found[name] for name in sorted(names)] for path, names in scopes.items()}
+
+
+def _scopes(node: onnx_ir.Node) -> set[str]:
+    """The user's submodules in which the exporter says that `node` stands."""
+    written = node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]")
+    names = (users_name(str(path)) for path in ast.literal_eval(written))
+    return {name for name in names if name is not None}
+
+
+def users_name(path: str) -> str | None:
+    """The user's name of the submodule at `path` of an exported program: without what Trueline wraps around it.
+
+    >>> users_name("module._users.layers.0"), users_name("module"), users_name("")
+    ('layers.0', '', None)
+    """
+    first, _, rest = path.partition(".")
+    if first != "module":
+        return None
+    head, _, deeper = rest.partition(".")
+    return deeper if head == "_users" else rest
 
 
 def _reason(error: Exception) -> str:
