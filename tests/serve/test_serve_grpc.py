@@ -23,6 +23,10 @@ pytestmark = pytest.mark.slow
 client_of = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
 
 
+KEYS: dict[str, str] = {}
+"""Of the server's key file."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
@@ -30,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     shutil.copytree(store / "tiny" / "1.bundle", store / "tiny" / "2.bundle")
     keys = store.parent / "key_file.json"
     with serve.start(None, model_store=str(store), load="tiny", grpc_port=0, key_file=str(keys)) as running:
-        running.keys = {kind: one["key"] for kind, one in json.loads(keys.read_text()).items()}  # type: ignore[attr-defined]
+        KEYS.update({kind: one["key"] for kind, one in json.loads(keys.read_text()).items()})
         yield running
 
 
@@ -46,12 +50,12 @@ def given(array: np.ndarray[Any, Any], name: str = "x", datatype: str = "FP32") 
     return made
 
 
-def token(server: RunningServer, kind: str = "inference") -> dict[str, str]:
-    return {"authorization": f"Bearer {server.keys[kind]}"}  # type: ignore[attr-defined]
+def token(kind: str = "inference") -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[kind]}"}
 
 
-def test_tritons_grpc_client_works_unmodified(server: RunningServer, client: Any) -> None:
-    mine = token(server)
+def test_tritons_grpc_client_works_unmodified(client: Any) -> None:
+    mine = token()
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("tiny", headers=mine)
@@ -72,9 +76,9 @@ def test_tritons_grpc_client_works_unmodified(server: RunningServer, client: Any
     assert {one.version for one in client.get_model_repository_index(headers=mine).models} == {"1", "2"}
 
 
-def test_a_stream_answers_each_request_and_outlives_a_bad_one(server: RunningServer, client: Any) -> None:
+def test_a_stream_answers_each_request_and_outlives_a_bad_one(client: Any) -> None:
     answers: Queue[Any] = Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)), headers=token(server))
+    client.start_stream(lambda result, error: answers.put((result, error)), headers=token())
     array = np.ones((1, 3), np.float32)
     for name in ("x", "zz", "x"):
         client.async_stream_infer("tiny", [given(array, name)])
@@ -98,10 +102,10 @@ def test_a_stream_answers_each_request_and_outlives_a_bad_one(server: RunningSer
     ],
 )
 def test_a_clients_fault_has_its_code_and_its_words(
-    server: RunningServer, client: Any, model: str, version: str, inputs: list[Any], status: str, words: str
+    client: Any, model: str, version: str, inputs: list[Any], status: str, words: str
 ) -> None:
     with pytest.raises(client_of.InferenceServerException) as refused:
-        client.infer(model, inputs, model_version=version, headers=token(server))
+        client.infer(model, inputs, model_version=version, headers=token())
     assert refused.value.status() == f"StatusCode.{status}"
     assert words in refused.value.message()
 
@@ -114,7 +118,7 @@ def test_typed_contents_are_read_and_their_range_is_checked(server: RunningServe
         request = service.ModelInferRequest(model_name="tiny")
         x = request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
         x.contents.fp32_contents.extend([1.0, 2.0, 3.0])
-        mine = tuple(token(server).items())
+        mine = tuple(token().items())
         answer = stub.ModelInfer(request, metadata=mine)
         assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [3.0, 5.0, 7.0]
         x.contents.fp32_contents.append(4.0)
@@ -127,22 +131,22 @@ def test_typed_contents_are_read_and_their_range_is_checked(server: RunningServe
         assert "contents beside raw_input_contents" in refused.value.details()
 
 
-def test_without_a_token_only_health_is_told(server: RunningServer, client: Any) -> None:
+def test_without_a_token_only_health_is_told(client: Any) -> None:
     for headers, status in (
         ({}, "UNAUTHENTICATED"),
         ({"authorization": "Bearer nonsense"}, "PERMISSION_DENIED"),
-        (token(server, "management"), "PERMISSION_DENIED"),
+        (token("management"), "PERMISSION_DENIED"),
     ):
         with pytest.raises(client_of.InferenceServerException) as refused:
             client.infer("tiny", [given(np.ones((1, 3), np.float32))], headers=headers)
         assert refused.value.status() == f"StatusCode.{status}"
     with pytest.raises(client_of.InferenceServerException) as refused:
-        client.unload_model("tiny", headers=token(server))
+        client.unload_model("tiny", headers=token())
     assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
 
 
-def test_the_repository_loads_and_unloads_over_grpc(server: RunningServer, client: Any) -> None:
-    manager, mine = token(server, "management"), token(server)
+def test_the_repository_loads_and_unloads_over_grpc(client: Any) -> None:
+    manager, mine = token("management"), token()
     client.load_model("tiny", headers=manager)
     assert [one.version for one in client.get_model_repository_index(headers=mine).models] == ["2"]
     client.unload_model("tiny", headers=manager)

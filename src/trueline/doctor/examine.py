@@ -148,7 +148,7 @@ def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
     base = oracle.base
 
     def make() -> Any:
-        return torch.jit.trace(Flat(copied(module), base), base.tensors, check_trace=False)
+        return torch.jit.trace(Flat(copied(module), base), base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
 
     return _scripted_right(make, oracle, flat=True)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from trueline.doctor.calls import asked
-from trueline.doctor.examine import Finding, Oracle, agree, examine, hushed
+from trueline.doctor.calls import agree, asked
+from trueline.doctor.examine import Finding, Oracle, examine, hushed
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot

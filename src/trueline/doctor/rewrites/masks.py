@@ -70,9 +70,11 @@ def _written(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     if mask is None or not isinstance(target.value, ast.Name):
         return None
 
+    masked = ast.dump(mask)
+
     class Whole(ast.NodeTransformer):
         def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            return node.value if ast.dump(node.slice) == ast.dump(mask) else self.generic_visit(node)
+            return node.value if ast.dump(node.slice) == masked else self.generic_visit(node)
 
     value = Whole().visit(copy.deepcopy(statement.value))
     name = target.value.id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Sequence
 
 from trueline.doctor.rewrites.scope import Scope, expression
 
@@ -79,7 +80,7 @@ class _Numbers(ast.NodeTransformer):
         return node
 
 
-def _builtin(name: str, node: ast.Call, worths: list[str]) -> ast.AST:
+def _builtin(name: str, node: ast.Call, worths: Sequence[str]) -> ast.AST:
     """The builtins that would take a number out of a tensor, as what does the same to the tensor."""
     text = ast.unparse(node.args[0])
     if name == "float":

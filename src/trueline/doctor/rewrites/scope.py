@@ -209,9 +209,11 @@ def value_of(node: ast.expr, seen: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Attribute):
         return getattr(value_of(node.value, seen), node.attr, None)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        holder = value_of(node.value, seen)
+        holder, key = value_of(node.value, seen), node.slice.value
         try:
-            return holder[node.slice.value] if isinstance(holder, dict | list | tuple) else None
+            if isinstance(holder, dict) or (isinstance(holder, list | tuple) and isinstance(key, int)):
+                return holder[key]
+            return None
         except (KeyError, IndexError, TypeError):
             return None
     return None

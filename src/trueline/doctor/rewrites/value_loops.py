@@ -48,7 +48,8 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
         return None
     known = bound_before(spot, scope.function)
     later = read_later(spot) | set(loaded(loop.body))
-    done, body = scope.fresh("done"), []
+    done = scope.fresh("done")
+    body: list[ast.stmt] = []
     for index, statement in enumerate(loop.body):
         if index == at[0]:
             assert isinstance(statement, ast.If)
