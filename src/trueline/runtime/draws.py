@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DRAWS = 100
 """Answers of each program to one request."""
-LEVEL = 1e-3
+LEVEL = 1e-4
 """Chance that a program which is right is refused, over all probes."""
 REPLAY_LEVEL = 1e-6
 """The same when golden examples are replayed: a server that starts every day should not doubt its model."""
