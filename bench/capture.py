@@ -235,21 +235,19 @@ def _judgements(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*(record.get("judged") or {}).values(), *((record.get("doctor") or {}).get("judged") or {}).values()]
 
 
-HEADERS = tuple(
-    [
-        "model",
-        "group",
-        "onnx",
-        "export",
-        "script",
-        "rewrite",
-        "line",
-        "wrong",
-        "falsely",
-        "probes",
-        "CPU s",
-        "plain CPU s",
-    ]
+HEADERS = (
+    "model",
+    "group",
+    "onnx",
+    "export",
+    "script",
+    "rewrite",
+    "line",
+    "wrong",
+    "falsely",
+    "probes",
+    "CPU s",
+    "plain CPU s",
 )
 
 
