@@ -24,7 +24,7 @@ from trueline.capture.ladder import Rung, climb
 from trueline.capture.subject import Subject
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
-from trueline.doctor.patch import MARK, patched
+from trueline.doctor.patch import patched
 from trueline.doctor.survey import survey
 from trueline.errors import TruelineError
 from trueline.runtime.calling import Flat, as_trained
@@ -61,7 +61,7 @@ def examined(
         found["judged"] = _judged(architecture, oracle, climbed, questions)
         note(found | {"stage": "judged"})
         if not any(rung.attempt.format in GRAPHS for rung in climbed.proven):
-            found["doctor"] = _doctored(architecture, oracle, questions, work / "rewritten", note)
+            found["doctor"] = _doctored(architecture, oracle, questions, work / "rewritten")
             note(found | {"stage": "doctored"})
         if plain:
             found["plain_cpu_s"], found["plain_error"] = plain_cpu_s(architecture)
@@ -119,15 +119,19 @@ def _judged(architecture: Architecture, oracle: Oracle, climbed: Climbed, questi
     """Proven programs are asked all questions; refused ones are forced open and asked too."""
     sessions: dict[str, Session] = {}
     for rung in climbed.rungs:
-        if rung.file and rung.signature is not None:
-            sessions[rung.attempt.format] = open_session(
-                rung.attempt.format, rung.folder / rung.file, rung.signature, native=True
-            )
+        if not rung.file or rung.signature is None:
+            continue
+        format, file = rung.attempt.format, rung.folder / rung.file
+        try:
+            sessions[format] = open_session(format, file, rung.signature, native=True)
+        except TruelineError:
+            if rung.attempt.verdict == "proven":
+                raise
     found = judged(architecture, oracle, sessions, questions=questions, seed=11)
     return {name: one.as_dict() for name, one in found.items()}
 
 
-def _doctored(architecture: Architecture, oracle: Oracle, questions: int, work: Path, note: Note) -> dict[str, Any]:
+def _doctored(architecture: Architecture, oracle: Oracle, questions: int, work: Path) -> dict[str, Any]:
     """The doctor's rows, and the capture of the rewritten model."""
     started = time.monotonic()
     module = architecture.module()
@@ -208,11 +212,6 @@ def warm() -> None:
         made = torch.onnx.export(program, (), dynamo=True, verbose=False)
         assert made is not None
         made.save(f"{folder}/model.onnx")
-
-
-def original(line: str) -> str:
-    """A line of edited code in terms of the user's file."""
-    return line.partition(MARK)[0] if MARK in line else line
 
 
 def dumped(record: dict[str, Any]) -> str:
