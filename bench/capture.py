@@ -14,11 +14,12 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,52 +99,50 @@ def _read(path: Path) -> dict[str, Record]:
 
 
 def _worked(name: str, args: argparse.Namespace) -> Record:
-    """The record of a process of its own: the last that it noted, with how it ended."""
+    """The record of a process of its own: all that it noted, with how it ended."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, args.questions, not args.untimed, sending))
-    started = time.monotonic()
-    process.start()
-    sending.close()
     record: Record = {"name": name, "stage": "started"}
-    ended = ""
-    while not ended:
-        if receiving.poll(0.5):
-            try:
-                record = json.loads(receiving.recv())
-            except EOFError:
-                process.join()
-                ended = "of itself" if process.exitcode == 0 else f"with exit code {process.exitcode}"
-        elif time.monotonic() - started > args.limit_s:
-            ended = f"by the limit of {args.limit_s:g} s"
-        elif resident_mb(process.pid) > args.limit_mb:
-            ended = f"by the limit of {args.limit_mb:g} MB"
-    if process.is_alive() and process.pid is not None:
-        os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="trueline-zoo-") as work:
+        process = context.Process(target=_work, args=(name, args, Path(work), sending))
+        process.start()
+        sending.close()
+        ended = ""
+        while not ended:
+            if receiving.poll(0.5):
+                try:
+                    record |= json.loads(receiving.recv_bytes())
+                except EOFError:
+                    process.join()
+                    ended = "of itself" if process.exitcode == 0 else f"with exit code {process.exitcode}"
+            elif time.monotonic() - started > args.limit_s:
+                ended = f"by the limit of {args.limit_s:g} s"
+            elif resident_mb(process.pid) > args.limit_mb:
+                ended = f"by the limit of {args.limit_mb:g} MB"
+        process.kill()
+        process.join()
     return record | {"ended": ended, "wall_s": round(time.monotonic() - started, 1)}
 
 
-def _work(name: str, questions: int, plain: bool, sending: Any) -> None:
+def _work(name: str, args: argparse.Namespace, work: Path, sending: Any) -> None:
     import warnings
 
     from bench.zoo.catalog import architectures
-    from bench.zoo.examined import dumped, examined
+    from bench.zoo.examined import examined
 
     warnings.simplefilter("ignore")  # torch's exporters warn of themselves; what counts is in the record
-    one = architectures()[name]
-    record: Record = {"name": name, "group": one.group, "stage": "started"}
-    try:
-        record = examined(one, questions=questions, plain=plain, note=lambda found: sending.send(dumped(found)))
-    except Exception as error:  # noqa: BLE001 - the process boundary: an error of one model is its record
-        import traceback
 
-        record |= {
-            "stage": "failed",
-            "error": f"{type(error).__name__}: {error}"[:600],
-            "trace": traceback.format_exc(),
-        }
-    sending.send(dumped(record))
+    def note(found: Record) -> None:
+        sending.send_bytes(json.dumps(found, default=str).encode())
+
+    one = architectures()[name]
+    note({"group": one.group})
+    try:
+        examined(one, work=work, questions=args.questions, plain=not args.untimed, note=note)
+    except Exception as error:  # noqa: BLE001 - the process boundary: an error of one model is its record
+        said = f"{type(error).__name__}: {error}"[:600]
+        note({"stage": "failed", "error": said, "trace": traceback.format_exc()})
     sending.close()
 
 

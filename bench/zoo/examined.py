@@ -6,11 +6,9 @@ Runs in a process of its own, which may be ended at any time; `note` is called a
 from __future__ import annotations
 
 import copy
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +39,32 @@ Note = Callable[[dict[str, Any]], None]
 
 
 def examined(
-    architecture: Architecture, *, questions: int, note: Note, formats: Sequence[Format] = GRAPHS, plain: bool = True
-) -> dict[str, Any]:
-    """The record of one architecture; see `bench.capture` for what is made of it."""
-    found: dict[str, Any] = {"name": architecture.name, "group": architecture.group, "stage": "captured"}
+    architecture: Architecture,
+    *,
+    work: Path,
+    questions: int,
+    note: Note,
+    formats: Sequence[Format] = GRAPHS,
+    plain: bool = True,
+) -> None:
+    """Notes the record of one architecture, stage by stage; programs are left in `work`."""
+    note({"name": architecture.name, "group": architecture.group})
     oracle = Oracle(architecture)
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trueline-zoo-")))
-        module = architecture.module()
-        climbed = captured(architecture, module, formats, work / "graphs")
-        found["rungs"] = climbed.described()
-        found |= {"capture_s": climbed.seconds, "capture_cpu_s": climbed.cpu_s, "refusal": climbed.error}
-        note(found)
-        if not climbed.proven:
-            scripted = captured(architecture, architecture.module(), SCRIPTED, work / "scripted")
-            found["rungs"] += scripted.described()
-            climbed.rungs += scripted.rungs
-            note(found | {"stage": "scripted"})
-        found["judged"] = _judged(architecture, oracle, climbed, questions)
-        note(found | {"stage": "judged"})
-        if not any(rung.attempt.format in GRAPHS for rung in climbed.proven):
-            found["doctor"] = _doctored(architecture, oracle, questions, work / "rewritten")
-            note(found | {"stage": "doctored"})
-        if plain:
-            found["plain_cpu_s"], found["plain_error"] = plain_cpu_s(architecture)
-    return found | {"stage": "done"}
+    climbed = captured(architecture, architecture.module(), formats, work / "graphs")
+    rungs = climbed.described()
+    timed = {"capture_s": climbed.seconds, "capture_cpu_s": climbed.cpu_s}
+    note({"stage": "captured", "rungs": rungs, "refusal": climbed.error, **timed})
+    if not climbed.proven:
+        scripted = captured(architecture, architecture.module(), SCRIPTED, work / "scripted")
+        climbed.rungs += scripted.rungs
+        note({"stage": "scripted", "rungs": rungs + scripted.described()})
+    note({"stage": "judged", "judged": _judged(architecture, oracle, climbed, questions)})
+    if not any(rung.attempt.format in GRAPHS for rung in climbed.proven):
+        note({"stage": "doctored", "doctor": _doctored(architecture, oracle, questions, work / "rewritten")})
+    if plain:
+        seconds, error = plain_cpu_s(architecture)
+        note({"plain_cpu_s": seconds, "plain_error": error})
+    note({"stage": "done"})
 
 
 class Climbed:
@@ -212,7 +211,3 @@ def warm() -> None:
         made = torch.onnx.export(program, (), dynamo=True, verbose=False)
         assert made is not None
         made.save(f"{folder}/model.onnx")
-
-
-def dumped(record: dict[str, Any]) -> str:
-    return json.dumps(record, default=str)
