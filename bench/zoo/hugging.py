@@ -134,6 +134,9 @@ def _encoders() -> None:
     ENCODERS.add("funnel", of("FunnelModel", "FunnelConfig", funnel), TEXT, keywords=True)
     xlnet = {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "use_mems_eval": False}
     ENCODERS.add("xlnet", of("XLNetModel", "XLNetConfig", xlnet), TEXT, keywords=True)
+    landmarks = {**SMALL, "num_landmarks": 4, "segment_means_seq_len": 8}
+    fixed = {"input_ids": ids(VOCABULARY, "batch", 8), "attention_mask": mask("batch", 8)}
+    ENCODERS.add("nystromformer", of("NystromformerModel", "NystromformerConfig", landmarks), fixed, keywords=True)
     mobile = {**SMALL, "embedding_size": 16, "intra_bottleneck_size": 8, "num_feedforward_networks": 2}
     ENCODERS.add("mobilebert", of("MobileBertModel", "MobileBertConfig", mobile), TEXT, keywords=True)
 
@@ -243,9 +246,6 @@ def _detr() -> torch.nn.Module:
         embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1], out_features=["stage4"]
     )
     config = transformers.DetrConfig(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
         backbone_config=backbone,
         d_model=16,
         encoder_layers=1,
@@ -260,7 +260,7 @@ def _detr() -> torch.nn.Module:
 
 
 def _audio() -> None:
-    wave = {**SMALL, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2}
+    wave = {**SMALL, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8]}
     wave |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
     for name, model, config in (
         ("wav2vec2", "Wav2Vec2Model", "Wav2Vec2Config"),
