@@ -17,7 +17,7 @@ from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError
-from trueline.runtime import aoti_emit, export, onnx_emit, steady
+from trueline.runtime import aoti_emit, export, offload, offload_emit, onnx_emit, steady
 from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
@@ -29,6 +29,7 @@ from trueline.runtime.shrink import shrink
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
     "openvino": onnx_emit.emit,
+    "offload": offload_emit.emit,
     "torch_export": export.emit,
     "aotinductor": aoti_emit.emit,
 }
@@ -139,7 +140,10 @@ def _try(
         line = error.hint if isinstance(exported, CaptureError) else ""
         return _refused(format, error.message, line, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, proof, smallest, exported.signature, observations, path, folder, size, seconds)
+    rung = _rung(format, proof, smallest, exported.signature, observations, path, folder, size, seconds)
+    if format == "offload":
+        return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
+    return rung
 
 
 def _prove(
