@@ -21,7 +21,7 @@ from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, listed
-from trueline.runtime import aoti_emit, draws, export, onnx_emit, sequences, steady, submodules
+from trueline.runtime import aoti_emit, draws, export, offload, offload_emit, onnx_emit, sequences, steady, submodules
 from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
     "openvino": onnx_emit.emit,
+    "offload": offload_emit.emit,
     "torch_export": export.emit,
     "aotinductor": aoti_emit.emit,
 }
@@ -156,7 +157,10 @@ def _try(
     except (CaptureError, BundleError, UsageError) as error:
         return _refused(format, error, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, judged, exported.signature, observations, path, folder, size, seconds)
+    rung = _rung(format, judged, exported.signature, observations, path, folder, size, seconds)
+    if format == "offload":
+        return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
+    return rung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,12 @@ trueline capture stream/recipe.py runs/stream-1 --state explicit
 
 trueline capture model.onnx --out model.bundle
     wraps a program that comes as a file
+
+trueline capture model.ts --out model.bundle --example "ids=INT64[batch,length]<1000"
+    TorchScript does not say what it takes; a .npz or .safetensors with a batch says it too
+
+trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
+    a Hugging Face folder with config.json and model.safetensors
 """
 
 
@@ -48,6 +54,10 @@ trueline capture model.onnx --out model.bundle
     "--allow-random", is_flag=True, help="Compare a model that draws random numbers by the distribution of its answers."
 )
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
+@click.option(
+    "--example", "inputs", multiple=True, metavar="INPUT", help="NAME=FP32[batch,3,size] or a file; see the guide."
+)
+@click.option("--trust", is_flag=True, help="Unpickle a whole module, which runs its maker's code.")
 @json_option
 @quiet_option
 def command(
@@ -60,6 +70,8 @@ def command(
     state: Literal["refuse", "explicit"],
     allow_random: bool,
     overwrite: bool,
+    inputs: tuple[str, ...],
+    trust: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -68,7 +80,8 @@ def command(
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
     model that is the reason, and nothing is written. CHECKPOINT is a checkpoint or the folder of a job.
-    RECIPE may also be a program file, .onnx or .pt2; it is then wrapped as it is, and takes no CHECKPOINT.
+    RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
+    Hugging Face's; neither takes a CHECKPOINT.
     """
     from trueline.capture.api import capture
     from trueline.capture.from_file import capture_file, is_program
@@ -88,9 +101,11 @@ def command(
                 )
             if checkpoint is not None:
                 raise UsageError(f"{recipe} is a program and takes no checkpoint, got '{checkpoint}'")
-            target = Path(out or f"{Path(recipe).stem}.bundle")
-            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite)
+            target = Path(out or f"{Path(recipe).resolve().stem}.bundle")
+            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite, inputs=inputs, trust=trust)
         else:
+            if inputs or trust:
+                raise UsageError("--example and --trust are for a file; a recipe says its own examples and model")
             if checkpoint is None:
                 raise UsageError("name the checkpoint, or the folder of the job that trained it")
             found = load_recipe(recipe)

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import paths, pt2, ranges
+from trueline.runtime import paths, pt2, ranges, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.quiet import quiet
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -219,10 +220,16 @@ def emit(exported: Exported, folder: Path) -> Path:
     """Writes `folder/programs/model.pt2`, free of pickles, paths and stack traces; returns its path."""
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    example, exported.program._example_inputs = exported.program.example_inputs, None
+    save(exported.program, path)
+    return path
+
+
+def save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Writes `path`, free of pickles, paths and stack traces. Raises CaptureError, StorageError."""
+    example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        torch.export.save(exported.program, raw)
+        torch.export.save(program, raw)
         pt2.clean(raw, path)
     except BundleError as error:
         raise CaptureError(f"the exported program cannot go into a bundle: {error.message}") from error
@@ -231,8 +238,7 @@ def emit(exported: Exported, folder: Path) -> Path:
     except Exception as error:
         raise CaptureError(f"torch cannot save the exported program: {_reason(error)}") from error
     finally:
-        exported.program._example_inputs = example
-    return path
+        program._example_inputs = example
 
 
 def load(path: Path) -> torch.export.ExportedProgram:
@@ -262,17 +268,20 @@ class LoadedProgram:
 
 @final
 class ExportSession:
-    """A torch.export program.
+    """A torch.export program, on the CPU unless `settings` names a CUDA device; bf16 and fp16 are torch's autocast.
 
-    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
     """
 
     format = "torch_export"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        if threads:
-            torch.set_num_threads(threads)
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        self._device = torch_settings.device(settings)
+        self._settings = settings
+        torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
         program = load(path)
+        if self._device.type != "cpu":
+            program = torch.export.passes.move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
@@ -282,10 +291,10 @@ class ExportSession:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
         self.signature.check(inputs)
         try:
-            with torch.no_grad():
-                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs))))
+            with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
+                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
         except IndexError as error:
             raise RequestError(f"the program refuses these values: {_reason(error)}") from error
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {_reason(error)}") from error
-        return to_arrays(self.signature, found)
+        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))

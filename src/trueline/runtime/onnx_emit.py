@@ -9,7 +9,7 @@ so that other tools can read what ONNX itself cannot express.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,34 +36,16 @@ def emit(exported: Exported, folder: Path) -> Path:
 
     returns its path. Raises CaptureError when an operator has no translation.
     """
-    program = _translated(exported)
-    _clean(program.model, exported)
+    signature = exported.signature
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        program.save(str(path), external_data=exported.weight_bytes > EXTERNAL_BYTES)
-    except OSError as error:
-        raise files.storage_error(error, path) from error
+    program = translated(
+        exported.program, [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
+    )
+    clean(program.model, exported.symbols)
+    program.model.metadata_props["trueline.signature"] = msgspec.json.encode(signature, order="sorted").decode()
+    save(program, path, weight_bytes=exported.weight_bytes)
     return path
-
-
-def _translated(exported: Exported) -> torch.onnx.ONNXProgram:
-    signature = exported.signature
-    try:
-        with quiet():
-            program = torch.onnx.export(
-                exported.program,
-                (),
-                dynamo=True,
-                input_names=[spec.name for spec in signature.inputs],
-                output_names=[spec.name for spec in signature.outputs],
-                verbose=False,
-            )
-    except Exception as error:
-        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
-    if program is None:
-        raise CaptureError("torch.onnx returned no program")
-    return program
 
 
 def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
@@ -74,7 +56,9 @@ def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Ar
     """
     if exported.weight_bytes > EXTERNAL_BYTES:
         return {}
-    model = _translated(exported).model
+    signature = exported.signature
+    names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])
+    model = translated(exported.program, *names).model
     wanted = {value.name: value for value in model.graph.outputs if value.name}
     scopes: dict[str, set[str]] = {"": set(wanted)}
     for node in model.graph:
@@ -110,22 +94,43 @@ def users_name(path: str) -> str | None:
     return deeper if head == "_users" else rest
 
 
+def translated(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
+) -> torch.onnx.ONNXProgram:
+    """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
+    try:
+        with quiet():
+            found = torch.onnx.export(program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False)
+    except Exception as error:
+        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
+    if found is None:
+        raise CaptureError("torch.onnx returned no program")
+    return found
+
+
+def save(program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int) -> None:
+    """Writes `path`, with large weights in a file beside it. Raises StorageError."""
+    try:
+        program.save(str(path), external_data=weight_bytes > EXTERNAL_BYTES)
+    except OSError as error:
+        raise files.storage_error(error, path) from error
+
+
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
-def _clean(model: onnx_ir.Model, exported: Exported) -> None:
+def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
+    """Takes out what the exporter says of its own machine; `symbols` gives torch's names of sizes another name."""
     model.producer_name, model.producer_version = "trueline", None
     model.metadata_props.clear()
     model.doc_string = None
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        _clean_graph(graph, exported.symbols)
-    signature = msgspec.json.encode(exported.signature, order="sorted")
-    model.metadata_props["trueline.signature"] = signature.decode()
+        _clean_graph(graph, symbols)
 
 
-def _clean_graph(graph: onnx_ir.Graph, symbols: dict[str, str]) -> None:
+def _clean_graph(graph: onnx_ir.Graph, symbols: Mapping[str, str]) -> None:
     graph.metadata_props.clear()
     graph.doc_string = None
     for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
@@ -137,13 +142,13 @@ def _clean_graph(graph: onnx_ir.Graph, symbols: dict[str, str]) -> None:
             _clean_value(value, symbols)
 
 
-def _clean_value(value: Any, symbols: dict[str, str]) -> None:
+def _clean_value(value: Any, symbols: Mapping[str, str]) -> None:
     value.metadata_props.clear()
     value.doc_string = None
     if value.shape is not None:
         value.shape = onnx_ir.Shape([_dimension(dim, symbols) for dim in value.shape])
 
 
-def _dimension(dim: Any, symbols: dict[str, str]) -> Any:
+def _dimension(dim: Any, symbols: Mapping[str, str]) -> Any:
     """torch names a symbol s77; the signature names it batch."""
     return dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim)

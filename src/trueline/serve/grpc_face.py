@@ -1,9 +1,9 @@
 """The Open Inference Protocol over gRPC, with Triton's extensions. Only translates; imported where it is asked for.
 
 Tensors come as raw bytes or as typed contents, and go back as raw bytes. A client's fault is INVALID_ARGUMENT, an
-unknown model NOT_FOUND, a full queue RESOURCE_EXHAUSTED, a version that loads UNAVAILABLE, a deadline DEADLINE_EXCEEDED;
-the call's own deadline counts from the queue on, and a cancelled call withdraws its request. Source:
-open_inference_grpc.proto and Triton's grpc_service.proto; see wire/inference.proto.
+unknown model NOT_FOUND, a full queue RESOURCE_EXHAUSTED, a version that loads UNAVAILABLE. The call's own deadline counts
+from the queue on, and a cancelled call withdraws its request. Source: open_inference_grpc.proto and Triton's
+grpc_service.proto; see wire/inference.proto.
 """
 
 from __future__ import annotations
