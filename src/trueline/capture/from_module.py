@@ -150,7 +150,7 @@ def _built(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
 
     transformers = _transformers()
     named = [getattr(transformers, name, None) for name in config.get("architectures") or ()]
-    build = next((one for one in named if hasattr(one, "from_pretrained")), transformers.AutoModel)
+    build = next((one for one in named if one is not None and hasattr(one, "from_pretrained")), transformers.AutoModel)
     options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     if build is not transformers.AutoModel:
         del options["trust_remote_code"]  # a class of transformers itself runs no other code

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.jit._fuser import optimized_execution
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture import file_probes
@@ -80,7 +81,7 @@ class _Unoptimized:
         script_archive.check(clean)
         try:
             with undeprecated():
-                self._module = torch.jit.load(str(clean), map_location="cpu").eval()
+                self._module = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
         self.names = [argument.name for argument in self._module.forward.schema.arguments[1:]]
@@ -98,7 +99,7 @@ class _Unoptimized:
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name, `output` or `output_0`, `output_1`, or their keys."""
-        with torch.inference_mode(), torch.jit.optimized_execution(False):
+        with torch.inference_mode(), optimized_execution(False):
             found = self._module(*to_tensors(self.signature, inputs))
         leaves = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):

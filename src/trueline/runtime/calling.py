@@ -138,8 +138,8 @@ def _flattened(module: torch.nn.Module, inputs: Any) -> _Flattened:
         if isinstance(leaf, torch.Tensor):
             found.leaves.append(Slot(len(found.tensors)))
             found.tensors.append(leaf.detach())
-            spec = _spec("input", name, leaf, None)
-            found.specs.append(msgspec.structs.replace(spec, role="state") if name in states else spec)
+            taken = _spec("input", name, leaf, None)
+            found.specs.append(msgspec.structs.replace(taken, role="state") if name in states else taken)
         else:
             found.leaves.append(leaf)
     return found

@@ -112,7 +112,8 @@ def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:
 
 
 def _indicated(one: Array, classes: Array) -> Floats:
-    return (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
+    found: Floats = (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
+    return found
 
 
 def _bound(want: Array, one: Floats) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import torch
+from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
@@ -281,7 +282,7 @@ class ExportSession:
         torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
         program = load(path)
         if self._device.type != "cpu":
-            program = torch.export.passes.move_to_device_pass(program, self._device)
+            program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")

@@ -52,7 +52,8 @@ def emit(exported: Exported, folder: Path) -> Path:
     operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
     kept = refused(program, operators)
     taken = [node for node in operators if _kind(_producer(node)) not in kept]
-    parts, left = [], []
+    parts: list[Part] = []
+    left: list[Kept] = []
     for nodes in _largest(program, taken):
         target = path.with_name(f"{path.stem}-{len(parts)}.onnx")
         try:

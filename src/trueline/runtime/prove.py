@@ -76,14 +76,14 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         one = one if same is None else replace(one, way=same)  # most go one way: keep it once
         if num_draws and one.outputs is not None:
-            with _care(probe):
+            with care(probe):
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
     return tuple(seen)
 
 
 def _observe_one(eager: Session, probe: Probe) -> Observation:
-    with paths.watching() as way, _care(probe):
+    with paths.watching() as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
@@ -96,9 +96,9 @@ def _observe_one(eager: Session, probe: Probe) -> Observation:
     return Observation(probe=probe, outputs=outputs, error=error, way=way)
 
 
-def _care(probe: Probe) -> AbstractContextManager[object]:
+def care(probe: Probe) -> AbstractContextManager[object]:
     """Where the values of `probe` are no numbers, none of them reaches LAPACK."""
-    return wild.Careful() if probe.wild else nullcontext()
+    return wild.Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _finite(array: Array) -> bool:
@@ -200,7 +200,7 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str], le
 def _asked(program: Session, probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:
     """A program that hands wild values to LAPACK, where the model took another way, must not end this process."""
     try:
-        with _care(probe):
+        with care(probe):
             return question()
     except Exception as error:  # noqa: BLE001 - whatever a runtime raises where eager answers is a disagreement
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -7,7 +7,6 @@ one question to the eager model and one to the program, so their number is bound
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from trueline.bundle.signature import DATATYPES
 from trueline.errors import TruelineError
-from trueline.runtime import prove, wild
+from trueline.runtime import prove
 from trueline.runtime.probes import Probe, fitting, resize
 from trueline.runtime.session import Session
 
@@ -49,7 +48,7 @@ def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = Q
             return ""
         try:
             program.signature.check(inputs)
-            with wild.Careful() if probe.wild else nullcontext():
+            with prove.care(probe):
                 expected = eager.run(inputs)
         except (TruelineError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return ""  # outside the claim, or nothing that the model itself can answer

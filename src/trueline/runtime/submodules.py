@@ -157,7 +157,7 @@ class _Noting(torch.fx.Interpreter):
 
 
 def _exported_values(exported: Exported, inputs: Mapping[str, Array]) -> Values:
-    noting = _Noting(exported.program.module(check_guards=False))  # type: ignore[arg-type]
+    noting = _Noting(exported.program.module(check_guards=False))
     with torch.no_grad(), as_trained():
         found = noting.run(*to_tensors(exported.signature, inputs), enable_io_processing=True)
     noting.values.setdefault("", []).extend(_arrays(found))

@@ -6,6 +6,7 @@ tensors cross its border. The symbols of the whole keep their names and ranges i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,10 +83,10 @@ def cut(program: torch.export.ExportedProgram, nodes: Iterable[Node]) -> Piece:
         root=GraphModule(program.graph_module, graph),
         graph=graph,
         graph_signature=_signature(specs, given, answers),
-        state_dict=state,  # type: ignore[arg-type]  # a target of a weight is never None
+        state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=_call_graph(given, answers),
-        constants=constants,  # type: ignore[arg-type]
+        constants=constants,
     )
     return Piece(
         program=found,
@@ -121,7 +122,8 @@ def _check_border(node: Node) -> None:
 
 
 def _copied(whole: Graph, inside: Collection[Node], outer: Iterable[Node], answers: Iterable[Node]) -> Graph:
-    graph, new = Graph(), {}
+    graph = Graph()
+    new: dict[Node, Node] = {}
     for node in outer:
         new[node] = graph.create_node("placeholder", node.name, name=node.name)
         new[node].meta = dict(node.meta)
@@ -168,13 +170,15 @@ def woven(
     missing = {name for inside, given, found in pieces.values() for name in (*inside, *given, *found)} - nodes.keys()
     if missing or pieces.keys() & nodes.keys() or len(owner) != sum(len(inside) for inside, _, _ in pieces.values()):
         raise ValueError(f"the plan names values that the program does not have, or one twice: {sorted(missing)[:3]}")
-    graph, new = Graph(), {}
+    graph = Graph()
+    new: dict[str, Node] = {}
     for item in _order(nodes, owner, pieces):
         if item in pieces:
             _, given, answers = pieces[item]
             called = graph.call_module(item, tuple(new[name] for name in given))
             for at, name in enumerate(answers):
-                new[name] = called if len(answers) == 1 else called[at]
+                one = len(answers) == 1
+                new[name] = called if one else graph.call_function(operator.getitem, (called, at))
         else:
             new[item] = graph.node_copy(nodes[item], _lookup(new))
     graph.lint()
