@@ -135,17 +135,17 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
     eager = oracle(Chain(Part()))
     exported = export.export(eager.module, eager.calling)
     assert submodules.blame("onnx", exported, eager, eager.example).submodule is None
-    translated = onnx_emit._translated
+    translated = onnx_emit.translated
 
-    def wrong(given: Any) -> Any:
+    def wrong(*given: Any) -> Any:
         """What a faulty translator would make: the activation in `middle` is another."""
-        program = translated(given)
+        program = translated(*given)
         node = [node for node in program.model.graph if node.op_type == "Relu"][1]
         assert "module.middle" in onnx_ir.serde.serialize_node(node).SerializeToString().decode("latin1")
         node.op_type = "Sigmoid"
         return program
 
-    monkeypatch.setattr(onnx_emit, "_translated", wrong)
+    monkeypatch.setattr(onnx_emit, "translated", wrong)
     found = submodules.blame("onnx", exported, eager, eager.example)
     assert found.submodule is not None
     assert found.submodule.name == "middle"

@@ -123,12 +123,15 @@ def written(module: torch.nn.Module, calls: Sequence[Asked]) -> tuple[str, ...]:
         names |= dict.fromkeys(
             name
             for name, value in left.items()
-            if value is not given[name] or value._version != versions[name] or not _equal(value, kept[name])
+            if value is not given[name] or value._version != versions[name] or not equal(value, kept[name])
         )
     return tuple(name for name in owners if name in names)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two buffers are alike to the bit, a NaN being like another."""
+    if one.dtype != other.dtype:
+        return False
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
 
 

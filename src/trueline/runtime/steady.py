@@ -81,7 +81,9 @@ def _calling_line() -> Place | None:
 
 
 def unsteady(eager: EagerSession) -> Unsteady | None:
-    """Asks the example twice. None when the answers agree and are numbers."""
+    """Asks the example twice. None when the answers agree and are numbers, and no buffer is another than before."""
+    users = explicit.users_own(eager.module)
+    before = {} if users is not eager.module else {name: value.clone() for name, value in users.named_buffers()}
     first = eager.run(eager.example)
     found = compare.compare(first, eager.run(eager.example))
     for name, array in first.items():
@@ -92,7 +94,9 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
                 place=None,
                 hint="look at the parameters of the checkpoint and at the example: a trained model answers numbers",
             )
-    return None if found.agrees else _searched(eager, found.reason)
+    left = dict(users.named_buffers())
+    kept = all(name in left and explicit.equal(value, left[name]) for name, value in before.items())
+    return None if found.agrees and kept else _searched(eager, found.reason)
 
 
 def _searched(eager: EagerSession, reason: str) -> Unsteady:
@@ -101,7 +105,7 @@ def _searched(eager: EagerSession, reason: str) -> Unsteady:
     watch = _Watch(list(users.buffers()))
     with paths.watching() as way, watch:
         eager.run(eager.example)
-    if watch.draws:
+    if watch.draws and reason:
         operator, place = watch.draws[0]
         return Unsteady(
             why=f"the model is not deterministic in evaluation mode: {operator} draws random numbers, and it answers "
@@ -110,7 +114,7 @@ def _searched(eager: EagerSession, reason: str) -> Unsteady:
             hint=RANDOM_HINT,
             random=_same_when_seeded(eager),
         )
-    again = f"it answers differently when it is asked the same again ({reason})"
+    again = f"it answers differently when it is asked the same again ({reason})" if reason else "a call changes them"
     args, kwargs = eager.calling.arguments(eager.calling.example)
     plain = {key: value for key, value in kwargs.items() if not key.startswith(explicit.GIVEN)}
     buffers = () if users is not eager.module else explicit.written(users, [Asked(args, plain)])
