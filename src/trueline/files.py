@@ -23,6 +23,11 @@ PARTIAL = ".partial-"
 """Prefix of names under construction; anything with it may be deleted when its writer is gone."""
 
 
+def user_cache() -> Path:
+    """The folder of what can be had again: `$XDG_CACHE_HOME/trueline`, or `~/.cache/trueline`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
+
+
 def sha256_bytes(data: bytes) -> str:
     """SHA-256 of `data` in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -12,7 +12,10 @@ trueline serve digits.bundle
     serves it on 127.0.0.1:8080 after its golden examples have been replayed
 
 trueline serve models:/digits@champion --name digits --port 9000
-    serves the version that the alias points to
+    serves the version that the alias points to, and the next one when it moves
+
+trueline serve s3://models/digits.tlb#sha256:5f0c...
+    serves a bundle of an object store, if it is the one of this digest
 
 trueline serve --model-store bundles --load all --state served.json
     serves every bundle of a folder; versions are added, made default and retired on port 8081, and a restart brings
@@ -32,6 +35,15 @@ trueline serve --model-store bundles --load all --state served.json
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Requests that may wait for the model.")
 @click.option("--model-store", metavar="DIR", help="A folder of bundles that may be loaded by name.")
 @click.option("--load", default="", metavar="NAMES", help="What of the store to load at start: a,b or all.")
+@click.option("--watch", is_flag=True, help="Keep what --load names as the store has it, from now on.")
+@click.option(
+    "--follow",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between looks at the store or the alias; 0: never.",
+)
 @click.option("--management-port", type=int, metavar="PORT", help="Port to manage versions on; 8081 with a store.")
 @click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
 @click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
@@ -50,6 +62,8 @@ def command(
     max_queue: int,
     model_store: str | None,
     load: str,
+    watch: bool,
+    follow: float,
     management_port: int | None,
     grpc_port: int | None,
     metrics_port: int | None,
@@ -61,7 +75,7 @@ def command(
 
     A bundle's golden examples are replayed on this machine first; a version that fails them takes no
     request. Speaks the Open Inference Protocol (/v2, with Triton's extensions), KServe's V1 (/v1), and TorchServe's
-    inference and management APIs. SOURCE is a bundle, or a
+    inference and management APIs. SOURCE is a bundle, its URL in an object store, or a
     registered model, models:/NAME@ALIAS or models:/NAME/VERSION.
     """
     from trueline.serve.api import serve
@@ -79,6 +93,8 @@ def command(
             max_queue=max_queue,
             model_store=model_store,
             load=load,
+            watch=watch,
+            follow_s=follow,
             management_port=8081 if management_port is None and model_store is not None else management_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,

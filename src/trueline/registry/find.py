@@ -7,7 +7,6 @@ verified and compared with it, so a file that was exchanged in the store is an e
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -157,8 +156,7 @@ def _downloaded(client: MlflowClient, version: ModelVersion, where: str) -> Path
     wins."""
     import mlflow.artifacts
 
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "trueline" / "bundles" / version.digest
+    folder = files.user_cache() / "bundles" / version.digest
     if not folder.exists():
         try:
             with files.atomic_dir(folder) as partial:

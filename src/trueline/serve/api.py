@@ -31,6 +31,8 @@ def serve(
     max_body_bytes: int = 64 * 2**20,
     model_store: str | Path | None = None,
     load: str = "",
+    watch: bool = False,
+    follow_s: float = 10.0,
     management_port: int | None = None,
     grpc_port: int | None = None,
     metrics_port: int | None = None,
@@ -40,9 +42,10 @@ def serve(
 ) -> None:
     """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes what is under way and returns.
 
-    `source` is the path of a bundle, or `models:/name@alias` or `models:/name/3` of the registry. What each argument
-    means stands in `trueline.serve.settings.Settings`. Raises PortInUse, UsageError, BundleError, NotProven,
-    RegistryError; no request is answered by a version that did not pass its golden examples.
+    `source` is the path of a bundle, its URL in an object store, or `models:/name@alias` or `models:/name/3` of the
+    registry. What each argument means stands in `trueline.serve.settings.Settings`. Raises PortInUse, UsageError,
+    BundleError, NotProven, RegistryError, StorageError; no request is answered by a version that did not pass
+    its golden examples.
     """
     settings = Settings(
         source=_text(source),
@@ -58,6 +61,8 @@ def serve(
         max_body_bytes=max_body_bytes,
         model_store=_text(model_store),
         load=load,
+        watch=watch,
+        follow_s=follow_s,
         management_port=management_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,

@@ -20,7 +20,19 @@ import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
-from trueline.serve import binary, coding, extensions, metrics, oip, openapi, records, repository, torchserve, v1
+from trueline.serve import (
+    binary,
+    coding,
+    dashboard,
+    extensions,
+    metrics,
+    oip,
+    openapi,
+    records,
+    repository,
+    torchserve,
+    v1,
+)
 from trueline.serve.http import JSON, Request, Response
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models, Version
@@ -159,6 +171,9 @@ class Routes:
             case ["metrics"]:
                 _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return self._metrics(request)
+            case ["dashboard", *rest] if rest in ([], ["state"]):
+                _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
             case ["openapi.json"] | ["api-description"]:
                 _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return json(200, openapi.data_plane(self.models.all(), _version()))

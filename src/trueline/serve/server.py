@@ -22,14 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trueline import events
+from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
-from trueline.serve import tokens, torchserve, wanted
+from trueline.serve import remote, tokens, torchserve, wanted
 from trueline.serve.child import revived
 from trueline.serve.connection import Server
 from trueline.serve.fleet import Fleet, Found, How, Refused
+from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
 from trueline.serve.http import App, Request, Response
 from trueline.serve.limits import Limits
@@ -51,7 +52,13 @@ Announce = Callable[[dict[str, Field]], None]
 
 
 def find(source: str, tracking_uri: str | None) -> Found:
-    """The bundle behind `source`. A registry is asked in a child process: it is heavy. Raises RegistryError."""
+    """The bundle behind `source`: a path, a URL, or a registry's name.
+
+    A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
+    """
+    if remote.is_url(source):
+        bundle = remote.fetched(source, files.user_cache() / "served")
+        return Found(path=bundle.path, digest=bundle.digest)
     if not source.startswith("models:/"):
         return Found(path=Path(source))
     command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
@@ -142,6 +149,7 @@ async def run(settings: Settings, announce: Announce) -> None:
     stop.listen(loop, lifeline=settings.lifeline)
     ports: list[_Port] = []
     calls: _Calls | None = None
+    following: list[asyncio.Task[None]] = []
     sweeper = loop.create_task(_sweep(ports))
     try:
         for what, (app, number) in apps.items():
@@ -154,6 +162,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             models.started = True
             where = _places(settings.host, ports) | ({} if calls is None else {"grpc_port": calls.port})
             announce({"event": "server.ready", **where, **record})
+            following = _following(settings, fleet, store, record)
             await stop.asked.wait()
         for port in ports:
             port.listener.close()
@@ -163,11 +172,28 @@ async def run(settings: Settings, announce: Announce) -> None:
             [*drains, *([] if calls is None else [calls.drain(settings.drain_s)])], ports, stop, settings.drain_s
         )
     finally:
-        sweeper.cancel()
+        for task in (sweeper, *following):
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)  # a watch of the registry ends its process
         if calls is not None:
             await calls.drain(0.0)
         for port in ports:
             port.listener.close()
+
+
+def _following(
+    settings: Settings, fleet: Fleet, store: Store | None, record: dict[str, Field]
+) -> list[asyncio.Task[None]]:
+    """What goes on looking for news once the server is ready."""
+    loop = asyncio.get_running_loop()
+    found = []
+    if settings.watch and store is not None:
+        bundles = StoreFollower(fleet, store, settings.load)
+        found.append(loop.create_task(every(settings.follow_s, bundles.look)))
+    if settings.source is not None and "@" in settings.source and settings.follow_s > 0:
+        alias = AliasFollower(fleet, settings.source, str(record["model"]), str(record["version"]))
+        found.append(loop.create_task(alias.run(settings.tracking_uri, settings.follow_s)))
+    return found
 
 
 def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
@@ -180,7 +206,14 @@ def _store(settings: Settings) -> Store | None:
             raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
         if settings.load:
             raise UsageError(f"--load {settings.load} names models of a store, and there is no --model-store")
+        if settings.watch:
+            raise UsageError("--watch looks for changes of a store, and there is no --model-store")
         return None
+    if settings.watch and not (settings.load and settings.follow_s > 0):
+        raise UsageError(
+            "--watch keeps what --load names as the store has it, looking every --follow seconds",
+            hint="add --load all, or the names with commas between; --follow 10",
+        )
     if not Path(settings.model_store).is_dir():
         raise UsageError(f"the model store {settings.model_store} is no folder")
     return Store(Path(settings.model_store))
@@ -253,8 +286,8 @@ class _Sources:
         self._loop = loop
 
     async def operator(self, source: str) -> Found:
-        """A path, a registry URI, or an entry of the store as the state file names it."""
-        if self._store is not None and not source.startswith(("/", "models:/")):
+        """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
+        if self._store is not None and not source.startswith(("/", "models:/")) and not remote.is_url(source):
             return Found(path=self._store.find(source))
         return await _in_thread(self._loop, lambda: find(source, self._uri))
 
@@ -339,8 +372,8 @@ def _named(load: str, store: Store) -> list[Entry]:
 
 
 def _whole(source: str) -> str:
-    """`source` as the state file names it: what begins with neither / nor models:/ there is an entry of the store."""
-    return source if source.startswith("models:/") else os.path.abspath(source)
+    """`source` as the state file names it: what is no path from the root and no URL there is an entry of the store."""
+    return source if source.startswith("models:/") or remote.is_url(source) else os.path.abspath(source)
 
 
 def _bundle_name(path: Path) -> str:
@@ -351,8 +384,9 @@ def _bundle_name(path: Path) -> str:
 
 
 async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _Sources) -> dict[str, Field]:
-    kept = _whole(source)
-    found = await sources.operator(kept)
+    found = await sources.operator(_whole(source))
+    # An alias may move while the server is down: what is wanted is the version that was served.
+    kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
     loop = asyncio.get_running_loop()
     name = settings.name or found.name
     if name is None:
@@ -362,7 +396,18 @@ async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:
         raise error.__cause__ or error from error  # the operator may read everything
+    if "@" in source:
+        await _moved_meanwhile(fleet, found, name, version)
     return {"model": name, "version": version, "digest": made.loaded.digest}
+
+
+async def _moved_meanwhile(fleet: Fleet, found: Found, name: str, version: str) -> None:
+    """The version of the alias takes over from the one that was served before the server went down."""
+    before = fleet.models.default(name)
+    if before == version or not fleet.models.find(name, before).source.startswith(f"models:/{found.name}/"):
+        return
+    fleet.set_default(name, version)
+    await fleet.retire(name, before)
 
 
 async def _drain(drains: list[Coroutine[Any, Any, None]], ports: list[_Port], stop: _Stop, drain_s: float) -> None:

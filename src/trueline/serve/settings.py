@@ -13,7 +13,8 @@ class Settings:
     """How to serve a bundle, a store of bundles, or both."""
 
     source: str | None = None
-    """Path of a bundle (folder or packed file), or `models:/name@alias`, `models:/name/3`."""
+    """Path of a bundle (folder or packed file), `models:/name@alias`, `models:/name/3`, or a URL of a store that fsspec
+    reads, `s3://bucket/digits.tlb#sha256:…`."""
     name: str | None = None
     """The model's name in paths; the bundle's own by default."""
     version: str | None = None
@@ -34,6 +35,10 @@ class Settings:
     """Folder of bundles that clients of the management port may load by name."""
     load: str = ""
     """What of the store is loaded at start: names with commas between, or `all`."""
+    watch: bool = False
+    """Keep what `load` names as the store has it: new bundles come, changed ones take over, removed ones leave."""
+    follow_s: float = 10.0
+    """Between two looks at the store, or at an alias of the registry, which is followed when it moves; 0: never."""
     management_port: int | None = None
     """Where versions are managed; 0 takes a free one, None: nowhere."""
     grpc_port: int | None = None
@@ -67,6 +72,8 @@ class Options(TypedDict, total=False):
     max_body_bytes: int
     model_store: str | None
     load: str
+    watch: bool
+    follow_s: float
     management_port: int | None
     grpc_port: int | None
     metrics_port: int | None

@@ -132,12 +132,12 @@ class StorePlace:
         import fsspec
 
         self.url, self.seal = url, seal
-        with _told(url, "opening"):
+        with told(url, "opening"):
             self._fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
 
     def names(self, *, unfinished: bool = False) -> list[str]:
-        with _told(self.url, "listing"):
+        with told(self.url, "listing"):
             self._fs.invalidate_cache()
             found = [str(path)[len(self._root) + 1 :].split("/") for path in self._fs.find(self._root)]
         parts = {(path[0], path[1]) for path in found if len(path) == 2}
@@ -145,7 +145,7 @@ class StorePlace:
         return sorted({name for name, _ in parts} - sealed if unfinished else sealed)
 
     def put(self, name: str, parts: Parts) -> None:
-        with _told(self.url, f"writing {name} to"):
+        with told(self.url, f"writing {name} to"):
             self._unseal(name)
             try:
                 for part, pieces in parts:
@@ -161,12 +161,12 @@ class StorePlace:
     def fetch(self, name: str, part: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="trueline-") as scratch:
             file = Path(scratch, part)
-            with _told(self.url, f"reading {name} of", missing_is_fine=True):
+            with told(self.url, f"reading {name} of", missing_is_fine=True):
                 self._fs.get_file(self._path(name, part), str(file))
             yield file
 
     def remove(self, name: str) -> None:
-        with _told(self.url, f"removing {name} of"):
+        with told(self.url, f"removing {name} of"):
             self._unseal(name)
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._path(name), recursive=True)
@@ -180,7 +180,7 @@ class StorePlace:
 
 
 @contextmanager
-def _told(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
+def told(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
     """Errors of a store's library, whatever their class, as StorageError in words."""
     try:
         yield

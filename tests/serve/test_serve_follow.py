@@ -1,0 +1,276 @@
+"""What is served follows its source: a folder of bundles, an alias of the registry, a store of objects."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import fsspec
+import httpx
+import pytest
+import serve_worlds as worlds
+from test_serve_fleet import Office
+
+from trueline.bundle import pack
+from trueline.bundle.read import open_bundle
+from trueline.errors import BundleError, StorageError, UsageError
+from trueline.registry.__main__ import watch
+from trueline.registry.add import register
+from trueline.serve import remote, start
+from trueline.serve.fleet import Found
+from trueline.serve.following import Act, AliasFollower, Ledger, StoreFollower, stamp
+from trueline.serve.server import find
+from trueline.serve.settings import Settings, from_arguments, to_arguments
+
+ROWS = json.dumps([[1, 2, 3]]).encode()
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    worlds.double_plus(folder / "pair" / "1.bundle")
+    return folder
+
+
+def settled(office: Office, follower: StoreFollower) -> None:
+    """Two looks: what is new has to look the same twice."""
+    for _ in range(2):
+        office.run(follower.look())
+
+
+# the decision
+
+
+def test_a_bundle_is_taken_when_it_looks_the_same_twice() -> None:
+    ledger, name = Ledger(), ("digits", "1")
+    assert ledger.look({name: (1, 10, 7)}) == []
+    assert ledger.look({name: (2, 20, 7)}) == []  # still being copied
+    assert ledger.look({name: (2, 20, 7)}) == [Act("load", name)]
+    ledger.took(name, (2, 20, 7))
+    assert ledger.look({name: (2, 20, 7)}) == []
+
+
+def test_one_that_was_refused_is_tried_again_only_when_it_changes() -> None:
+    ledger, name = Ledger(), ("digits", "1")
+    ledger.refuse(name, (1, 10, 7))
+    assert [ledger.look({name: (1, 10, 7)}) for _ in range(3)] == [[], [], []]
+    assert [ledger.look({name: (2, 10, 8)}) for _ in range(2)] == [[], [Act("load", name)]]
+
+
+def test_one_that_is_away_for_one_look_is_not_taken_away() -> None:
+    ledger, name = Ledger(), ("digits", "1")
+    ledger.took(name, (1, 10, 7))
+    ledger.look({name: (1, 10, 7)})
+    assert ledger.look({}) == []
+    assert ledger.look({}) == [Act("retire", name)]
+    ledger.left(name)
+    assert ledger.look({}) == []
+
+
+# the store
+
+
+def test_a_new_version_in_the_store_takes_over_and_a_removed_one_leaves(shelf: Path) -> None:
+    office = Office(shelf)
+    follower = StoreFollower(office.fleet, office.store, "all")
+    settled(office, follower)
+    assert office.models.default("pair") == "1"
+    worlds.double_plus(shelf / "pair" / "2.bundle")
+    worlds.double_plus(shelf / "other.bundle")
+    settled(office, follower)
+    assert (office.models.default("pair"), sorted(office.models.names())) == ("2", ["other", "pair"])
+    shutil.rmtree(shelf / "pair" / "2.bundle")
+    shutil.rmtree(shelf / "other.bundle")
+    settled(office, follower)
+    assert (office.models.versions("pair"), office.models.names()) == (["1"], ["pair"])
+    assert office.ask("POST", "/predictions/pair", ROWS) == (200, [[3, 5, 7]])
+    office.close()
+
+
+def test_a_default_that_somebody_chose_stays_when_a_version_arrives(shelf: Path) -> None:
+    worlds.double_plus(shelf / "pair" / "2.bundle")
+    office = Office(shelf)
+    follower = StoreFollower(office.fleet, office.store, "pair")
+    settled(office, follower)
+    office.fleet.set_default("pair", "1")
+    worlds.double_plus(shelf / "pair" / "3.bundle")
+    settled(office, follower)
+    assert office.models.versions("pair") == ["1", "2", "3"]
+    assert office.models.default("pair") == "1"
+    office.close()
+
+
+def test_a_bundle_that_fails_leaves_what_was_there_serving_until_it_is_mended(shelf: Path) -> None:
+    office = Office(shelf)
+    follower = StoreFollower(office.fleet, office.store, "all")
+    settled(office, follower)
+    worlds.double_plus(shelf / "pair" / "2.bundle", wrong=True)
+    settled(office, follower)
+    assert (office.models.versions("pair"), office.models.default("pair")) == (["1"], "1")
+    shutil.rmtree(shelf / "pair" / "2.bundle")
+    worlds.double_plus(shelf / "pair" / "2.bundle")
+    settled(office, follower)
+    assert office.models.default("pair") == "2"
+    office.close()
+
+
+def test_a_name_that_was_not_asked_for_is_left_alone(shelf: Path) -> None:
+    worlds.double_plus(shelf / "other.bundle")
+    office = Office(shelf)
+    settled(office, StoreFollower(office.fleet, office.store, "pair"))
+    assert office.models.names() == ["pair"]
+    office.close()
+
+
+def test_what_was_loaded_at_start_is_known_and_not_loaded_again(shelf: Path) -> None:
+    office = Office(shelf)
+    entry = office.store.of("pair")[0]
+    made = office.run(office.fleet.load(Found(path=entry.path), "pair", "1", source=entry.source))
+    settled(office, StoreFollower(office.fleet, office.store, "all"))
+    assert office.models.find("pair", "1") is made
+    office.close()
+
+
+def test_the_stamp_of_a_bundle_changes_with_its_seal(tmp_path: Path) -> None:
+    made = worlds.double_plus(tmp_path / "b").path
+    before = stamp(made)
+    shutil.rmtree(made)
+    assert stamp(made) is None
+    worlds.double_plus(tmp_path / "b", max_rows=4)
+    assert stamp(made) not in (before, None)
+
+
+# the alias
+
+
+def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(shelf: Path) -> None:
+    office = Office(shelf)
+    first, second = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", max_rows=9)
+    office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
+    told = Found(path=second.path, name="digits", version="4", digest=second.digest)
+    office.run(follower.moved(told))
+    office.run(follower.moved(told))  # said again: nothing happens
+    assert (office.models.default("digits"), office.models.versions("digits")) == ("4", ["4"])
+    assert office.fleet.wanted().models["digits"].versions["4"].source == "models:/digits/4"
+    office.close()
+
+
+def test_an_alias_that_moves_to_a_wrong_bundle_moves_nobody(shelf: Path) -> None:
+    office = Office(shelf)
+    first, wrong = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", wrong=True)
+    office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
+    office.run(follower.moved(Found(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
+    assert (office.models.default("digits"), office.models.versions("digits")) == ("3", ["3"])
+    office.run(follower.moved(Found(path=first.path, name="digits", version="5", digest=first.digest)))
+    assert office.models.versions("digits") == ["5"]
+    office.close()
+
+
+def test_a_watch_says_what_is_new_and_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = iter([{"version": 3}, {"version": 3}, {"error": "registry"}, {"error": "registry"}, {"version": 4}])
+    ends = iter([False, False, False, False, True])
+    watch(lambda: dict(next(seen)), lambda: next(ends))
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"version": 3},
+        {"error": "registry"},
+        {"version": 4},
+    ]
+
+
+@pytest.mark.slow
+def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/registry.db"
+    register(worlds.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
+    with start("models:/tiny@champion", tracking_uri=uri, follow_s=0.5) as server:
+        assert server.version == "1"
+        register(worlds.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
+        versions, until = ["1"], time.monotonic() + 300
+        while versions != ["2"] and time.monotonic() < until:
+            versions = httpx.get(f"{server.url}/v2/models/tiny").json()["versions"]
+            assert httpx.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
+            time.sleep(0.1)  # leaves the processor to those who are waited for
+        assert versions == ["2"]
+
+
+# a store of objects
+
+
+@pytest.fixture
+def uploaded(tmp_path: Path) -> str:
+    """A bundle as a packed file and as a folder in a store in memory; the URL of the folder that holds both."""
+    made = worlds.double_plus(tmp_path / "digits.bundle")
+    pack(made.path, tmp_path / "digits.tlb")
+    fs = fsspec.filesystem("memory")
+    root = f"/bundles-{tmp_path.name}"
+    fs.put(str(tmp_path / "digits.tlb"), f"{root}/digits.tlb")
+    fs.put(str(made.path), f"{root}/digits.bundle", recursive=True)
+    return f"memory:/{root}"
+
+
+@pytest.mark.parametrize("name", ["digits.tlb", "digits.bundle"])
+def test_a_bundle_of_a_store_arrives_verified_and_is_brought_once(uploaded: str, name: str, tmp_path: Path) -> None:
+    found = remote.fetched(f"{uploaded}/{name}", tmp_path / "cache")
+    assert found.digest == open_bundle(tmp_path / "digits.bundle").digest
+    fsspec.filesystem("memory").store.clear()
+    again = remote.fetched(f"{uploaded}/{name}#sha256:{found.digest}", tmp_path / "cache")
+    assert again.path == found.path
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [found.digest]
+
+
+def test_the_server_takes_a_url_where_it_takes_a_path(
+    uploaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    found = find(f"{uploaded}/digits.tlb", None)
+    assert found.digest == open_bundle(found.path).digest
+
+
+def test_a_bundle_that_was_exchanged_in_the_store_is_refused(uploaded: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="asked for was 000000000000"):
+        remote.fetched(f"{uploaded}/digits.tlb#sha256:{'0' * 64}", tmp_path / "cache")
+    with pytest.raises(UsageError, match="is no digest of a bundle"):
+        remote.fetched(f"{uploaded}/digits.tlb#md5:abc", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("digits.tlb", b"PK\x03\x04 torn", "torn or no packed bundle"),
+        ("digits.bundle/programs/model.onnx", b"short", "has 5 bytes, sealed were"),
+        ("digits.bundle/bundle.json", b"{}", "torn or no bundle manifest"),
+    ],
+)
+def test_a_damaged_object_is_refused_and_leaves_nothing_in_the_cache(
+    uploaded: str, file: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{uploaded.removeprefix('memory:/')}/{file}", content)
+    with pytest.raises(BundleError, match=words):
+        remote.fetched(f"{uploaded}/{file.split('/')[0]}", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_bundle_that_was_damaged_in_the_cache_is_brought_again_at_the_next_try(uploaded: str, tmp_path: Path) -> None:
+    found = remote.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")
+    (found.path / "lineage.json").write_bytes(b"")
+    with pytest.raises(BundleError, match="it is torn"):
+        remote.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")
+    assert remote.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache").digest == found.digest
+
+
+def test_a_url_that_leads_to_no_bundle_says_so(uploaded: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="there is no bundle at"):
+        remote.fetched(f"{uploaded}/nobody.tlb", tmp_path / "cache")
+    with pytest.raises(StorageError, match="opening nowhere://x failed"):
+        remote.fetched("nowhere://x", tmp_path / "cache")
+
+
+def test_what_is_followed_is_said_alike_in_a_call_and_in_a_command_line() -> None:
+    settings = Settings(model_store="bundles", load="all", watch=True, follow_s=2.5)
+    assert from_arguments(to_arguments(settings)) == settings
