@@ -136,7 +136,7 @@ def test_a_model_that_writes_into_a_buffer_is_refused_by_the_name_of_the_buffer(
 def test_a_format_that_nobody_runs_is_answered_with_those_there_are(tmp_path: Path) -> None:
     signature = Signature(inputs=(), outputs=(), dims={})
     (tmp_path / "model.xyz").touch()
-    with pytest.raises(UsageError, match="onnx, openvino, torch_export"):
+    with pytest.raises(UsageError, match="onnx, openvino, offload, torch_export"):
         open_session("tflite", tmp_path / "model.xyz", signature)
     for format in ("onnx", "torch_export"):
         with pytest.raises(BundleError, match=r"model\.xyz"):

@@ -22,7 +22,7 @@ def describe(bundle: Bundle) -> str:
     parts = [
         _aligned([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
         "signature\n" + _aligned(_signature_rows(bundle), indent=2),
-        "programs\n" + _aligned(_program_rows(bundle), indent=2),
+        "programs\n" + _aligned([*_program_rows(bundle), *_note_rows(bundle)], indent=2),
         "evidence\n" + _aligned(_evidence_rows(bundle.evidence()), indent=2),
         "golden examples\n" + _aligned([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
         "lineage\n" + _aligned(_lineage_rows(bundle.lineage()), indent=2),
@@ -61,6 +61,12 @@ def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     signature = bundle.signature
     rows: list[tuple[str, ...]] = [("input", *_spec_row(spec)) for spec in signature.inputs]
     rows += [("output", *_spec_row(spec)) for spec in signature.outputs]
+    rows += [
+        ("state", f"{left} of an answer is {given} of the next request") for given, left in signature.state.items()
+    ]
+    rows += [("random", "equal requests get other answers; they were compared as draws of one distribution")] * (
+        signature.random
+    )
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
     return rows + [("needs", guard.text) for guard in signature.guards]
@@ -90,6 +96,10 @@ def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:
+    return [(f"{program.format}: {program.notes}",) for program in bundle.manifest.programs if program.notes]
 
 
 def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:

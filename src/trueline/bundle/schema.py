@@ -3,7 +3,8 @@
     my-model.bundle/
       bundle.json                  this schema; says the SHA-256 and size of every other file
       programs/model.onnx          one file for each program that was proven
-      programs/model.pt2           torch.export; model.ts: TorchScript; model.so.pt2: AOTInductor
+      programs/model.pt2           torch.export; model.ts: TorchScript; model.so.pt2: AOTInductor;
+                                   model.offload.json: a plan, with its .pt2 and .onnx beside it
       golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
       golden/outputs.safetensors   "1/logits", "4/logits": what the eager model answered
       evidence.jsonl               one line for each comparison that was made

@@ -10,7 +10,7 @@ within one request. What else has to hold between the sizes of a request stands 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -47,12 +47,16 @@ class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.min <= size and (self.max is None or size <= self.max) and not size % self.multiple_of
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One input or output. `shape` holds numbers and symbol names, e.g. `("batch", 8, 8)`."""
 
     name: str
     datatype: str
     shape: tuple[int | str, ...]
+    role: Literal["data", "state"] = "data"
+    """`state`: what the model remembers. The caller hands `next.x` of one answer back as `state.x` of the next request,
+    and keeps it apart from the state of every other caller.
+    """
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -66,6 +70,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, Dim]
     guards: tuple[Guard, ...] = ()
+    random: bool = False
+    """Whether the model draws random numbers: equal requests then get other answers, of one distribution."""
 
     def check(self, inputs: Mapping[str, Array]) -> None:
         """Refuses inputs outside the proven range.
@@ -86,6 +92,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return all(self.dims[symbol].allows(size) for symbol, size in sizes.items() if symbol in self.dims) and all(
             guard.holds(sizes) for guard in self.guards
         )
+
+    @property
+    def state(self) -> dict[str, str]:
+        """Input that brings a part of the state -> output that takes it on. Empty for a model without a memory."""
+        given = [spec.name for spec in self.inputs if spec.role == "state"]
+        return dict(zip(given, [spec.name for spec in self.outputs if spec.role == "state"], strict=True))
 
     @property
     def symbols(self) -> dict[str, tuple[str, int]]:

@@ -14,10 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from trueline import events, files
-from trueline.capture.attempt import Attempt, Captured
+from trueline.capture.attempt import Attempt, Captured, State
 from trueline.errors import NotProven, UsageError, closest, listed
 from trueline.runtime.session import FORMATS, NATIVE, USUAL, Format
 
@@ -34,15 +34,22 @@ def capture(
     *,
     formats: Sequence[str] | None = USUAL,
     overwrite: bool = False,
+    state: State = "refuse",
+    allow_random: bool = False,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
 
     Every format asked for has to be proven; with `formats=None` all are tried and one is enough. Without
-    a checkpoint the model is captured as the recipe makes it. Raises NotProven or CaptureError with the
-    user's file and line where it is known, UsageError, RecipeError, CheckpointError, StorageError;
-    nothing is then left at `out`.
+    a checkpoint the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
+    `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
+    is refused, or, with `allow_random`, compared by the distribution of its answers.
+
+    Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
+    CheckpointError, StorageError; nothing is then left at `out`.
     """
     wanted = _checked(formats)
+    if state not in get_args(State):
+        raise UsageError(f"state is {state!r}, expected one of: {listed(get_args(State))}")
     out = Path(out)
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
@@ -53,7 +60,7 @@ def capture(
     recipe = load_recipe(recipe)
 
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
-    model = subject.prepare(recipe, checkpoint)
+    model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
     work = workplace(out)
     try:
         rungs = climb(model, wanted, work)
@@ -104,11 +111,13 @@ def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
     others = "" if len(refused) == 1 else f" (refused too: {listed(one.attempt.format for one in refused[1:])})"
     place = f"; see {first.line}" if first.line else ""
     raise NotProven(
-        f"{first.format} program of '{name}' is not proven: {first.why}{place}{others}", hint=_advice(rungs, first)
+        f"{first.format} program of '{name}' is not proven: {first.reason}{place}{others}", hint=_advice(rungs, first)
     )
 
 
 def _advice(rungs: Sequence[Rung], first: Attempt) -> str:
+    if first.hint:
+        return first.hint
     if first.line:
         return (
             "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "

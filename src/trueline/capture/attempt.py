@@ -8,6 +8,9 @@ from typing import Literal
 
 from trueline.runtime.session import Format
 
+State = Literal["refuse", "explicit"]
+"""What becomes of a model that writes its own buffers: refused, or they become inputs and outputs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
@@ -25,6 +28,20 @@ class Attempt:
     max_abs_error: float
     how: str = ""
     """In which way it was made, where a format knows several."""
+    submodule: str = ""
+    """The first submodule whose output a program that disagrees does not have: its name and class."""
+    defined: str = ""
+    """`file:line` of that class."""
+    hint: str = ""
+    """What to do about a refusal, where it is known."""
+
+    @property
+    def reason(self) -> str:
+        """`why`, with the submodule and where it is defined."""
+        if not self.submodule:
+            return self.why
+        place = f" at {self.defined}" if self.defined else ""
+        return f"{self.why}; the first submodule whose output differs: {self.submodule}{place}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,11 @@ def export_cpp(bundle: str | Path | Bundle, folder: str | Path, *, format: str |
     if folder.exists():
         raise UsageError(f"{folder} exists already", hint="name a folder that does not exist yet")
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    if found.signature.random:
+        raise UsageError(
+            f"bundle '{found.name}' draws random numbers, and the project compares golden examples value by value",
+            hint="serve it with `trueline serve`, which compares their distribution",
+        )
     chosen = _chosen(found, format)
     texts = cpp_text.project(found.name, found.digest, found.signature, chosen, _golden(found))
     with files.atomic_dir(folder) as partial:

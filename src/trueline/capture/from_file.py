@@ -1,9 +1,10 @@
-"""`capture model.onnx | model.pt2 | model.ts`: a program that comes as a file, wrapped into a bundle.
+"""`capture model.onnx | model.pt2 | model.ts | DIR`: a program that comes as a file, wrapped into a bundle.
 
 There is no model to compare with, so the program itself is the oracle, run by another implementation than
 the one that will serve it: onnx's reference for ONNX, torch's own interpreter for the others. What the bundle
 then proves is that its programs answer as the file does; that the file is right, nobody can say here, and the
-lineage says so. Nothing is unpickled: a plain pickled .pt is refused.
+lineage says so. Nothing is unpickled: a plain pickled .pt is refused, unless its maker is trusted. A folder of
+Hugging Face's and a trusted pickle hold a model, and are captured as one (`from_module`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from trueline import events, files
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.bundle.schema import Evidence
-from trueline.capture import file_probes
-from trueline.capture.api import workplace
+from trueline.capture import file_probes, from_module
+from trueline.capture.api import capture, workplace
 from trueline.capture.attempt import Attempt, Captured
+from trueline.capture.declared import Declared, declared
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError, listed
+from trueline.recipe.contract import Recipe
 from trueline.runtime import script_archive
 from trueline.runtime.probes import Probe
 from trueline.runtime.prove import Observation, judge, observe
@@ -51,22 +54,36 @@ class Wrapped:
 
 
 def capture_file(
-    path: str | Path, out: str | Path, *, formats: Sequence[str] | None = None, overwrite: bool = False
+    path: str | Path,
+    out: str | Path,
+    *,
+    formats: Sequence[str] | None = None,
+    overwrite: bool = False,
+    inputs: Sequence[str] = (),
+    trust: bool = False,
 ) -> Captured:
-    """Wraps the program at `path` into a bundle at `out`.
+    """Wraps the program at `path`, or the model in the folder `path`, into a bundle at `out`.
 
     Every format asked for has to be proven; without `formats`, the file's own has to be, and ONNX of a .pt2 is
-    tried. Raises UsageError for a file that is no program (a pickle among them) and for a format that cannot be
-    made of it, CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
+    tried; of a model one is enough. `inputs` declares what the program takes where the file does not say (see
+    `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put into it. Raises
+    UsageError for a file that is no program (a pickle among them) and for a format that cannot be made of it,
+    CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
     """
     path, out = Path(path), Path(out)
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    known = declared(inputs) if inputs else None
+    model = _model(path, known, trust=trust)
+    if model is not None:
+        return capture(model, None, out, formats=formats, overwrite=overwrite)
     kind = kind_of(path)
+    if known is not None and kind != "torchscript":
+        raise UsageError(f"{path.name} says its own inputs; leave --example out")
     events.emit("capture.started", file=str(path), kind=kind, out=str(out))
     work = workplace(out)
     try:
-        wrapped = _WRAP[kind](path, work)
+        wrapped = _WRAP[kind](path, work, known)
         wanted = _usual(wrapped) if formats is None else _possible(formats, wrapped)
         rungs = [_try(format, wrapped, work / format) for format in wanted]
         _require(rungs, wrapped, every=formats is not None, path=path)
@@ -78,8 +95,46 @@ def capture_file(
 
 
 def is_program(path: str) -> bool:
-    """Whether the command line means a program file by `path`, and not a recipe."""
-    return Path(path).suffix.lower() in (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt")
+    """Whether the command line means a program file or a model's folder by `path`, and not a recipe."""
+    named = Path(path).suffix.lower() in (".onnx", ".pt2", ".pt", ".pth", ".ts", ".bin", ".ckpt")
+    return named or from_module.is_model_folder(path)
+
+
+def _model(path: Path, known: Declared | None, *, trust: bool) -> Recipe | None:
+    """The model that the file or folder holds; None for a program. Raises UsageError."""
+    if path.is_dir():
+        if trust:
+            raise UsageError("--trust is for a pickled module; code in a folder is never run")
+        if not from_module.is_model_folder(path):
+            raise UsageError(f"{path} is a folder without {from_module.CONFIG}; it is no model of Hugging Face's")
+        return from_module.of_folder(path, known)
+    if not trust:
+        return None
+    if _is_pickle(path) and (count := from_module.weights_in(path)):
+        raise UsageError(
+            f"{path} holds {count} tensors, the weights of a model and not the model",
+            hint="write a recipe whose model() builds it and loads them with torch.load(..., weights_only=True)",
+        )
+    if not _is_pickle(path):
+        raise UsageError(f"{path} is no pickle and needs no trust; leave --trust out")
+    if known is None:
+        raise UsageError(
+            f"{path} is a pickle, which does not say what its module takes",
+            hint="declare its inputs: --example NAME=FP32[batch,3,size], or --example batch.npz",
+        )
+    return from_module.of_pickle(path, known)
+
+
+def _is_pickle(path: Path) -> bool:
+    try:
+        kind_of(path)
+    except _Pickled:
+        return True
+    return False
+
+
+class _Pickled(UsageError):
+    """The file is a pickle."""
 
 
 def kind_of(path: Path) -> Kind:
@@ -103,10 +158,11 @@ def kind_of(path: Path) -> Kind:
     return "onnx"
 
 
-def _pickled(path: Path) -> UsageError:
-    return UsageError(
+def _pickled(path: Path) -> _Pickled:
+    return _Pickled(
         f"{path} is a pickle (torch.save of a model or its weights), and unpickling it could run anything",
-        hint="write a recipe whose model() loads it with torch.load(..., weights_only=True), and capture the recipe",
+        hint="write a recipe whose model() loads it with torch.load(..., weights_only=True), and capture the recipe; "
+        "if it is a whole module whose maker you trust: --trust",
     )
 
 
@@ -238,7 +294,7 @@ def observed(oracle: Session, probes: Sequence[Probe]) -> tuple[Observation, ...
     )
 
 
-def _wrap_onnx(path: Path, work: Path) -> Wrapped:
+def _wrap_onnx(path: Path, work: Path, known: Declared | None) -> Wrapped:
     from trueline.capture.seen import seen_signature
     from trueline.runtime import onnx_file
 
@@ -263,19 +319,19 @@ def _wrap_onnx(path: Path, work: Path) -> Wrapped:
     )
 
 
-def _wrap_torchscript(path: Path, work: Path) -> Wrapped:
+def _wrap_torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
     from trueline.capture import from_torch_file
 
-    return from_torch_file.torchscript(path, work)
+    return from_torch_file.torchscript(path, work, known)
 
 
-def _wrap_export(path: Path, work: Path) -> Wrapped:
+def _wrap_export(path: Path, work: Path, known: Declared | None) -> Wrapped:
     from trueline.capture import from_torch_file
 
     return from_torch_file.torch_export(path, work)
 
 
-_WRAP: dict[Kind, Callable[[Path, Path], Wrapped]] = {
+_WRAP: dict[Kind, Callable[[Path, Path, Declared | None], Wrapped]] = {
     "onnx": _wrap_onnx,
     "torch_export": _wrap_export,
     "torchscript": _wrap_torchscript,

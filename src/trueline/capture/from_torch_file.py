@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.jit._fuser import optimized_execution
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture import file_probes
+from trueline.capture.declared import Declared
 from trueline.capture.from_file import Wrapped, observed
 from trueline.capture.seen import seen_signature
-from trueline.errors import BundleError, CaptureError
-from trueline.runtime import export, onnx_emit, pt2
+from trueline.errors import BundleError, CaptureError, UsageError, listed
+from trueline.runtime import export, onnx_emit, pt2, script_archive
 from trueline.runtime.eager import to_tensors
 from trueline.runtime.export import Exported
+from trueline.runtime.probes import make_probes as probes_of
+from trueline.runtime.torchscript import FILE as TORCHSCRIPT
+from trueline.runtime.torchscript import first, undeprecated
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -32,15 +37,78 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 
 
-def torchscript(path: Path, work: Path) -> Wrapped:
-    """Its inputs are tensors of a rank that the probes find out: nothing in the file says shapes.
+def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
+    """The program with the inputs that were declared: nothing in the file says their shapes.
 
-    Raises CaptureError when the shapes cannot be known.
+    Raises UsageError when nothing was declared or other names were, CaptureError, BundleError.
     """
-    raise CaptureError(
-        f"{path.name} is TorchScript, which does not say the shapes of its inputs",
-        hint="write a recipe: model() returns torch.jit.load(...), examples() a small batch",
+    clean = work / "file.ts"
+    script_archive.clean(path, clean)
+    oracle = _Unoptimized(clean, path)
+    if known is None:
+        raise UsageError(
+            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({listed(oracle.names)})",
+            hint=f"declare them: --example {oracle.names[0] if oracle.names else 'x'}=FP32[batch,3,size], or "
+            "--example batch.npz",
+        )
+    oracle.claims(known.signature)
+    probes = probes_of(known.examples[0], signature=oracle.signature)
+    observations = observed(oracle, probes)
+
+    def emit(folder: Path) -> Path:
+        target = folder / TORCHSCRIPT
+        target.parent.mkdir(parents=True, exist_ok=True)
+        script_archive.clean(clean, target)
+        return target
+
+    return Wrapped(
+        kind="torchscript",
+        signature=seen_signature(oracle.signature, observations),
+        oracle=oracle,
+        against=f"libtorch {torch.__version__} without optimizations",
+        observations=observations,
+        emit={"torchscript": emit},
     )
+
+
+@final
+class _Unoptimized:
+    """The oracle: TorchScript's own interpreter, with the optimizations that the Session has switched off."""
+
+    format = "unoptimized"
+
+    def __init__(self, clean: Path, path: Path) -> None:
+        script_archive.check(clean)
+        try:
+            with undeprecated():
+                self._module = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+        self.names = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        self.signature = Signature(inputs=(), outputs=(), dims={})
+
+    def claims(self, signature: Signature) -> None:
+        """Takes `signature` in the order of the program's own inputs. Raises UsageError for other names."""
+        specs = {spec.name: spec for spec in signature.inputs}
+        if specs.keys() != set(self.names):
+            raise UsageError(
+                f"the program takes {listed(self.names)}, and declared are {listed(specs)}",
+                hint="give one --example for each input, under its own name",
+            )
+        self.signature = Signature(inputs=tuple(specs[name] for name in self.names), outputs=(), dims=signature.dims)
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name, `output` or `output_0`, `output_1`, or their keys."""
+        with torch.inference_mode(), optimized_execution(False):
+            found = self._module(*to_tensors(self.signature, inputs))
+        leaves = found if isinstance(found, (tuple, list)) else (found,)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(
+                f"the program returns {type(found).__name__}s of {listed({type(leaf).__name__ for leaf in leaves})}",
+                hint="script a module that returns a tensor or a tuple of tensors",
+            )
+        names = _output_names([""] * len(leaves), set(self.names))
+        return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
 
 
 def torch_export(path: Path, work: Path) -> Wrapped:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from trueline import events
 from trueline.bundle.describe import range_text
@@ -16,19 +20,24 @@ from trueline.capture.attempt import Attempt
 from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError, NotProven, UsageError
-from trueline.runtime import aoti_emit, export, onnx_emit, steady
+from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, listed
+from trueline.runtime import aoti_emit, draws, export, offload, offload_emit, onnx_emit, sequences, steady, submodules
 from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
-from trueline.runtime.probes import Probe, make_probes
+from trueline.runtime.probes import LIMIT, Probe, make_probes
 from trueline.runtime.prove import Observation, Proof, judge, observe, parting
 from trueline.runtime.session import Format, open_session
 from trueline.runtime.shrink import shrink
+from trueline.runtime.submodules import NOBODY, Blame
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
     "openvino": onnx_emit.emit,
+    "offload": offload_emit.emit,
     "torch_export": export.emit,
     "aotinductor": aoti_emit.emit,
 }
@@ -47,6 +56,8 @@ class Rung:
     versions: dict[str, str]
     disagreeing: Probe | None = None
     """The smallest probe on which the program answers otherwise than the model."""
+    random: bool = False
+    """Whether its answers were compared as draws of a distribution."""
 
 
 def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]:
@@ -56,13 +67,14 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     """
     started = time.monotonic()
     found = steady.unsteady(subject.eager)
-    if found is not None:
+    if found is not None and not (found.random and subject.random):
+        raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
+    if found is not None and subject.eager.signature.state:
         raise NotProven(
-            found.why + (f"; see {found.place}" if found.place else ""),
-            hint="a served program has no memory and draws no numbers: return the state, or guard it with "
-            "`if self.training`",
+            f"{found.why}; and it keeps a state ({listed(subject.eager.signature.state)})",
+            hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
-    exported, observations = _observed(subject)
+    exported, observations = _observed(subject, random=found is not None)
     shared_s = time.monotonic() - started
     while True:
         rungs = [
@@ -80,15 +92,20 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
         exported = stricter
 
 
-def _observed(subject: Subject) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
-    """The exported program with the widest claim that it bears out, and what the eager model answers."""
+def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
+    """The exported program with the widest claim that it bears out, and what the eager model answers.
+
+    A model that draws random numbers is asked fewer probes, each many times.
+    """
     eager = subject.eager
+    limit, num_draws = (draws.PROBES, draws.DRAWS) if random else (LIMIT, 0)
     try:
         exported = claims.settled(eager, export.export(subject.module, eager.calling))
     except CaptureError as error:
-        return error, observe(eager, make_probes(eager.example, signature=eager.calling.presumed))
-    probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
-    observations = observe(eager, probes)
+        probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit)
+        return error, observe(eager, probes, num_draws=num_draws)
+    probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit)
+    observations = observe(eager, probes, num_draws=num_draws)
     return claims.borne_out(exported, observations), observations
 
 
@@ -112,11 +129,13 @@ def _try_scripted(
     found = climb_scripted(subject.eager, signature, observations, folder)
     seconds = shared_s + time.monotonic() - started
     if found.path is None or found.proof is None:
-        return _refused("torchscript", found.why, found.line, observations, folder, seconds)
+        return _refused("torchscript", CaptureError(found.why, hint=found.line), observations, folder, seconds)
     size = found.path.stat().st_size
     made = folder / found.path.relative_to(folder).parts[0]
-    rung = _rung("torchscript", found.proof, "", found.signature, observations, found.path, made, size, seconds)
-    return replace(rung, attempt=replace(rung.attempt, how=f"{found.how}; {DEPRECATED}"))
+    judged = Judged(proof=found.proof)
+    rung = _rung("torchscript", judged, found.signature, observations, found.path, made, size, seconds)
+    how = "; ".join(one for one in (found.how, rung.attempt.how, DEPRECATED) if one)
+    return replace(rung, attempt=replace(rung.attempt, how=how))
 
 
 def _try(
@@ -134,27 +153,65 @@ def _try(
         path = EMITTERS[format](exported, folder)
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
-        proof, smallest = _prove(format, path, exported, observations, eager)
+        judged = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
-        line = error.hint if isinstance(exported, CaptureError) else ""
-        return _refused(format, error.message, line, observations, folder, shared_s + time.monotonic() - started)
+        return _refused(format, error, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, proof, smallest, exported.signature, observations, path, folder, size, seconds)
+    rung = _rung(format, judged, exported.signature, observations, path, folder, size, seconds)
+    if format == "offload":
+        return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
+    return rung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A proof, and where it fails on a probe, what is known about it."""
+
+    proof: Proof
+    smallest: str = ""
+    """The smallest input that shows it, and how."""
+    blame: Blame = NOBODY
 
 
 def _prove(
     format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
-) -> tuple[Proof, str]:
-    """The proof and, where it fails on a probe, the smallest input that shows it."""
+) -> Judged:
     session = open_session(format, path, exported.signature, native=True)  # it was made here
 
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
 
     proof = judge(session, observations, versions=versions(), progress=progress)
+    proof = sequences.proven(proof, session, eager, versions=versions())
     probe = _named(observations, proof.disagreeing)
-    found = shrink(session, eager, probe) if probe is not None else None
-    return proof, f"; the smallest input that shows it: {found}: {found.reason}" if found else ""
+    if probe is None or any(seen.draws is not None for seen in observations):
+        return Judged(proof=proof)  # of two random answers none is wrong
+    found = shrink(session, eager, probe)
+    smallest = f"; the smallest input that shows it: {found}: {found.reason}" if found else ""
+    blame = _blame(format, exported, eager, found.inputs if found else probe.inputs)
+    return Judged(proof=_told(proof, blame), smallest=smallest, blame=blame)
+
+
+def _blame(format: Format, exported: Exported, eager: EagerSession, inputs: Mapping[str, Array]) -> Blame:
+    """Where the program parts from the model. That it does is known already: what fails here takes nothing away."""
+    try:
+        return submodules.blame(format, exported, eager, inputs)
+    except Exception as error:  # noqa: BLE001 - the graph of a wrong program, run node by node: it may raise anything
+        events.emit("submodule.unknown", format=format, why=f"{type(error).__name__}: {error}")
+        return NOBODY
+
+
+def _told(proof: Proof, blame: Blame) -> Proof:
+    """`proof` with the submodule in the evidence of the probe that shows it."""
+    if blame.submodule is None:
+        return proof
+    evidence = tuple(
+        msgspec.structs.replace(one, reason=f"{one.reason}; first in submodule {blame.submodule}")
+        if one.probe == proof.disagreeing
+        else one
+        for one in proof.evidence
+    )
+    return replace(proof, evidence=evidence)
 
 
 def _named(observations: Sequence[Observation], name: str) -> Probe | None:
@@ -163,8 +220,7 @@ def _named(observations: Sequence[Observation], name: str) -> Probe | None:
 
 def _rung(
     format: Format,
-    proof: Proof,
-    smallest: str,
+    judged: Judged,
     signature: Signature,
     observations: Sequence[Observation],
     path: Path,
@@ -172,8 +228,8 @@ def _rung(
     size: int,
     seconds: float,
 ) -> Rung:
-    batch = signature.dims[BATCH]
-    why = proof.reason + smallest
+    batch, proof, part = signature.dims[BATCH], judged.proof, judged.blame.submodule
+    why = proof.reason + judged.smallest + (f"; {judged.blame.stage}" if judged.blame.stage else "")
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
     bounded = batch.max is not None or bool(signature.guards)
@@ -187,6 +243,9 @@ def _rung(
         size_bytes=size,
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
+        how=_statistical(observations),
+        submodule=f"{part}" if part else "",
+        defined=part.place if part else "",
     )
     _tell(attempt, range_text(signature))
     return Rung(
@@ -197,17 +256,30 @@ def _rung(
         evidence=proof.evidence,
         versions=versions(),
         disagreeing=_named(observations, proof.disagreeing),
+        random=bool(_statistical(observations)),
     )
 
 
+def _statistical(observations: Sequence[Observation]) -> str:
+    """How a random model was compared; empty for any other."""
+    count = next((len(next(iter(seen.draws.values()))) for seen in observations if seen.draws), 0)
+    return f"random answers, compared statistically ({draws.tolerance_text(count, draws.LEVEL)})" if count else ""
+
+
+_PLACED = re.compile(r".+:\d+: ")
+
+
 def _refused(
-    format: Format, why: str, line: str, observations: Sequence[Observation], folder: Path, seconds: float
+    format: Format, error: TruelineError, observations: Sequence[Observation], folder: Path, seconds: float
 ) -> Rung:
+    """A rung that was not reached. The hint of `error` is the user's line, or what to do."""
+    line = error.hint if _PLACED.match(error.hint) else ""
     attempt = Attempt(
         format=format,
         verdict="refused",
-        why=why,
+        why=error.message,
         line=_line(observations) or line,
+        hint="" if line else error.hint,
         seconds=seconds,
         size_bytes=0,
         probes=0,
@@ -237,4 +309,4 @@ def _tell(attempt: Attempt, proven_range: str = "") -> None:
             bound_by=attempt.line or None,
         )
     else:
-        events.emit("program.refused", format=attempt.format, why=attempt.why, line=attempt.line)
+        events.emit("program.refused", format=attempt.format, why=attempt.reason, line=attempt.line)

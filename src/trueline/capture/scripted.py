@@ -17,7 +17,7 @@ from trueline.bundle.signature import Signature
 from trueline.capture.seen import seen_signature
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime import torchscript_emit
+from trueline.runtime import sequences, torchscript_emit
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.prove import Observation, Proof, judge, parting
 from trueline.runtime.session import open_session
@@ -80,5 +80,5 @@ def _try(
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(error, CaptureError) else ""
         return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
-    proof = judge(session, observations, versions=versions())
+    proof = sequences.proven(judge(session, observations, versions=versions()), session, eager, versions=versions())
     return Tried(how=how, why=proof.reason, line="", path=path, signature=signature, proof=proof)

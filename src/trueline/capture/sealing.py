@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.capture.ladder import Rung
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
+from trueline.runtime import draws
 from trueline.runtime.calling import BATCH
 from trueline.runtime.probes import fitting, resize
 from trueline.runtime.session import FORMATS
@@ -18,6 +21,7 @@ from trueline.state.checkpoint import read_manifest
 from trueline.state.place import Where
 
 if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
     from trueline.recipe.contract import Recipe
 
 GOLDEN_SIZES = (1, 2, 5)
@@ -35,6 +39,8 @@ def seal(
     """Seals the proven rungs at `out`."""
     proven = [rung for rung in rungs if rung.attempt.verdict == "proven"]
     signature = next(rung.signature for rung in proven if rung.signature is not None)
+    random = any(rung.random for rung in proven)
+    signature = msgspec.structs.replace(signature, random=random)
     lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
     contents = Contents(
         name=recipe.name,
@@ -75,8 +81,18 @@ def _golden(subject: Subject, signature: Signature) -> list[Golden]:
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
         if signature.allows(sizes):
-            found.append(Golden(case=case, inputs=inputs, outputs=subject.eager.run(inputs)))
+            found.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
+    if signature.state:
+        first = found[0]
+        inputs = {**first.inputs, **{given: first.outputs[left] for given, left in signature.state.items()}}
+        found.append(Golden(case="second-call", inputs=inputs, outputs=subject.eager.run(inputs)))
     return found
+
+
+def _answer(subject: Subject, signature: Signature, inputs: dict[str, Array]) -> dict[str, Array]:
+    """What the eager model answers; many answers, stacked, where they are random."""
+    answer = subject.eager.run(inputs)
+    return draws.sample(subject.eager, inputs, draws.golden_draws(answer)) if signature.random else answer
 
 
 def _lineage(
@@ -110,5 +126,5 @@ def _attempt(rung: Rung) -> dict[str, Any]:
     """`line` stays out: it names a path of the machine that captured."""
     attempt = rung.attempt
     return {"format": attempt.format, "verdict": attempt.verdict, "why": attempt.why} | (
-        {"how": attempt.how} if attempt.how else {}
+        {key: value for key, value in (("how", attempt.how), ("submodule", attempt.submodule)) if value}
     )

@@ -7,7 +7,9 @@ else a symbol of its own without a bound.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.errors import CaptureError
@@ -26,6 +28,7 @@ def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Si
     if not answered:
         why = next((seen.error for seen in observations), "there is no probe")
         raise CaptureError(f"the model answers no probe: {why}")
+    states = {spec.name for spec in inputs.outputs if spec.role == "state"}
     dims, outputs = dict(inputs.dims), []
     for name, first in answered[0][1].items():
         shapes = [(inputs.sizes(given), found[name].shape) for given, found in answered if name in found]
@@ -34,7 +37,8 @@ def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Si
                 f"output '{name}' is not always there, or not always of {first.ndim} dimensions",
                 hint="a bundle has the same outputs for every request",
             )
-        outputs.append(_spec(name, first, shapes, dims))
+        role: Literal["data", "state"] = "state" if name in states else "data"
+        outputs.append(msgspec.structs.replace(_spec(name, first, shapes, dims), role=role))
     return Signature(inputs=inputs.inputs, outputs=tuple(outputs), dims=dims, guards=inputs.guards)
 
 

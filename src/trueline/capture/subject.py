@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from trueline.errors import DataError, RecipeError
+from trueline.capture.attempt import State
+from trueline.errors import CaptureError, DataError, RecipeError, listed
+from trueline.runtime import calling, explicit
+from trueline.runtime.calling import as_trained
 from trueline.runtime.eager import EagerSession
 from trueline.state.checkpoint import load_model
 from trueline.state.place import Where
@@ -37,22 +40,68 @@ class Subject:
     module: torch.nn.Module
     eager: EagerSession
     data: dict[str, str | int]
+    random: bool = False
+    """Whether the model may draw random numbers, and is then compared by the distribution of its answers."""
 
 
 def prepare(
-    recipe: Recipe, checkpoint: Where | None, *, dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None
+    recipe: Recipe,
+    checkpoint: Where | None,
+    *,
+    dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
+    state: State = "refuse",
+    allow_random: bool = False,
 ) -> Subject:
     """Loads the model and its examples. `dynamic_shapes` adds to what the recipe declares.
 
-    Raises RecipeError, CheckpointError, DataError, CaptureError.
+    With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
+    CheckpointError, DataError, CaptureError.
     """
-    module = load_model(recipe, checkpoint).cpu().eval()
+    module = _on_this_machine(load_model(recipe, checkpoint), recipe).eval()
     batches, data = _examples(recipe)
+    if state == "explicit":
+        module, batches = _explicit(module, batches)
     declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
     eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=declared)
-    return Subject(module=module, eager=eager, data=data)
+    _check_mode(module)
+    return Subject(module=module, eager=eager, data=data, random=allow_random)
+
+
+def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+    try:
+        return module.cpu()
+    except (NotImplementedError, RuntimeError) as error:
+        devices = listed(sorted({str(one.device) for one in (*module.parameters(), *module.buffers())}))
+        raise RecipeError(
+            f"recipe '{recipe.name}': the model lies on {devices} and cannot be brought to the CPU: "
+            f"{str(error).strip().splitlines()[0]}",
+            hint="model() returns a model with its parameters; capture it on a machine that has the device, or build "
+            "it on the CPU",
+        ) from error
+
+
+def _explicit(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
+    """`module` with its state explicit, and the examples with the state that it begins with."""
+    with explicit.sheltered(module):
+        EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
+    calls = [calling.asked(batch) for batch in batches]
+    with as_trained():
+        found = explicit.lifted(module, calls)
+    if found is None:
+        return module, list(batches)
+    return found.eval(), [explicit.asked(found, call) for call in calls]
+
+
+def _check_mode(module: torch.nn.Module) -> None:
+    turned = [name or "the model" for name, part in module.named_modules() if part.training]
+    if turned:
+        raise CaptureError(
+            f"the model turns itself to training mode when it is called ({turned[0]} is then in training): "
+            "what it answers is not what a served model answers",
+            hint="forward must not call self.train(); who calls the model decides its mode",
+        )
 
 
 def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
@@ -105,6 +154,15 @@ def _as_tensors(inputs: Any) -> Any:
     """numpy arrays as tensors, through tuples, lists and dicts."""
 
     def change(leaf: Any) -> Any:
-        return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
+            raise RecipeError(
+                f"the example holds a tensor {list(leaf.shape)} on device 'meta', which has no numbers",
+                hint="examples() returns real tensors",
+            )
+        return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else _to_cpu(leaf)
 
     return pytree.tree_map(change, inputs)
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trueline import events
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
+from trueline.capture.attempt import State
 from trueline.errors import TruelineError, UsageError
 from trueline.runtime.session import Session, open_program, replay
 
@@ -102,7 +103,7 @@ def verify(
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
-        verdicts.append(_verdict(found, entry.format, () if itself else observations))
+        verdicts.append(_verdict(found, entry.format, () if itself else observations, oracle))
         events.emit("program.verified", format=entry.format, holds=verdicts[-1].holds, why=verdicts[-1].why or None)
     said = "eager model" if against is not None else f"{oracle.format} program"
     return Verified(
@@ -128,7 +129,8 @@ def _oracle(
     digest = read_manifest(checkpoint).get("digest") if checkpoint is not None else None
     if digest != bundle.manifest.lineage.checkpoint_digest:
         notes.append("the parameters are not those of the checkpoint that the bundle was captured from")
-    eager = subject.prepare(recipe, checkpoint).eager
+    state: State = "explicit" if bundle.signature.state else "refuse"
+    eager = subject.prepare(recipe, checkpoint, state=state, allow_random=bundle.signature.random).eager
     _check_interface(bundle, eager.signature)
     return eager, eager.example, notes
 
@@ -146,7 +148,8 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
 
 def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
     """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
-    from trueline.runtime.probes import make_probes
+    from trueline.runtime import draws
+    from trueline.runtime.probes import LIMIT, make_probes
     from trueline.runtime.prove import observe
 
     signature = bundle.signature
@@ -159,17 +162,23 @@ def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed:
         for symbol, (name, axis) in signature.symbols.items():
             if name in one.shapes:
                 sizes[symbol][one.shapes[name][axis]] = None
-    return observe(oracle, make_probes(example, signature=signature, sizes=sizes, seed=seed))
+    limit, num_draws = (draws.PROBES, draws.DRAWS) if signature.random else (LIMIT, 0)
+    probes = make_probes(example, signature=signature, sizes=sizes, seed=seed, limit=limit)
+    return observe(oracle, probes, num_draws=num_draws)
 
 
-def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation]) -> Verdict:
+def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation], oracle: Session) -> Verdict:
     from trueline.capture.versions import versions
+    from trueline.runtime import sequences
+    from trueline.runtime.eager import EagerSession
     from trueline.runtime.prove import judge
 
     try:
         session = open_program(bundle, format)
         replayed = replay(bundle, session)
         proof = judge(session, observations, versions=versions()) if observations else None
+        if proof is not None and isinstance(oracle, EagerSession):
+            proof = sequences.proven(proof, session, oracle, versions=versions())
     except TruelineError as error:
         return Verdict(
             format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -19,8 +20,17 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
 
+trueline capture stream/recipe.py runs/stream-1 --state explicit
+    a model with a memory: it comes in as state.NAME and goes out as next.NAME
+
 trueline capture model.onnx --out model.bundle
     wraps a program that comes as a file
+
+trueline capture model.ts --out model.bundle --example "ids=INT64[batch,length]<1000"
+    TorchScript does not say what it takes; a .npz or .safetensors with a batch says it too
+
+trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
+    a Hugging Face folder with config.json and model.safetensors
 """
 
 
@@ -33,7 +43,21 @@ trueline capture model.onnx --out model.bundle
 )
 @click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
 @click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
+@click.option(
+    "--state",
+    type=click.Choice(["refuse", "explicit"]),
+    default="refuse",
+    show_default=True,
+    help="A model that writes its own buffers: refuse it, or make them inputs and outputs.",
+)
+@click.option(
+    "--allow-random", is_flag=True, help="Compare a model that draws random numbers by the distribution of its answers."
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
+@click.option(
+    "--example", "inputs", multiple=True, metavar="INPUT", help="NAME=FP32[batch,3,size] or a file; see the guide."
+)
+@click.option("--trust", is_flag=True, help="Unpickle a whole module, which runs its maker's code.")
 @json_option
 @quiet_option
 def command(
@@ -43,7 +67,11 @@ def command(
     formats: tuple[str, ...],
     targets: str | None,
     any_format: bool,
+    state: Literal["refuse", "explicit"],
+    allow_random: bool,
     overwrite: bool,
+    inputs: tuple[str, ...],
+    trust: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -52,7 +80,8 @@ def command(
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
     model that is the reason, and nothing is written. CHECKPOINT is a checkpoint or the folder of a job.
-    RECIPE may also be a program file, .onnx or .pt2; it is then wrapped as it is, and takes no CHECKPOINT.
+    RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
+    Hugging Face's; neither takes a CHECKPOINT.
     """
     from trueline.capture.api import capture
     from trueline.capture.from_file import capture_file, is_program
@@ -66,11 +95,17 @@ def command(
     asked = None if any_format else wanted or None
     with progress(quiet=quiet):
         if is_program(recipe):
+            if state != "refuse" or allow_random:
+                raise UsageError(
+                    f"{recipe} is a program: --state and --allow-random are for a recipe, whose model can be asked"
+                )
             if checkpoint is not None:
                 raise UsageError(f"{recipe} is a program and takes no checkpoint, got '{checkpoint}'")
-            target = Path(out or f"{Path(recipe).stem}.bundle")
-            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite)
+            target = Path(out or f"{Path(recipe).resolve().stem}.bundle")
+            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite, inputs=inputs, trust=trust)
         else:
+            if inputs or trust:
+                raise UsageError("--example and --trust are for a file; a recipe says its own examples and model")
             if checkpoint is None:
                 raise UsageError("name the checkpoint, or the folder of the job that trained it")
             found = load_recipe(recipe)
@@ -80,14 +115,19 @@ def command(
                 Path(out or f"{found.name}.bundle"),
                 formats=None if any_format else wanted or USUAL,
                 overwrite=overwrite,
+                state=state,
+                allow_random=allow_random,
             )
     lines = [
-        f"{one.format}: {one.verdict}" + (f" ({one.why or one.how})" if one.why or one.how else "")
+        f"{one.format}: {one.verdict}" + (f" ({one.reason or one.how})" if one.why or one.how else "")
         for one in captured.programs
     ]
     facts = {
         "path": str(captured.path),
         "digest": captured.digest,
-        "programs": [{"format": one.format, "verdict": one.verdict, "why": one.why} for one in captured.programs],
+        "programs": [
+            {"format": one.format, "verdict": one.verdict, "why": one.why, "submodule": one.submodule}
+            for one in captured.programs
+        ],
     }
     say("\n".join([*lines, f"bundle: {captured.path}"]), facts, as_json=as_json)

@@ -16,7 +16,9 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, TruelineError
+from trueline.runtime import torch_settings
 from trueline.runtime.eager import to_arrays, to_tensors
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -29,15 +31,16 @@ CHECK_INPUTS = "AOTI_RUNTIME_CHECK_INPUTS"
 class AotiSession:
     """An AOTInductor package on the CPU.
 
-    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
     """
 
     format = "aotinductor"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        settings.on_cpu("an AOTInductor package, compiled for it,")
+        settings.precise("AOTInductor", (), otherwise="the package computes as it was compiled")
+        torch_settings.device(settings)
         os.environ.setdefault(CHECK_INPUTS, "1")
-        if threads:
-            torch.set_num_threads(threads)
         try:
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         except Exception as error:

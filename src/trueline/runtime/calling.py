@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
@@ -22,6 +23,7 @@ from trueline.errors import CaptureError
 from trueline.runtime import dynamic
 from trueline.runtime.dynamic import BATCH as BATCH
 from trueline.runtime.dynamic import Free, Place
+from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit, users_own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +96,16 @@ def learn(
     for number, other in enumerate(batches[1:], 2):
         _check_alike(first, other, number)
     counts = [_num_records(one.specs, one.tensors) for one in batches]
-    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes)
+    follows = {(GIVEN + name, axis) for name, axis in module.records.items()} if isinstance(module, Explicit) else set()
+    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes, follows=follows)
     at = _largest(free, batches)
     base = batches[at]
     args, kwargs = _arguments((inputs, *others)[at])
     alone = {(name, axis): f"{name}.{axis}" for name, axis in free.places}
     specs = _symbolic(base.specs, alone)
-    outputs = _outputs(_called(module, args, kwargs), {s.name for s in specs}, counts[at])
-    sizes = {place: (place[1] == 0, *(_size(one, place) for one in batches)) for place in free.places}
+    outputs = _outputs(_called(module, args, kwargs), specs, counts[at], explicit=isinstance(module, Explicit))
+    records = {place for place in free.places if place[1] == 0 or place in follows}
+    sizes = {place: (place in records, *(_size(one, place) for one in batches)) for place in free.places}
     groups = free.grouped(sizes)
     named = zip(groups, free.named(groups), strict=True)
     tied = _symbolic(base.specs, {place: name for group, name in named for place in group})
@@ -127,13 +131,15 @@ class _Flattened:
 
 def _flattened(module: torch.nn.Module, inputs: Any) -> _Flattened:
     paths, spec = pytree.tree_flatten_with_path(_arguments(inputs))
-    names = _input_names(module, [path for path, _ in paths])
+    names = _input_names(users_own(module), [path for path, _ in paths])
+    states = {GIVEN + name for name in module.names} if isinstance(module, Explicit) else set()
     found = _Flattened(specs=[], tensors=[], leaves=[], spec=spec)
     for (_, leaf), name in zip(paths, names, strict=True):
         if isinstance(leaf, torch.Tensor):
             found.leaves.append(Slot(len(found.tensors)))
             found.tensors.append(leaf.detach())
-            found.specs.append(_spec("input", name, leaf, None))
+            taken = _spec("input", name, leaf, None)
+            found.specs.append(msgspec.structs.replace(taken, role="state") if name in states else taken)
         else:
             found.leaves.append(leaf)
     return found
@@ -169,11 +175,11 @@ def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
 def _symbolic(specs: Sequence[TensorSpec], symbols: Mapping[Place, str]) -> list[TensorSpec]:
     """`specs` with the symbols in their places, and the batch in front."""
     return [
-        TensorSpec(
-            name=spec.name,
-            datatype=spec.datatype,
+        msgspec.structs.replace(
+            spec,
             shape=tuple(
-                symbols.get((spec.name, axis), size) if axis else BATCH for axis, size in enumerate(spec.shape)
+                BATCH if not axis and (spec.name, axis) in symbols else symbols.get((spec.name, axis), size)
+                for axis, size in enumerate(spec.shape)
             ),
         )
         for spec in specs
@@ -200,7 +206,14 @@ def as_trained() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def asked(inputs: Any) -> Asked:
+    """How a model is called with `inputs`: a tensor, a tuple or list of them, or a dict."""
+    return Asked(*_arguments(inputs))
+
+
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Asked):
+        return inputs.args, inputs.kwargs
     if isinstance(inputs, dict):
         return (), inputs
     if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
@@ -215,8 +228,13 @@ def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     except Exception as error:
         raise CaptureError(
             f"the model cannot be called with its own example: {type(error).__name__}: {error}",
-            hint="forward is called with what examples() returns, or the inputs of the records",
+            hint=_ELSEWHERE
+            if any(word in str(error) for word in ("CUDA", "cuda", "device"))
+            else "forward is called with what examples() returns, or the inputs of the records",
         ) from error
+
+
+_ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"
 
 
 def _input_names(module: torch.nn.Module, paths: Sequence[Sequence[Any]]) -> list[str]:
@@ -252,7 +270,9 @@ def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
     return found
 
 
-def _outputs(found: Any, taken: set[str], num_records: int) -> tuple[TensorSpec, ...]:
+def _outputs(found: Any, inputs: Sequence[TensorSpec], num_records: int, *, explicit: bool) -> tuple[TensorSpec, ...]:
+    """The outputs by name. Those of an Explicit end with the state, in the form of the inputs that brought it."""
+    found, left = found if explicit else (found, {})
     paths = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
     named = []
     for path, leaf in paths:
@@ -262,8 +282,12 @@ def _outputs(found: Any, taken: set[str], num_records: int) -> tuple[TensorSpec,
         named.append((".".join(steps), leaf))
     if not named:
         raise CaptureError("the model returns no tensor; forward has to return a tensor, a tuple or a dict of them")
-    names = _unique((name for name, _ in named), taken)
-    return tuple(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True))
+    names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(left))
+    given = {spec.name: spec for spec in inputs}
+    return (
+        *(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)),
+        *(msgspec.structs.replace(given[GIVEN + name.removeprefix(NEXT)], name=name) for name in left),
+    )
 
 
 def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpec:
@@ -286,9 +310,13 @@ def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpe
 
 
 def _num_records(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> int:
-    if not specs:
+    if not any(spec.role == "data" for spec in specs):
         raise CaptureError("the example holds no tensor; give the model at least one")
-    counts = {spec.name: tensor.shape[0] if tensor.ndim else None for spec, tensor in zip(specs, tensors, strict=True)}
+    counts = {
+        spec.name: tensor.shape[0] if tensor.ndim else None
+        for spec, tensor in zip(specs, tensors, strict=True)
+        if spec.role == "data"
+    }
     num = next(iter(counts.values()))
     if num is None or num < 1 or any(count != num for count in counts.values()):
         listing = ", ".join(f"{name}: {count}" for name, count in counts.items())

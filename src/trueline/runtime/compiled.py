@@ -9,6 +9,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.runtime.eager import EagerSession
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -20,8 +21,10 @@ class CompiledSession:
 
     format = "compile"
 
-    def __init__(self, module: torch.nn.Module, example: Any, *, backend: str = "inductor") -> None:
-        self._eager = EagerSession(module, example)
+    def __init__(
+        self, module: torch.nn.Module, example: Any, *, backend: str = "inductor", settings: Settings = DEFAULTS
+    ) -> None:
+        self._eager = EagerSession(module, example, settings=settings)
         compiled: Any = torch.compile(module, dynamic=True, backend=backend)
         self._eager.module = compiled
 

@@ -8,7 +8,7 @@ dimension, else `<input>.<axis>`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +70,14 @@ def _counts_records(group: Sequence[Place]) -> bool:
 
 
 def find(
-    specs: Sequence[TensorSpec], examples: Sequence[Sequence[torch.Tensor]], declared: Mapping[str, Any] | None
+    specs: Sequence[TensorSpec],
+    examples: Sequence[Sequence[torch.Tensor]],
+    declared: Mapping[str, Any] | None,
+    *,
+    follows: Collection[Place] = (),
 ) -> Free:
-    """The free dimensions of inputs `specs`, of which `examples` were seen.
+    """The free dimensions of inputs `specs`, of which `examples` were seen. A state is free where it `follows` the
+    batch, and where it is declared.
 
     Raises CaptureError for a declaration that names no dimension.
     """
@@ -81,7 +86,8 @@ def find(
     for i, spec in enumerate(specs):
         for axis in range(len(spec.shape)):
             varies = len({example[i].shape[axis] for example in examples}) > 1
-            if axis == 0 or varies or (spec.name, axis) in names:
+            leads = axis == 0 and spec.role == "data"
+            if leads or varies or (spec.name, axis) in names or (spec.name, axis) in follows:
                 places.append((spec.name, axis))
     return Free(places=tuple(places), declared=names, bounds=bounds)
 

@@ -10,7 +10,9 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import CaptureError
+from trueline.runtime import torch_settings
 from trueline.runtime.calling import Calling, as_trained, learn
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 @final
 class EagerSession:
-    """Runs `module`, whose calling convention is learnt from `example`, a small batch of inputs, and `others`."""
+    """Runs `module`, whose calling convention is learnt from `example`, a small batch of inputs, and `others`.
+
+    With a device in `settings`, `module` itself is moved there.
+    """
 
     format = "eager"
 
@@ -29,9 +34,13 @@ class EagerSession:
         *,
         others: Sequence[Any] = (),
         dynamic_shapes: Mapping[str, Any] | None = None,
+        settings: Settings = DEFAULTS,
     ) -> None:
-        self.module = module
+        self._device = torch_settings.device(settings)
+        self._settings = settings
+        torch_settings.autocast(settings, self._device)  # refuses a precision before the model is called
         self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
+        self.module = module if self._device.type == "cpu" else module.to(self._device)
 
     @property
     def signature(self) -> Signature:
@@ -47,21 +56,31 @@ class EagerSession:
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""
         self.signature.check(inputs)
-        with torch.no_grad(), as_trained():
-            found = self.calling.call(self.module, to_tensors(self.signature, inputs))
+        with torch.no_grad(), as_trained(), torch_settings.autocast(self._settings, self._device):
+            found = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
         if len(found) != len(self.signature.outputs):
             raise CaptureError(
                 f"the model returned {len(found)} tensors, and {len(self.signature.outputs)} on its example",
                 hint="a bundle has the same outputs for every request",
             )
-        return to_arrays(self.signature, found)
+        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
 
 
-def to_tensors(signature: Signature, inputs: Mapping[str, Array]) -> tuple[torch.Tensor, ...]:
-    """Copies `inputs` into tensors in the signature's order."""
-    return tuple(torch.from_numpy(np.array(inputs[spec.name], order="C")) for spec in signature.inputs)
+def to_tensors(
+    signature: Signature, inputs: Mapping[str, Array], device: torch.device | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Copies `inputs` into tensors in the signature's order, on `device`."""
+    made = (torch.from_numpy(np.array(inputs[spec.name], order="C")) for spec in signature.inputs)
+    return tuple(made if device is None else (tensor.to(device) for tensor in made))
 
 
-def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...]) -> dict[str, Array]:
-    """Names the outputs. They are copied: a module may go on writing into a buffer that it returned."""
-    return {spec.name: tensor.detach().numpy().copy() for spec, tensor in zip(signature.outputs, found, strict=True)}
+def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False) -> dict[str, Array]:
+    """Names the outputs. They are copied: a module may go on writing into a buffer that it returned.
+
+    `cast`: under autocast an output comes in the precision that was computed in, and goes out in the signature's.
+    """
+    named = zip(signature.outputs, found, strict=True)
+    if cast:  # numpy has no bfloat16
+        plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
+        return {spec.name: tensor.detach().cpu().numpy().astype(spec.dtype) for spec, tensor in plain}
+    return {spec.name: tensor.detach().cpu().numpy().copy() for spec, tensor in named}

@@ -16,21 +16,27 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import torch
+from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import paths, pt2, ranges
+from trueline.runtime import paths, pt2, ranges, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.quiet import quiet
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 FILE = "programs/model.pt2"
+STATE_HINT = (
+    "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
+    "value yourself, or write only `if self.training`"
+)
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
@@ -69,10 +75,10 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
-        names = listed(name.removeprefix("module.") for name in mutated.values())
+        names = listed(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
         raise CaptureError(
             f"the model writes into its own buffers when it is called ({names})",
-            hint="a served program has no memory: return the new value, or write only `if self.training`",
+            hint=f"a served program has no memory. {STATE_HINT}",
         )
     return _described(program, calling)
 
@@ -116,7 +122,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling) -> Expor
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling)
     inputs = tuple(
-        TensorSpec(name=spec.name, datatype=spec.datatype, shape=_sized(shape, symbols))
+        msgspec.structs.replace(spec, shape=_sized(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling.free)
@@ -208,17 +214,23 @@ def _output(spec: TensorSpec, shape: Any, symbols: Mapping[str, str], dims: dict
         symbol = symbols.get(str(size), f"{spec.name}.{axis}")
         dims.setdefault(symbol, Dim(min=0))
         found.append(symbol)
-    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=tuple(found))
+    return msgspec.structs.replace(spec, shape=tuple(found))
 
 
 def emit(exported: Exported, folder: Path) -> Path:
     """Writes `folder/programs/model.pt2`, free of pickles, paths and stack traces; returns its path."""
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    example, exported.program._example_inputs = exported.program.example_inputs, None
+    save(exported.program, path)
+    return path
+
+
+def save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Writes `path`, free of pickles, paths and stack traces. Raises CaptureError, StorageError."""
+    example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        torch.export.save(exported.program, raw)
+        torch.export.save(program, raw)
         pt2.clean(raw, path)
     except BundleError as error:
         raise CaptureError(f"the exported program cannot go into a bundle: {error.message}") from error
@@ -227,8 +239,7 @@ def emit(exported: Exported, folder: Path) -> Path:
     except Exception as error:
         raise CaptureError(f"torch cannot save the exported program: {_reason(error)}") from error
     finally:
-        exported.program._example_inputs = example
-    return path
+        program._example_inputs = example
 
 
 def load(path: Path) -> torch.export.ExportedProgram:
@@ -258,17 +269,20 @@ class LoadedProgram:
 
 @final
 class ExportSession:
-    """A torch.export program.
+    """A torch.export program, on the CPU unless `settings` names a CUDA device; bf16 and fp16 are torch's autocast.
 
-    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
     """
 
     format = "torch_export"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        if threads:
-            torch.set_num_threads(threads)
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        self._device = torch_settings.device(settings)
+        self._settings = settings
+        torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
         program = load(path)
+        if self._device.type != "cpu":
+            program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
@@ -278,10 +292,10 @@ class ExportSession:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
         self.signature.check(inputs)
         try:
-            with torch.no_grad():
-                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs))))
+            with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
+                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
         except IndexError as error:
             raise RequestError(f"the program refuses these values: {_reason(error)}") from error
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {_reason(error)}") from error
-        return to_arrays(self.signature, found)
+        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))

@@ -2,6 +2,7 @@
 
 onnx, openvino    ONNX's own textual form
 torch_export      the graph as Python, one operator a line, with the shape of each value
+offload           what runs where, and the graph of the whole
 torchscript       the program's source
 aotinductor       nothing: it is machine code
 """
@@ -19,6 +20,8 @@ def text(format: str, path: Path) -> str:
         return _onnx(path)
     if format == "torch_export":
         return _export(path)
+    if format == "offload":
+        return _offload(path)
     if format == "torchscript":
         from trueline.runtime import script_archive
 
@@ -38,6 +41,18 @@ def _onnx(path: Path) -> str:
         tensor.data_location = onnx.TensorProto.EXTERNAL
     found: str = onnx.printer.to_text(model)
     return found
+
+
+def _offload(path: Path) -> str:
+    from trueline.runtime import offload
+
+    plan = offload.read(path)
+    parts = "".join(
+        f"# {part.file}: {', '.join(part.inputs)} -> {', '.join(part.outputs)}\n"
+        f"#     in place of {', '.join(part.nodes)}\n"
+        for part in plan.parts
+    )
+    return f"# {plan}\n{parts}{_export(path.parent / plan.program)}"
 
 
 def _export(path: Path) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 import onnxruntime
 
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, RequestError, TruelineError
+from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -27,26 +28,21 @@ _ORT_TYPES = {
     "FP32": "tensor(float)",
     "FP64": "tensor(double)",
 }
-_BAD_INPUT = (
+BAD_INPUT = (
     onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
     onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException,
 )
+_CUDA = "CUDAExecutionProvider"
 
 
 @final
 class OnnxSession:
-    """An ONNX program on the CPU. Thread-safe."""
+    """An ONNX program, on the CPU unless `settings` names a CUDA device. Thread-safe."""
 
     format = "onnx"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        onnxruntime.disable_telemetry_events()
-        try:
-            self._session = onnxruntime.InferenceSession(
-                str(path), _options(threads), providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first(error)}") from error
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        self._session = opened(path, settings)
         self.signature = signature
         self._names = [spec.name for spec in signature.outputs]
         _check_interface(self._session, signature, path)
@@ -57,11 +53,42 @@ class OnnxSession:
         feeds = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in inputs.items()}
         try:
             found = self._session.run(self._names, feeds)
-        except _BAD_INPUT as error:
+        except BAD_INPUT as error:
             raise RequestError(f"the program refuses these values: {first(error)}") from error
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {first(error)}") from error
         return dict(zip(self._names, found, strict=True))
+
+
+def opened(path: Path, settings: Settings) -> onnxruntime.InferenceSession:
+    """The program at `path` as ONNX Runtime opens it. Raises BundleError, and UsageError for a setting it has not."""
+    settings.precise("ONNX Runtime", (), otherwise="capture or compress to the precision that it is to compute in")
+    providers = _providers(settings)
+    onnxruntime.disable_telemetry_events()
+    try:
+        session = onnxruntime.InferenceSession(str(path), _options(settings.threads), providers=providers)
+    except Exception as error:
+        raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first(error)}") from error
+    if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back without a word
+        raise UsageError(
+            f"ONNX Runtime cannot use the device '{settings.device}' and would run on the CPU",
+            hint="check the CUDA libraries that this onnxruntime needs, or leave the device out",
+        )
+    return session
+
+
+def _providers(settings: Settings) -> list[str | tuple[str, dict[str, int]]]:
+    if settings.device in ("", "cpu"):
+        return ["CPUExecutionProvider"]
+    has = onnxruntime.get_available_providers()
+    if settings.cuda is None:
+        raise UsageError(f"ONNX Runtime runs on cpu or cuda[:n] here, not on '{settings.device}'")
+    if _CUDA not in has:
+        raise UsageError(
+            f"this ONNX Runtime has nothing for the device '{settings.device}' (has: {listed(has)})",
+            hint="install onnxruntime-gpu, or leave the device out to run on the CPU",
+        )
+    return [(_CUDA, {"device_id": settings.cuda}), "CPUExecutionProvider"]
 
 
 def _options(threads: int) -> onnxruntime.SessionOptions:

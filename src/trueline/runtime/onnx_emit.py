@@ -8,17 +8,23 @@ so that other tools can read what ONNX itself cannot express.
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import onnx_ir
+import onnxruntime
 import torch
 
 from trueline import files
 from trueline.errors import CaptureError
 from trueline.runtime.export import Exported
 from trueline.runtime.quiet import quiet
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
 
 FILE = "programs/model.onnx"
 EXTERNAL_BYTES = 1_500_000_000
@@ -31,28 +37,83 @@ def emit(exported: Exported, folder: Path) -> Path:
     returns its path. Raises CaptureError when an operator has no translation.
     """
     signature = exported.signature
-    try:
-        with quiet():
-            program = torch.onnx.export(
-                exported.program,
-                (),
-                dynamo=True,
-                input_names=[spec.name for spec in signature.inputs],
-                output_names=[spec.name for spec in signature.outputs],
-                verbose=False,
-            )
-    except Exception as error:
-        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
-    if program is None:
-        raise CaptureError("torch.onnx returned no program")
-    _clean(program.model, exported)
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
+    program = translated(
+        exported.program, [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
+    )
+    clean(program.model, exported.symbols)
+    program.model.metadata_props["trueline.signature"] = msgspec.json.encode(signature, order="sorted").decode()
+    save(program, path, weight_bytes=exported.weight_bytes)
+    return path
+
+
+def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
+    """What ONNX Runtime computes on `inputs` inside each submodule, by its qualified name.
+
+    The program is translated once more, with every value as an output; too large a one is left alone. For a refusal
+    that has to say where, not for serving.
+    """
+    if exported.weight_bytes > EXTERNAL_BYTES:
+        return {}
+    signature = exported.signature
+    names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])
+    model = translated(exported.program, *names).model
+    wanted = {value.name: value for value in model.graph.outputs if value.name}
+    scopes: dict[str, set[str]] = {"": set(wanted)}
+    for node in model.graph:
+        for path in _scopes(node):
+            named = [value for value in node.outputs if value.name and value.type is not None]
+            scopes.setdefault(path, set()).update(str(value.name) for value in named)
+            wanted |= {str(value.name): value for value in named}
+    model.graph.outputs.extend(value for value in wanted.values() if value not in model.graph.outputs)
+    session = onnxruntime.InferenceSession(
+        onnx_ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    found = dict(zip(wanted, session.run(list(wanted), dict(inputs)), strict=True))
+    return {path: [found[name] for name in sorted(names)] for path, names in scopes.items()}
+
+
+def _scopes(node: onnx_ir.Node) -> set[str]:
+    """The user's submodules in which the exporter says that `node` stands."""
+    written = node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]")
+    names = (users_name(str(path)) for path in ast.literal_eval(written))
+    return {name for name in names if name is not None}
+
+
+def users_name(path: str) -> str | None:
+    """The user's name of the submodule at `path` of an exported program: without what Trueline wraps around it.
+
+    >>> users_name("module._users.layers.0"), users_name("module"), users_name("")
+    ('layers.0', '', None)
+    """
+    first, _, rest = path.partition(".")
+    if first != "module":
+        return None
+    head, _, deeper = rest.partition(".")
+    return deeper if head == "_users" else rest
+
+
+def translated(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
+) -> torch.onnx.ONNXProgram:
+    """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
     try:
-        program.save(str(path), external_data=exported.weight_bytes > EXTERNAL_BYTES)
+        with quiet():
+            found = torch.onnx.export(program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False)
+    except Exception as error:
+        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
+    if found is None:
+        raise CaptureError("torch.onnx returned no program")
+    return found
+
+
+def save(program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int) -> None:
+    """Writes `path`, with large weights in a file beside it. Raises StorageError."""
+    try:
+        program.save(str(path), external_data=weight_bytes > EXTERNAL_BYTES)
     except OSError as error:
         raise files.storage_error(error, path) from error
-    return path
 
 
 def _reason(error: Exception) -> str:
@@ -60,17 +121,16 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _clean(model: onnx_ir.Model, exported: Exported) -> None:
+def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
+    """Takes out what the exporter says of its own machine; `symbols` gives torch's names of sizes another name."""
     model.producer_name, model.producer_version = "trueline", None
     model.metadata_props.clear()
     model.doc_string = None
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        _clean_graph(graph, exported.symbols)
-    signature = msgspec.json.encode(exported.signature, order="sorted")
-    model.metadata_props["trueline.signature"] = signature.decode()
+        _clean_graph(graph, symbols)
 
 
-def _clean_graph(graph: onnx_ir.Graph, symbols: dict[str, str]) -> None:
+def _clean_graph(graph: onnx_ir.Graph, symbols: Mapping[str, str]) -> None:
     graph.metadata_props.clear()
     graph.doc_string = None
     for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
@@ -82,13 +142,13 @@ def _clean_graph(graph: onnx_ir.Graph, symbols: dict[str, str]) -> None:
             _clean_value(value, symbols)
 
 
-def _clean_value(value: Any, symbols: dict[str, str]) -> None:
+def _clean_value(value: Any, symbols: Mapping[str, str]) -> None:
     value.metadata_props.clear()
     value.doc_string = None
     if value.shape is not None:
         value.shape = onnx_ir.Shape([_dimension(dim, symbols) for dim in value.shape])
 
 
-def _dimension(dim: Any, symbols: dict[str, str]) -> Any:
+def _dimension(dim: Any, symbols: Mapping[str, str]) -> Any:
     """torch names a symbol s77; the signature names it batch."""
     return dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim)

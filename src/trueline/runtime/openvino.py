@@ -1,7 +1,7 @@
 """OpenVINO: runs the ONNX program on Intel's runtime. Opening imports no torch.
 
 OpenVINO is an extra. Like ONNX Runtime it knows nothing of the proven range, so the Session enforces it.
-Precision is pinned to float32: by itself OpenVINO computes in bfloat16 where the processor can.
+Precision is float32 unless it is asked for: by itself OpenVINO computes in bfloat16 where the processor can.
 """
 
 from __future__ import annotations
@@ -14,25 +14,36 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, RequestError, TruelineError, UsageError
+from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 
+PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+
+
 @final
 class OpenVinoSession:
-    """An ONNX program on the CPU by OpenVINO. Thread-safe: each thread has an inference request of its own."""
+    """An ONNX program by OpenVINO, on the CPU unless `settings` names another of its devices (`GPU`, `GPU.1`, `NPU`).
+
+    Thread-safe: each thread has an inference request of its own.
+    """
 
     format = "openvino"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        openvino = _openvino()
-        settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        if threads:
-            settings["INFERENCE_NUM_THREADS"] = threads
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        core = _openvino().Core()
+        device = _device(core, settings)
+        config: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": _precision(core, device, settings),
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        if settings.threads:
+            config["INFERENCE_NUM_THREADS"] = settings.threads
         try:
-            self._compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+            self._compiled = core.compile_model(str(path), device, config)
         except Exception as error:
             raise BundleError(f"{path} is no program that this OpenVINO can open: {_first(error)}") from error
         self.signature = signature
@@ -60,6 +71,26 @@ class OpenVinoSession:
             spec.name: np.asarray(found[self._outputs[spec.name]]).astype(spec.dtype, copy=True)
             for spec in self.signature.outputs
         }
+
+
+def _device(core: Any, settings: Settings) -> str:
+    has = list(core.available_devices)
+    wanted = settings.device.upper() or "CPU"
+    if wanted not in has:
+        raise UsageError(f"OpenVINO has no device '{settings.device}' here (has: {listed(has)})")
+    if settings.threads and wanted != "CPU":
+        raise UsageError(
+            f"threads is a setting of OpenVINO's CPU device, and '{wanted}' is asked for", hint="leave the threads out"
+        )
+    return wanted
+
+
+def _precision(core: Any, device: str, settings: Settings) -> str:
+    """OpenVINO's word for it. Raises UsageError for one that the device would silently replace."""
+    can = [str(one).lower() for one in core.get_property(device, "OPTIMIZATION_CAPABILITIES")]
+    known = [name for name in PRECISIONS if name == "fp32" or name in can]
+    otherwise = f"this {device} computes in what is named; OpenVINO would take another precision without a word"
+    return PRECISIONS[settings.precise(f"OpenVINO on {device}", known, otherwise=otherwise) or "fp32"]
 
 
 def _openvino() -> Any:

@@ -142,14 +142,25 @@ class _Maker:
         batch, count = next(iter(self.base.items()))
         if count > 1:
             yield self.probe({batch: 1}, "record 1", change=lambda _: self._one(1))
-            yield self.probe(
-                {}, "last record first", change=lambda inputs: {n: a[::-1].copy() for n, a in inputs.items()}
-            )
+            yield self.probe({}, "last record first", change=self._reversed)
         if len(self.base) > 1:
             yield self.probe({}, "backwards", change=self._backwards)
 
     def _one(self, start: int) -> dict[str, Array]:
-        return {name: array[start : start + 1] for name, array in self.example.items()}
+        axes = self._records
+        return {
+            name: array.take([start], axes[name]) if name in axes else array for name, array in self.example.items()
+        }
+
+    def _reversed(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        axes = self._records
+        return {name: np.flip(array, axes[name]).copy() if name in axes else array for name, array in inputs.items()}
+
+    @property
+    def _records(self) -> dict[str, int]:
+        """Which dimension of an input counts the records, where one does."""
+        batch = next(iter(self.base))
+        return {spec.name: spec.shape.index(batch) for spec in self.signature.inputs if batch in spec.shape}
 
     def _backwards(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         free = {
@@ -250,17 +261,17 @@ def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
 def _changes(random: np.random.Generator) -> dict[str, Change]:
     def noise(array: Array) -> Array:
         spread = float(np.std(array.astype(np.float64)))
-        return (random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
+        return np.asarray(random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
 
     return {
         "zeros": np.zeros_like,
         "ones": np.ones_like,
-        "negated": lambda array: array * np.asarray(-1, array.dtype),
-        "magnitudes": lambda array: np.abs(array),
-        "times 1000": lambda array: array * np.asarray(1000, array.dtype),
-        "times 0.001": lambda array: array * np.asarray(0.001, array.dtype),
+        "negated": lambda array: np.asarray(array * np.asarray(-1, array.dtype)),
+        "magnitudes": lambda array: np.asarray(np.abs(array)),
+        "times 1000": lambda array: np.asarray(array * np.asarray(1000, array.dtype)),
+        "times 0.001": lambda array: np.asarray(array * np.asarray(0.001, array.dtype)),
         "random": noise,
-        "random, times 10": lambda array: noise(array) * np.asarray(10, array.dtype),
+        "random, times 10": lambda array: np.asarray(noise(array) * np.asarray(10, array.dtype)),
     }
 
 
@@ -277,4 +288,4 @@ def _whole(array: Array, shown: Array, what: str, random: np.random.Generator) -
         return np.full_like(array, low)
     if what == "largest integers":
         return np.full_like(array, high)
-    return random.integers(low, high, array.shape, endpoint=True).astype(array.dtype)
+    return np.asarray(random.integers(low, high, array.shape, endpoint=True)).astype(array.dtype)

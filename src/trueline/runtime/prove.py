@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from trueline.bundle.schema import Evidence
 from trueline.errors import RequestError
-from trueline.runtime import compare, paths, wild
+from trueline.runtime import compare, draws, paths, wild
 from trueline.runtime.probes import Probe
 from trueline.runtime.session import Session
 
@@ -37,6 +37,8 @@ class Observation:
     outputs: dict[str, Array] | None
     error: str
     way: Sequence[Event]
+    draws: Mapping[str, Array] | None = None
+    """Many answers, stacked, of a model that draws random numbers; `outputs` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +63,27 @@ def prove(
     return judge(program, observe(eager, probes), versions=versions)
 
 
-def observe(eager: Session, probes: Iterable[Probe]) -> tuple[Observation, ...]:
-    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised."""
+def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
+    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised.
+
+    A model that draws random numbers is asked `num_draws` times.
+    """
     seen: list[Observation] = []
     for probe in probes:
         one = _observe_one(eager, probe)
         if probe.wild and one.outputs is None:
             continue  # the model does not take these values: nothing is asked of the program
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
-        seen.append(one if same is None else replace(one, way=same))  # most go one way: keep it once
+        one = one if same is None else replace(one, way=same)  # most go one way: keep it once
+        if num_draws and one.outputs is not None:
+            with care(probe):
+                one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
+        seen.append(one)
     return tuple(seen)
 
 
 def _observe_one(eager: Session, probe: Probe) -> Observation:
-    careful = wild.Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
-    with paths.watching() as way, careful:
+    with paths.watching() as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
@@ -86,6 +94,11 @@ def _observe_one(eager: Session, probe: Probe) -> Observation:
     if outputs is not None and probe.wild and not all(_finite(array) for array in outputs.values()):
         outputs, error = None, "answers no numbers"
     return Observation(probe=probe, outputs=outputs, error=error, way=way)
+
+
+def care(probe: Probe) -> AbstractContextManager[object]:
+    """Where the values of `probe` are no numbers, none of them reaches LAPACK."""
+    return wild.Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _finite(array: Array) -> bool:
@@ -100,7 +113,7 @@ def hidden_state(observations: Sequence[Observation]) -> str:
     answers: dict[str, Observation] = {}
     for seen in observations:
         earlier = answers.setdefault(_digest(seen.probe.inputs), seen)
-        if earlier.outputs is None or seen.outputs is None:
+        if earlier.outputs is None or seen.outputs is None or seen.draws is not None:
             continue
         found = compare.compare(earlier.outputs, seen.outputs)
         if not found.agrees:
@@ -118,7 +131,7 @@ def judge(
     """Asks `program` every probe that the eager model was asked, and compares."""
     evidence = []
     for done, seen in enumerate(observations, 1):
-        evidence.append(_judge_one(program, seen, dict(versions or {})))
+        evidence.append(_judge_one(program, seen, dict(versions or {}), draws.LEVEL / len(observations)))
         progress(done, len(observations))
     reason, disagreeing = hidden_state(observations), ""
     wrong = [(_volume(seen.probe), one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
@@ -152,10 +165,10 @@ def _bad(one: Evidence) -> bool:
 
 def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) -> str:
     """How `program` answers otherwise than `expected` on the probe; empty when it agrees."""
-    return _asked(program, probe, expected).reason
+    return _asked(program, probe, lambda: _once(program, probe, expected)).reason
 
 
-def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) -> Evidence:
+def _judge_one(program: Session, seen: Observation, versions: dict[str, str], level: float) -> Evidence:
     probe = seen.probe
     found: compare.Comparison | None = None
     try:
@@ -166,7 +179,7 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) ->
         if seen.outputs is None:
             verdict, reason = "unanswered", f"the eager model {seen.error}"
         else:
-            found = _asked(program, probe, seen.outputs)
+            found = _asked(program, probe, lambda: _compared(program, seen, level))
             verdict, reason = ("agrees" if found.agrees else "disagrees"), found.reason
     return Evidence(
         format=program.format,
@@ -179,17 +192,32 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str]) ->
         reason=reason,
         max_abs_error=found.max_abs_error if found else None,
         max_rel_error=found.max_rel_error if found else None,
-        tolerance=_tolerance(seen.outputs) if found else "",
+        tolerance=_tolerance(seen) if found else "",
         versions=versions,
     )
 
 
-def _asked(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
+def _asked(program: Session, probe: Probe, question: Callable[[], compare.Comparison]) -> compare.Comparison:
+    """A program that hands wild values to LAPACK, where the model took another way, must not end this process."""
     try:
-        answer = program.run(probe.inputs)
+        with care(probe):
+            return question()
     except Exception as error:  # noqa: BLE001 - whatever a runtime raises where eager answers is a disagreement
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return compare.refusal(f"the program raises {type(error).__name__}: {first}")
+
+
+def _compared(program: Session, seen: Observation, level: float) -> compare.Comparison:
+    if seen.draws is None:
+        return _once(program, seen.probe, seen.outputs or {})
+    answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
+    found = draws.compare_draws(seen.draws, answers, level=level)
+    misfit = _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if found.agrees else ""
+    return compare.refusal(misfit) if misfit else found
+
+
+def _once(program: Session, probe: Probe, expected: Mapping[str, Array]) -> compare.Comparison:
+    answer = program.run(probe.inputs)
     found = compare.compare(expected, answer)
     misfit = _misfit(program, probe, answer) if found.agrees else ""
     return compare.refusal(misfit) if misfit else found
@@ -207,8 +235,10 @@ def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
     return ""
 
 
-def _tolerance(outputs: Mapping[str, Array] | None) -> str:
-    dtypes = dict.fromkeys(array.dtype for array in (outputs or {}).values())
+def _tolerance(seen: Observation) -> str:
+    if seen.draws is not None:
+        return draws.tolerance_text(len(next(iter(seen.draws.values()))), draws.LEVEL)
+    dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
     return ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
 
 

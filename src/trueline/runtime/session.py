@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, closest, listed
+from trueline.runtime.settings import Settings
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trueline.bundle import Bundle
+    from trueline.bundle import Bundle, Golden
     from trueline.runtime.compare import Comparison
 
     Array = npt.NDArray[np.generic]
 
-Format = Literal["onnx", "openvino", "torch_export", "torchscript", "aotinductor"]
+Format = Literal["onnx", "openvino", "offload", "torch_export", "torchscript", "aotinductor"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO."""
+"""In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO; `offload` is run
+by torch, and by ONNX Runtime where that can."""
 USUAL: tuple[Format, ...] = ("onnx", "torch_export")
 """What a capture makes when it is not told otherwise."""
 NATIVE: tuple[Format, ...] = ("aotinductor",)
@@ -35,6 +37,7 @@ NATIVE: tuple[Format, ...] = ("aotinductor",)
 TARGETS: dict[str, tuple[Format, ...]] = {
     "onnxruntime": ("onnx",),
     "openvino": ("onnx", "openvino"),
+    "offload": ("offload",),
     "torch": ("torch_export",),
     "torchscript": ("torchscript",),
     "cpp": ("torchscript",),
@@ -75,14 +78,26 @@ class Session(Protocol):
         ...
 
 
-def open_session(format: str, path: Path, signature: Signature, *, threads: int = 0, native: bool = False) -> Session:
+def open_session(
+    format: str,
+    path: Path,
+    signature: Signature,
+    *,
+    threads: int = 0,
+    native: bool = False,
+    device: str = "",
+    precision: str = "",
+) -> Session:
     """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the
-    runtime choose. Opening runs no code of the file; machine code is opened only with `native`, by who trusts
-    its maker.
+    runtime choose; `device` and `precision` are those of `settings.Settings`. A program is proven on the CPU in the
+    precision that it holds: with other settings, `replay` the golden examples before it answers anybody. Opening
+    runs no code of the file; machine code is opened only with `native`, by who trusts its maker.
 
     Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs,
-    for machine code without `native`, and for a runtime that is not installed.
+    for machine code without `native`, for a setting that the runtime does not know or a device that is not here, and
+    for a runtime that is not installed.
     """
+    settings = Settings(threads=threads, device=device, precision=precision)
     if format not in FORMATS:
         raise UsageError(f"no runtime here runs format '{format}' (there are: {listed(FORMATS)})")
     if not Path(path).is_file():
@@ -92,11 +107,11 @@ def open_session(format: str, path: Path, signature: Signature, *, threads: int 
             f"{path} is machine code, and opening it runs it",
             hint="open another program of the bundle; if you trust who made it, open it with native=True",
         )
-    return _session_class(format)(Path(path), signature, threads=threads)
+    return _session_class(format)(Path(path), signature, settings=settings)
 
 
 class _Opens(Protocol):
-    def __call__(self, path: Path, signature: Signature, *, threads: int = 0) -> Session: ...
+    def __call__(self, path: Path, signature: Signature, *, settings: Settings = ...) -> Session: ...
 
 
 def _session_class(format: str) -> _Opens:
@@ -109,6 +124,10 @@ def _session_class(format: str) -> _Opens:
         from trueline.runtime.openvino import OpenVinoSession
 
         return OpenVinoSession
+    if format == "offload":
+        from trueline.runtime.offload import OffloadSession
+
+        return OffloadSession
     if format == "torch_export":
         from trueline.runtime.export import ExportSession
 
@@ -122,10 +141,20 @@ def _session_class(format: str) -> _Opens:
     return AotiSession
 
 
-def open_program(bundle: Bundle, format: str | None = None, *, threads: int = 0, native: bool = False) -> Session:
-    """Opens a bundle's program, the one to serve unless `format` says otherwise. Raises as `open_session`."""
-    entry = bundle.program(format)
-    return open_session(entry.format, bundle.path / entry.file, bundle.signature, threads=threads, native=native)
+def open_program(
+    bundle: Bundle,
+    format: str | None = None,
+    *,
+    threads: int = 0,
+    native: bool = False,
+    device: str = "",
+    precision: str = "",
+) -> Session:
+    """Opens a bundle's program, the one to serve unless `format` says otherwise; the rest is `open_session`'s."""
+    entry, path = bundle.program(format), bundle.path / bundle.program(format).file
+    return open_session(
+        entry.format, path, bundle.signature, threads=threads, native=native, device=device, precision=precision
+    )
 
 
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
@@ -133,11 +162,9 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
 
     Raises NotProven that names the first case whose answer is not the eager model's.
     """
-    from trueline.runtime.compare import compare
-
     found = {}
     for golden in bundle.golden():
-        one = found[golden.case] = compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
+        one = found[golden.case] = _replayed(session, golden, random=bundle.signature.random)
         if not one.agrees:
             raise NotProven(
                 f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
@@ -146,6 +173,18 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
                 "compare `trueline inspect` with the versions installed here",
             )
     return found
+
+
+def _replayed(session: Session, golden: Golden, *, random: bool) -> Comparison:
+    """One case; of a random model its many answers against as many here."""
+    from trueline.runtime import draws
+    from trueline.runtime.compare import compare
+
+    if not random:
+        return compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
+    count = len(next(iter(golden.outputs.values())))
+    answers = _ordered(draws.sample(session, golden.inputs, count), golden.outputs)
+    return draws.compare_draws(golden.outputs, answers, level=draws.REPLAY_LEVEL)
 
 
 def _ordered(answer: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

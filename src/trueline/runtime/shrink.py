@@ -48,7 +48,8 @@ def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = Q
             return ""
         try:
             program.signature.check(inputs)
-            expected = eager.run(inputs)
+            with prove.care(probe):
+                expected = eager.run(inputs)
         except (TruelineError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return ""  # outside the claim, or nothing that the model itself can answer
         return prove.disagreement(program, replace(probe, inputs=inputs), expected)

@@ -1,7 +1,7 @@
 """Is the model a function of its inputs? Asked twice the same, it has to answer the same; else the line is named.
 
-Random numbers are found where torch draws them (operators that are tagged as seeded), a memory where user code
-stores into an attribute while it is called.
+Random numbers are found where torch draws them (operators that are tagged as seeded), a memory in a buffer where an
+operator writes into it, and a memory in Python where user code stores into an attribute while it is called.
 """
 
 from __future__ import annotations
@@ -16,34 +16,59 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trueline.runtime import compare, paths
+from trueline.errors import listed
+from trueline.runtime import compare, explicit, paths
+from trueline.runtime.explicit import Asked
+from trueline.runtime.export import STATE_HINT
 from trueline.runtime.paths import Event, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from trueline.runtime.eager import EagerSession
+
+RANDOM_HINT = (
+    "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "
+    "`trueline capture --allow-random` compares their distribution"
+)
+ATTRIBUTE_HINT = (
+    "a plain attribute is no state that a program can hold: make it a buffer (register_buffer) and capture with "
+    "--state explicit, or return the new value, or write only `if self.training`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsteady:
-    """Why a model cannot be captured, and the user's line if it was found."""
+    """Why a model is no function of its inputs, and the user's line if it was found."""
 
     why: str
     place: Place | None
+    hint: str
+    random: bool = False
+    """Whether random numbers are all that there is to it."""
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that draw random numbers, with the user's line that called each."""
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that draw random numbers or write into buffers, with the user's line that called each."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[str, Place | None]] = []
+        self.draws: list[tuple[str, Place | None]] = []
+        self.writes: list[Place | None] = []
+        self._memory = {_memory(buffer) for buffer in buffers} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found.append((str(func), _calling_line()))
+            self.draws.append((str(func), _calling_line()))
+        written = args[0] if args and func._schema.is_mutable else None
+        if isinstance(written, torch.Tensor) and _memory(written) in self._memory:
+            self.writes.append(_calling_line())
         return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where the tensor's elements lie; 0 where that is no one place."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _calling_line() -> Place | None:
@@ -56,55 +81,85 @@ def _calling_line() -> Place | None:
 
 
 def unsteady(eager: EagerSession) -> Unsteady | None:
-    """Asks the example twice. None when the answers agree and are numbers."""
+    """Asks the example twice. None when the answers agree and are numbers, and no buffer is another than before."""
+    users = explicit.users_own(eager.module)
+    before = {} if users is not eager.module else {name: value.clone() for name, value in users.named_buffers()}
     first = eager.run(eager.example)
     found = compare.compare(first, eager.run(eager.example))
-    if not found.agrees:
-        return _searched(eager, found.reason)
     for name, array in first.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             count = int(np.isnan(array).sum())
             return Unsteady(
                 why=f"the model answers NaN to its own example, in {count} of {array.size} elements of '{name}'",
                 place=None,
+                hint="look at the parameters of the checkpoint and at the example: a trained model answers numbers",
             )
-    return None
+    left = dict(users.named_buffers())
+    kept = all(name in left and explicit.equal(value, left[name]) for name, value in before.items())
+    return None if found.agrees and kept else _searched(eager, found.reason)
 
 
 def _searched(eager: EagerSession, reason: str) -> Unsteady:
-    """Asks once more, to see whether random numbers are drawn, and where."""
-    draws = _Draws()
-    with paths.watching() as way, draws:
+    """Asks once more, to see whether random numbers are drawn, or something is written, and where."""
+    users = explicit.users_own(eager.module)
+    watch = _Watch(list(users.buffers()))
+    with paths.watching() as way, watch:
         eager.run(eager.example)
-    if draws.found:
-        operator, place = draws.found[0]
+    if watch.draws and reason:
+        operator, place = watch.draws[0]
         return Unsteady(
             why=f"the model is not deterministic in evaluation mode: {operator} draws random numbers, and it answers "
             f"differently when it is asked the same again ({reason})",
             place=place,
+            hint=RANDOM_HINT,
+            random=_same_when_seeded(eager),
         )
-    return Unsteady(
-        why=f"the model keeps a state: it answers differently when it is asked the same again ({reason})",
-        place=_storing(way),
-    )
+    again = f"it answers differently when it is asked the same again ({reason})" if reason else "a call changes them"
+    args, kwargs = eager.calling.arguments(eager.calling.example)
+    plain = {key: value for key, value in kwargs.items() if not key.startswith(explicit.GIVEN)}
+    buffers = () if users is not eager.module else explicit.written(users, [Asked(args, plain)])
+    if buffers:
+        place = next((place for place in watch.writes if place is not None), None) or _stored(
+            way, {name.rpartition(".")[2] for name in buffers}
+        )
+        why = f"the model keeps a state in its buffers ({listed(buffers)}): {again}"
+        return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
+    attributes = list(dict.fromkeys(name for name, _ in _stores_on(way)))
+    where = f" in the Python attributes it stores ({listed(attributes)})" if attributes else ""
+    return Unsteady(why=f"the model keeps a state{where}: {again}", place=_stored(way), hint=ATTRIBUTE_HINT)
 
 
-def _storing(way: Sequence[Event]) -> Place | None:
-    """The first line that stores into an attribute."""
-    stores: dict[CodeType, dict[int, int]] = {}
+def _same_when_seeded(eager: EagerSession) -> bool:
+    """Whether the answer is the same from the same seed: what is left then is no state."""
+    answers = []
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(2):
+            torch.manual_seed(0)
+            answers.append(eager.run(eager.example))
+    return compare.compare(*answers).agrees
+
+
+def _stored(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
+    """The first line that stores into an attribute, one of `names` if they are given."""
+    return next((place for name, place in _stores_on(way) if names is None or name in names), None)
+
+
+def _stores_on(way: Sequence[Event]) -> Iterator[tuple[str, Place]]:
+    """Attributes that were stored into, in order, and where."""
+    stores: dict[CodeType, dict[int, tuple[str, int]]] = {}
     for _, code, offset in way:
         if code not in stores:
             stores[code] = _stores(code)
         if offset in stores[code]:
-            return Place(file=code.co_filename, line=stores[code][offset])
-    return None
+            name, line = stores[code][offset]
+            yield name, Place(file=code.co_filename, line=line)
 
 
-def _stores(code: CodeType) -> dict[int, int]:
+def _stores(code: CodeType) -> dict[int, tuple[str, int]]:
     found, line = {}, code.co_firstlineno
     lines = {start: number for start, _, number in code.co_lines() if number}
     for instruction in dis.get_instructions(code):
         line = lines.get(instruction.offset, line)
         if instruction.opname == "STORE_ATTR":
-            found[instruction.offset] = line
+            found[instruction.offset] = (str(instruction.argval), line)
     return found

@@ -16,8 +16,9 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import script_archive
+from trueline.runtime import script_archive, torch_settings
 from trueline.runtime.eager import to_arrays, to_tensors
+from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -37,20 +38,20 @@ def undeprecated() -> Iterator[None]:
 
 @final
 class TorchScriptSession:
-    """A TorchScript program on the CPU.
+    """A TorchScript program, on the CPU unless `settings` names a CUDA device.
 
-    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
     """
 
     format = "torchscript"
 
-    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
         script_archive.check(path)
-        if threads:
-            torch.set_num_threads(threads)
+        settings.precise("TorchScript", (), otherwise="open the torch_export program for autocast")
+        self._device = torch_settings.device(settings)
         try:
             with undeprecated():
-                self._module = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+                self._module = torch.jit.load(str(path), map_location=self._device).eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
         taken = [argument.name for argument in self._module.forward.schema.arguments[1:]]
@@ -63,7 +64,7 @@ class TorchScriptSession:
         self.signature.check(inputs)
         try:
             with torch.inference_mode():
-                found = self._module(*to_tensors(self.signature, inputs))
+                found = self._module(*to_tensors(self.signature, inputs, self._device))
         except Exception as error:
             if "index out of range" in str(error):
                 raise RequestError(f"the program refuses these values: {first(error)}") from error

@@ -25,9 +25,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline import files
+from trueline.bundle.signature import TensorSpec
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import paths, script_archive
 from trueline.runtime.calling import Calling, Flat
+from trueline.runtime.dynamic import resized
 from trueline.runtime.quiet import quiet
 from trueline.runtime.torchscript import FILE, first, undeprecated
 
@@ -65,7 +67,10 @@ def emit(module: torch.nn.Module, calling: Calling, folder: Path, way: Way) -> t
 
 
 def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
-    example = tuple(t if t.shape[:1] != (1,) else torch.cat([t, t]) for t in calling.example)
+    example = tuple(
+        resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in _led(spec)})
+        for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
+    )
     if way == "trace":
         traced = torch.jit.trace(Flat(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         return torch.jit.freeze(traced), "by trace"
@@ -75,6 +80,12 @@ def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
     if mixer.scripted(module) is not None:
         raise CaptureError("the whole model can be scripted: a mix is no other program")
     return _flattened(mixer.mix(module), module, calling), mixer.how()
+
+
+def _led(spec: TensorSpec) -> list[int]:
+    """The dimension that counts the records: with one record it would be taken for a constant."""
+    free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
+    return free if spec.role == "state" else [axis for axis in free if axis == 0]
 
 
 def _flattened(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:

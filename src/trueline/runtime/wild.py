@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
 
@@ -20,7 +21,11 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.").lstrip("_")
         if name.startswith(_LAPACK):
-            for value in args:
-                if isinstance(value, torch.Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+            for value in tree_leaves((args, kwargs)):
+                if _is_numbers(value) and not bool(value.isfinite().all()):
                     raise ValueError(f"{func} would get a value that is no number")
         return func(*args, **(kwargs or {}))
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,197 @@
+"""Is a captured program right? Asked a hundred fresh questions inside what it claims, beside the eager model.
+
+What eager itself cannot answer, or answers with something else than finite numbers, is left out. So is a question at
+which the model is ill-conditioned: where rounding its parameters and inputs by one part in ten million moves eager's
+own answer by as much as the program is off, nobody can say which is right. Both are counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from bench.zoo import fresh
+from bench.zoo.entry import Architecture, Array
+from torch.utils import _pytree as pytree
+
+from trueline.errors import RequestError
+from trueline.runtime.calling import as_trained
+from trueline.runtime.session import Session
+
+ATOL, RTOL = 1e-4, 2e-4
+"""A number may be off by ATOL + RTOL * the largest magnitude in its record: a little more than the prover allows."""
+ULP = 1e-7
+
+
+@dataclass(slots=True)
+class Judgement:
+    """What became of the questions put to one program."""
+
+    asked: int = 0
+    wrong: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    first: str = ""
+    """The first wrong answer: sizes, values, difference."""
+    sizes: set[tuple[int, ...]] = field(default_factory=set)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "asked": self.asked,
+            "wrong": self.wrong,
+            "left_out": dict(self.left_out),
+            "first": self.first,
+            "distinct_sizes": len(self.sizes),
+        }
+
+
+Answer = list[Array] | str
+"""The outputs in order, or what was raised."""
+
+
+class Oracle:
+    """The eager model, built anew: what capture may have done to its own copy does not reach it."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+        self.module = architecture.module()
+        self._shaken: list[torch.nn.Module] = []
+        self._remembers = self._changes()
+
+    def answer(self, arrays: Mapping[str, Array]) -> Answer:
+        """As the model answers first: what it would remember of earlier questions is forgotten."""
+        return self._asked(copy.deepcopy(self.module) if self._remembers else self.module, arrays)
+
+    def _changes(self) -> bool:
+        """Whether the same question has two answers."""
+        twin, arrays = copy.deepcopy(self.module), fresh.example(self.architecture)
+        first, second = self._asked(twin, arrays), self._asked(twin, arrays)
+        if isinstance(first, str) or isinstance(second, str):
+            return True
+        return any(off(a, b) > 0 for a, b in zip(first, second, strict=True))
+
+    def _asked(self, module: torch.nn.Module, arrays: Mapping[str, Array]) -> Answer:
+        given = self.architecture.arguments(arrays)
+        try:
+            with torch.no_grad(), as_trained():
+                if isinstance(given, dict):
+                    found = module(**given)
+                else:
+                    found = module(*given) if isinstance(given, tuple) else module(given)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises: it does not answer
+            return f"{type(error).__name__}: {error}"
+        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return [leaf.detach().numpy().copy() for leaf in leaves]
+
+    def moved(self, arrays: Mapping[str, Array], expected: Sequence[Array]) -> list[float]:
+        """How far each output moves, relative to its bound, when parameters and inputs are rounded otherwise."""
+        if not self._shaken:
+            self._shaken = [_shaken(self.module, seed) for seed in range(3)]
+        farthest = [0.0] * len(expected)
+        for seed, module in enumerate(self._shaken):
+            random = np.random.default_rng(seed)
+            turned = {
+                name: (array * (1 + ULP * random.choice((-1, 1), array.shape))).astype(array.dtype)
+                if array.dtype.kind == "f"
+                else array
+                for name, array in arrays.items()
+            }
+            found = self._asked(module, turned)
+            if isinstance(found, str):
+                return [np.inf] * len(expected)
+            for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+                farthest[i] = max(farthest[i], off(a, b))
+        return farthest
+
+
+def _shaken(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    twin = copy.deepcopy(module)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            if weight.is_floating_point():
+                sign = torch.randint(0, 2, weight.shape, generator=random) * 2 - 1
+                weight.mul_(1 + ULP * sign)
+    return twin
+
+
+def off(expected: Array, found: Array) -> float:
+    """The largest error in units of what is allowed; infinite where form or type differ."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return float("inf")
+    if expected.dtype.kind != "f":
+        return float("inf") if (expected != found).any() else 0.0
+    if not expected.size:
+        return 0.0
+    a, b = expected.astype(np.float64), found.astype(np.float64)
+    if not np.isfinite(b).all():
+        return float("inf")
+    axes = tuple(range(1, a.ndim))
+    bound = ATOL + RTOL * np.abs(a).max(axis=axes, keepdims=True)
+    return float((np.abs(a - b) / bound).max())
+
+
+def judged(
+    architecture: Architecture, oracle: Oracle, sessions: Mapping[str, Session], *, questions: int, seed: int
+) -> dict[str, Judgement]:
+    """Puts `questions` fresh questions to every session, each inside what that session claims."""
+    found = {name: Judgement() for name in sessions}
+    for name, session in sessions.items():
+        random = np.random.default_rng([seed, len(architecture.name), *architecture.name.encode()])
+        for number in range(questions):
+            sizes = fresh.sizes_inside(architecture, _inside(session), random)
+            if sizes is None:
+                found[name].left_out["no size is inside"] += questions - number
+                break
+            arrays, family = fresh.question(architecture, sizes, random)
+            _put(session, oracle, arrays, f"{sizes}, {family}", found[name])
+            found[name].sizes.add(tuple(sizes.values()))
+    return found
+
+
+def _inside(session: Session) -> Callable[[Mapping[str, Array]], bool]:
+    def inside(arrays: Mapping[str, Array]) -> bool:
+        try:
+            session.signature.check(arrays)
+        except RequestError:
+            return False
+        return True
+
+    return inside
+
+
+def _put(session: Session, oracle: Oracle, arrays: dict[str, Array], what: str, found: Judgement) -> None:
+    expected = oracle.answer(arrays)
+    if isinstance(expected, str):
+        found.left_out["eager raises"] += 1
+        return
+    if not all(np.isfinite(array).all() for array in expected if array.dtype.kind == "f"):
+        found.left_out["eager answers no numbers"] += 1
+        return
+    found.asked += 1
+    try:
+        answer = list(session.run(arrays).values())
+    except Exception as error:  # noqa: BLE001 - where eager answers, whatever a program raises is wrong
+        _wrong(found, f"{what}: raises {type(error).__name__}: {str(error)[:300]}")
+        return
+    if len(answer) != len(expected):
+        _wrong(found, f"{what}: {len(answer)} outputs, eager has {len(expected)}")
+        return
+    errors = [off(a, b) for a, b in zip(expected, answer, strict=True)]
+    if max(errors, default=0.0) <= 1:
+        return
+    moves = oracle.moved(arrays, expected)
+    if all(error <= 1 or move >= error / 4 for error, move in zip(errors, moves, strict=True)):
+        found.asked -= 1
+        found.left_out["ill-conditioned"] += 1
+        return
+    _wrong(found, f"{what}: off by {max(errors):.3g} times the tolerance (eager itself moves by {max(moves):.2g})")
+
+
+def _wrong(found: Judgement, what: str) -> None:
+    found.wrong += 1
+    found.first = found.first or what

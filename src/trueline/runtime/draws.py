@@ -1,0 +1,139 @@
+"""Do two random programs answer alike? Many answers of each to one request, compared as samples.
+
+Beside each element are compared some sums of elements with random signs, which show draws that hang together
+otherwise (one number for the whole batch instead of one for each record). Each is compared in its mean and in its
+spread (mean distance from the median) by Welch's two-sample t-test; an output of few different integers is compared
+in how often each comes. The level is the chance that one comparison of two programs that are alike says otherwise: it
+is shared out among all tests (Bonferroni). Differences within the tolerance of `compare` count for nothing. torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trueline.runtime import compare
+from trueline.runtime.compare import Comparison, Tolerance
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trueline.bundle.signature import Array
+    from trueline.runtime.session import Session
+
+    Floats = npt.NDArray[np.float64]
+
+DRAWS = 100
+"""Answers of each program to one request."""
+LEVEL = 1e-4
+"""Chance that a program which is right is refused, over all probes."""
+REPLAY_LEVEL = 1e-6
+"""The same when golden examples are replayed: a server that starts every day should not doubt its model."""
+GOLDEN_BYTES = 32 * 2**20
+ELEMENTS = 256
+"""Elements of an output that are looked at, spread at random."""
+SUMS = 8
+PROBES = 16
+"""Probes of a model that draws random numbers: each costs many answers."""
+CLASSES = 32
+"""An output of integers with at most so many different values is compared value by value."""
+
+
+def sample(session: Session, inputs: Mapping[str, Array], count: int = DRAWS) -> dict[str, Array]:
+    """`count` answers to the same request, stacked in front. Raises what the session raises."""
+    answers = [session.run(inputs) for _ in range(count)]
+    return {name: np.stack([answer[name] for answer in answers]) for name in answers[0]}
+
+
+def compare_draws(expected: Mapping[str, Array], found: Mapping[str, Array], *, level: float = LEVEL) -> Comparison:
+    """Whether two stacks of answers come from one distribution, as far as means and spreads show.
+
+    `max_abs_error` is the largest difference of two means. Raises nothing: what cannot be compared disagrees.
+    """
+    if list(expected) != list(found):
+        return compare.refusal(f"the outputs are {list(found)}, expected {list(expected)}")
+    worst, reason, tests = 0.0, "", []
+    for name, want in expected.items():
+        got = found[name]
+        if got.dtype != want.dtype or got.shape[1:] != want.shape[1:]:
+            was = f"dtype {got.dtype} and shape {list(got.shape[1:])}"
+            return compare.refusal(f"output '{name}' has {was}, expected {want.dtype} and {list(want.shape[1:])}")
+        reason = reason or _misplaced(name, want, got)
+        one, other = _looked_at(want, got)
+        bound = _bound(want, one)
+        worst = max(worst, float(np.max(np.abs(one.mean(0) - other.mean(0)), initial=0.0)))
+        tests += [(name, "mean", _p_values(one, other, bound))]
+        tests += [(name, "spread", _p_values(_distances(one), _distances(other), bound))]
+    num_tests = max(sum(p.size for _, _, p in tests), 1)
+    for name, what, p in tests:
+        least = float(np.min(p, initial=1.0))
+        if not reason and least < level / num_tests:
+            reason = (
+                f"output '{name}' is drawn from another distribution: its {what} differs (p = {least:.2g}, where "
+                f"{level / num_tests:.2g} is the least to be expected of {num_tests} tests)"
+            )
+    return Comparison(agrees=not reason, reason=reason, max_abs_error=worst, max_rel_error=0.0, decisions_changed=0)
+
+
+def golden_draws(answer: Mapping[str, Array]) -> int:
+    """How many answers like this one a golden example holds."""
+    return max(10, min(DRAWS, GOLDEN_BYTES // max(sum(array.nbytes for array in answer.values()), 1)))
+
+
+def tolerance_text(count: int, level: float) -> str:
+    """What `compare_draws` was asked, for the evidence."""
+    return f"statistical: {count} draws of each, means and spreads by Welch's t-test, {level:g} false alarms in all"
+
+
+def _misplaced(name: str, want: Array, got: Array) -> str:
+    if want.dtype.kind != "f":
+        return ""
+    wrong = np.isfinite(want).all(0) & ~np.isfinite(got).all(0)
+    return f"output '{name}' has infinities or NaN in {int(wrong.sum())} elements where the other has none" * bool(
+        wrong.any()
+    )
+
+
+def _looked_at(want: Array, got: Array) -> tuple[Floats, Floats]:
+    """Both as [draws, tests] of numbers: elements and sums of them, or how often each integer comes."""
+    random = np.random.default_rng(0)
+    flat = [one.reshape(len(one), -1) for one in (want, got)]
+    chosen = random.permutation(flat[0].shape[1])[:ELEMENTS]
+    a, b = (one[:, np.sort(chosen)] for one in flat)
+    if want.dtype.kind != "f":
+        classes = np.unique(np.concatenate([a, b]))
+        if len(classes) <= CLASSES:
+            return _indicated(a, classes), _indicated(b, classes)
+    x, y = (np.nan_to_num(one.astype(np.float64), posinf=0.0, neginf=0.0) for one in (a, b))
+    signs = random.choice([-1.0, 1.0], (x.shape[1], SUMS))
+    return np.hstack([x, x @ signs]), np.hstack([y, y @ signs])
+
+
+def _indicated(one: Array, classes: Array) -> Floats:
+    found: Floats = (one[:, :, None] == classes).reshape(len(one), -1).astype(np.float64)
+    return found
+
+
+def _bound(want: Array, one: Floats) -> float:
+    tolerance = compare.TOLERANCES.get(want.dtype, Tolerance(1e-9, 0.0))
+    return tolerance.atol + tolerance.rtol * float(np.max(np.abs(one), initial=0.0))
+
+
+def _distances(one: Floats) -> Floats:
+    return np.abs(one - np.median(one, axis=0))
+
+
+def _p_values(one: Floats, other: Floats, bound: float) -> Floats:
+    """Welch's test of the means of each column; 1 where they are as near as `bound`, 0 where nothing varies."""
+    from scipy import stats
+
+    means, deviations = [x.mean(0) for x in (one, other)], [x.std(0, ddof=1) for x in (one, other)]
+    near, fixed = np.abs(means[0] - means[1]) <= bound, (deviations[0] == 0) & (deviations[1] == 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = stats.ttest_ind_from_stats(
+            means[0], deviations[0], len(one), means[1], deviations[1], len(other), equal_var=False
+        )
+    p = np.where(fixed, 0.0, np.asarray(found.pvalue, dtype=np.float64))
+    return np.where(near, 1.0, np.nan_to_num(p, nan=1.0))

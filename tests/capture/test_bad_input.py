@@ -1,0 +1,245 @@
+"""What is wrong with a model, an example, a bundle or a disk is one clear error, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
+from trueline.errors import BundleError, CaptureError, NotProven, RecipeError, StorageError, TruelineError
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
+from trueline.runtime import onnx_emit
+from trueline.runtime.session import open_program, open_session
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+class TurnsItself(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        self.train()
+        return super().forward(x)
+
+
+class Elsewhere(Mlp):
+    """Makes a tensor on a device that is not there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.ones(4, device="cuda:7")
+
+
+class Nan(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x - x.max() - 1)
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("capture has no use for this blank")
+
+
+def recipe(model: Callable[[], nn.Module], examples: Callable[[], Any] = lambda: torch.randn(4, 8)) -> Recipe:
+    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
+    return Recipe(name="digits", digest="d" * 64, path=None, model=model, examples=examples, **blanks)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """Where the bundle would be; whatever the test does, nothing else is left beside it."""
+    yield tmp_path / "b"
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["b"])
+
+
+def refused(out: Path, model: Callable[[], nn.Module], **given: Any) -> TruelineError:
+    with pytest.raises(TruelineError) as found:
+        capture(recipe(model, **given), None, out, formats=["torch_export"])
+    assert not out.exists()
+    return found.value
+
+
+def trained() -> Mlp:
+    """A model whose BatchNorm answers otherwise in training, and which is left there."""
+    torch.manual_seed(0)
+    model = Mlp()
+    for _ in range(3):
+        model(torch.randn(16, 8) * 3 + 1)
+    return model.train()
+
+
+def test_a_model_left_in_training_mode_is_captured_in_evaluation_mode(out: Path) -> None:
+    model = trained()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    capture(recipe(lambda: model), None, out, formats=["torch_export"])
+    x = torch.randn(5, 8) * 3 + 1
+    answer = open_program(open_bundle(out)).run({"x": x.numpy()})["output"]
+    with torch.no_grad():
+        np.testing.assert_allclose(answer, model.eval()(x).numpy(), atol=1e-5)
+        assert np.abs(answer - model.train()(x).numpy()).max() > 0.1
+    model.load_state_dict({**model.state_dict(), **before})
+
+
+@pytest.mark.slow
+def test_a_model_that_turns_itself_to_training_mode_is_refused_with_its_part(out: Path) -> None:
+    error = refused(out, TurnsItself)
+    assert isinstance(error, CaptureError)
+    assert "turns itself to training mode" in error.message
+    assert "self.train()" in error.hint
+
+
+def test_a_model_that_wants_a_device_that_is_not_here_is_refused_with_what_torch_says(out: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA devices")
+    error = refused(out, Elsewhere)
+    assert isinstance(error, CaptureError)
+    assert "cannot be called with its own example" in error.message
+    assert "CUDA" in error.message or "cuda" in error.message
+    assert "a device that is not here" in error.hint
+
+
+def test_a_model_without_its_parameters_is_refused_with_where_it_lies(out: Path) -> None:
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            return Mlp()
+
+    error = refused(out, meta)
+    assert isinstance(error, RecipeError)
+    assert "the model lies on meta and cannot be brought to the CPU" in error.message
+
+
+def test_an_example_without_numbers_is_refused(out: Path) -> None:
+    error = refused(out, Mlp, examples=lambda: torch.empty(4, 8, device="meta"))
+    assert isinstance(error, RecipeError)
+    assert "on device 'meta'" in error.message
+
+
+def test_a_model_that_answers_nan_to_its_own_example_is_refused_with_how_many(out: Path) -> None:
+    error = refused(out, Nan)
+    assert isinstance(error, NotProven)
+    assert "answers NaN to its own example, in 32 of 32 elements of 'output'" in error.message
+    assert "checkpoint" in error.hint
+
+
+def test_a_recipe_that_fails_to_import_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("import torch\nmodel = torch.no_such_thing\n")
+    with pytest.raises(RecipeError, match=r"recipe\.py:2"):
+        load_recipe(tmp_path / "recipe.py")
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
+    return tmp_path / "b"
+
+
+def test_a_bundle_of_a_newer_schema_is_refused_with_both_numbers(captured: Path) -> None:
+    manifest = json.loads((captured / "bundle.json").read_text())
+    (captured / "bundle.json").write_text(json.dumps({**manifest, "schema": 2, "something": "new"}))
+    with pytest.raises(BundleError, match="follows bundle schema 2, this Trueline reads schema 1") as found:
+        open_bundle(captured)
+    assert "capture the model again" in found.value.hint
+
+
+def test_a_program_that_is_torn_is_refused_by_bundle_and_by_session(captured: Path) -> None:
+    bundle = open_bundle(captured)
+    path = bundle.program_path()
+    whole = path.read_bytes()
+    for torn in (whole[: len(whole) // 2], whole[:100], b""):
+        path.write_bytes(torn)
+        with pytest.raises(BundleError, match=r"model\.pt2 has \d+ bytes, sealed were \d+: it is torn"):
+            open_bundle(captured)
+        with pytest.raises(BundleError, match=r"model\.pt2"):
+            open_session("torch_export", path, bundle.signature)
+
+
+def test_a_program_that_was_tampered_with_is_refused_by_bundle(captured: Path) -> None:
+    path = open_bundle(captured).program_path()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"model\.pt2 was changed after it was sealed"):
+        open_bundle(captured)
+
+
+@pytest.mark.slow
+def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_emit, "EXTERNAL_BYTES", 0)
+    monkeypatch.setattr(Wide, "width", 512)
+    capture(recipe(Wide), None, tmp_path / "b", formats=["onnx"])
+    bundle = open_bundle(tmp_path / "b")
+    (data,) = [name for name in bundle.manifest.files if name.startswith("programs/") and name.endswith(".data")]
+    x = np.ones((1, 8), np.float32)
+    assert open_program(bundle).run({"x": x})["output"].shape == (1, 8)
+    (tmp_path / "b" / data).unlink()
+    with pytest.raises(BundleError, match=data.replace(".", r"\.")):
+        open_bundle(tmp_path / "b")
+    with pytest.raises(BundleError, match=r"no ONNX program that this ONNX Runtime can open"):
+        open_session("onnx", bundle.program_path(), bundle.signature)
+
+
+class Wide(nn.Module):
+    width = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, self.width), nn.Linear(self.width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.relu(self.up(x)))
+        return found
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "format"),
+    [
+        (zipfile.ZipFile, "writestr", "torch_export"),
+        (os, "fsync", "torch_export"),
+        pytest.param(onnx_ir, "save", "onnx", marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_left(
+    out: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, format: str
+) -> None:
+    with monkeypatch.context() as patched:
+        if owner is zipfile.ZipFile:
+            patched.setattr("trueline.runtime.pt2.zipfile.ZipFile.writestr", full)
+        else:
+            patched.setattr(owner, name, full)
+        with pytest.raises(StorageError, match="no room left"):
+            capture(recipe(Mlp), None, out, formats=[format])
+    assert not out.exists()
+
+
+def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_bundle(captured).digest
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match="no room left"):
+            capture(recipe(Mlp), None, captured, formats=["torch_export"], overwrite=True)
+    assert open_bundle(captured).digest == before
+    assert [path.name for path in captured.parent.iterdir()] == ["b"]

@@ -1,0 +1,273 @@
+"""What a model remembers comes in and goes out, and is never dropped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.describe import describe
+from trueline.capture.api import capture
+from trueline.errors import CaptureError, NotProven, UsageError
+from trueline.recipe.contract import Recipe
+from trueline.runtime import explicit, sequences
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.explicit import Asked, Explicit
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import prove
+from trueline.runtime.session import open_program, replay
+
+
+class Mean(nn.Module):
+    """A running mean and a counter, written in place."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.mean(0)  # written here
+        self.count.add_(1)
+        return x * self.scale + self.total / self.count
+
+
+class Ring(nn.Module):
+    """The last three records of a stream, one row for each stream of the batch; bound anew, not written in place."""
+
+    def __init__(self, num_streams: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(num_streams, 3, 8))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        here = nn.functional.one_hot(self.position % 3, 3).to(x.dtype)[:, :, None]
+        self.cache = self.cache * (1 - here) + here * x[:, None]
+        self.position = self.position + 1
+        return {"logits": self.head(self.cache.mean(1))}
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mean = nn.Linear(8, 8), Mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.mean(self.before(x))
+        return found
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return x + self.seen.mean(0)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # counted here
+        return x + self.calls
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("capture has no use for this blank")
+
+
+def recipe(model: Callable[[], nn.Module], num_records: int = 4) -> Recipe:
+    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
+    examples = torch.randn(num_records, 8, generator=torch.Generator().manual_seed(0))
+    return Recipe(name="stream", digest="d" * 64, path=None, model=model, examples=lambda: examples, **blanks)
+
+
+def line_of(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+
+
+def lifted(model: nn.Module, x: Tensor) -> EagerSession:
+    found = explicit.lifted(model.eval(), [Asked((x,))])
+    assert found is not None
+    return EagerSession(found.eval(), explicit.asked(found, Asked((x,))))
+
+
+def followed(bundle: Bundle, format: str, model: nn.Module, inputs: list[np.ndarray[Any, Any]]) -> None:
+    """Asks a program call after call, handing its state on, beside a fresh copy of the model that remembers."""
+    session, users = open_program(bundle, format), copy.deepcopy(model).eval()
+    pairs = bundle.signature.state
+    state = {name: bundle.golden()[0].inputs[name] for name in pairs}
+    for x in inputs:
+        answer = session.run({"x": x, **state})
+        with torch.no_grad():
+            wanted = users(torch.from_numpy(x))
+        wanted = wanted["logits"] if isinstance(wanted, dict) else wanted
+        np.testing.assert_allclose(next(iter(answer.values())), wanted.numpy(), atol=1e-5, rtol=1e-4)
+        state = {given: answer[left] for given, left in pairs.items()}
+
+
+def test_a_model_that_writes_its_buffers_is_refused_by_name_with_the_line_and_the_option(tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match=r"keeps a state in its buffers \(total, count\)") as refused:
+        capture(recipe(Mean), None, tmp_path / "b")
+    assert line_of("written here") in refused.value.message
+    assert "trueline capture --state explicit" in refused.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_model(tmp_path: Path) -> None:
+    model = Mean()
+    captured = capture(recipe(lambda: model), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
+    assert {one.verdict for one in captured.programs} == {"proven"}
+    bundle = open_bundle(tmp_path / "b")
+    assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}
+    assert [spec.role for spec in bundle.signature.inputs] == ["data", "state", "state"]
+    random = np.random.default_rng(1)
+    inputs = [random.standard_normal((1 + i % 3, 8)).astype(np.float32) for i in range(6)]
+    for format in ("onnx", "torch_export"):
+        followed(bundle, format, model, inputs)
+        assert "second-call" in replay(bundle, open_program(bundle, format))
+    assert (model.total == 0).all()
+    assert "next.total of an answer is state.total of the next request" in describe(bundle)
+    steps = [one for one in bundle.evidence() if one.probe.startswith("sequence ")]
+    assert len({one.probe for one in steps}) == len(steps) / 2 == 18
+    assert {one.verdict for one in steps} == {"agrees"}
+
+
+@pytest.mark.slow
+def test_a_cache_of_fixed_size_has_a_row_for_each_stream_and_batches_stay_free(tmp_path: Path) -> None:
+    model = Ring()
+    formats = ["onnx", "torch_export", "torchscript"]
+    capture(recipe(lambda: model, 1), None, tmp_path / "b", formats=formats, state="explicit")
+    bundle = open_bundle(tmp_path / "b")
+    shapes = {spec.name: spec.shape for spec in (*bundle.signature.inputs, *bundle.signature.outputs)}
+    assert shapes["state.cache"] == shapes["next.cache"] == ("batch", 3, 8)
+    assert shapes["state.position"] == (1,)
+    random = np.random.default_rng(2)
+    inputs = [random.standard_normal((1, 8)).astype(np.float32) for _ in range(7)]
+    for format in formats:
+        followed(bundle, format, model, inputs)
+    session = open_program(bundle)
+    both = np.concatenate([inputs[0], inputs[1]])
+    together = session.run(
+        {"x": both, "state.cache": np.zeros((2, 3, 8), np.float32), "state.position": np.zeros(1, np.int64)}
+    )
+    alone = session.run(
+        {"x": inputs[1], "state.cache": np.zeros((1, 3, 8), np.float32), "state.position": np.zeros(1, np.int64)}
+    )
+    np.testing.assert_allclose(together["logits"][1:], alone["logits"], atol=1e-6)
+
+
+def test_the_state_of_a_submodule_has_its_qualified_name() -> None:
+    eager = lifted(Nested(), torch.randn(4, 8))
+    assert list(eager.signature.state) == ["state.mean.total", "state.mean.count"]
+
+
+class Forgetful:
+    """A program that drops what the model remembers: what ONNX makes of a written buffer."""
+
+    format = "forgetful"
+
+    def __init__(self, eager: EagerSession) -> None:
+        self.eager, self.signature = eager, eager.signature
+
+    def run(self, inputs: Any) -> Any:
+        return {**self.eager.run(inputs), **{left: inputs[given] for given, left in self.signature.state.items()}}
+
+
+class Remembering(Forgetful):
+    """A program that goes on with its own memory, once it was asked often enough, instead of what it is given."""
+
+    def __init__(self, eager: EagerSession) -> None:
+        super().__init__(eager)
+        self.asked, self.last = 0, {}  # type: ignore[var-annotated]
+
+    def run(self, inputs: Any) -> Any:
+        self.asked += 1
+        again = self.asked > 2 * 5 and inputs.keys() >= self.last.keys()
+        found = self.eager.run({**inputs, **self.last} if again else inputs)
+        self.last = {given: found[left] for given, left in self.signature.state.items()}
+        return found
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Remembering])
+def test_a_program_that_drops_or_mixes_up_the_state_is_caught_by_the_sequences_alone(kind: Any) -> None:
+    eager = lifted(Mean(), torch.randn(4, 8))
+    right = prove(eager, eager, make_probes(eager.example, signature=eager.signature))
+    assert right.proven
+    assert sequences.proven(right, eager, eager).proven
+    found = sequences.proven(right, kind(eager), eager)
+    assert not found.proven
+    assert found.reason.startswith("in sequence ")
+
+
+def test_sequences_are_longer_than_the_state_and_end_as_the_model_that_remembers() -> None:
+    eager = lifted(Ring(), torch.randn(1, 8))
+    assert isinstance(eager.module, Explicit)
+    first, second, third = sequences.sequences(eager, eager.module)
+    assert len(first) == 10  # the state is 8 wide
+    assert len(second) == len(third) == 4
+    fresh = Ring()
+    fresh.load_state_dict({**eager.module._users.state_dict()})  # type: ignore[operator]
+    for step in first:
+        with torch.no_grad():
+            fresh.eval()(torch.from_numpy(np.asarray(step.inputs["x"])))
+        np.testing.assert_allclose(step.outputs["next.cache"], fresh.cache.numpy(), atol=1e-6)  # type: ignore[operator]
+    assert not np.array_equal(second[0].inputs["x"], third[0].inputs["x"])
+
+
+def test_a_state_that_grows_is_refused_with_both_its_forms(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"'seen' is \[0, 8\] of float32 and after a call \[4, 8\]"):
+        capture(recipe(Growing), None, tmp_path / "b", state="explicit")
+
+
+@pytest.mark.parametrize("state", ["refuse", "explicit"])
+def test_a_python_attribute_is_no_state_that_can_be_lifted_and_is_named_with_its_line(
+    tmp_path: Path, state: Any
+) -> None:
+    with pytest.raises(NotProven, match=r"Python attributes it stores \(calls\)") as refused:
+        capture(recipe(Counter), None, tmp_path / "b", state=state)
+    assert line_of("counted here") in refused.value.message
+    assert "register_buffer" in refused.value.hint
+
+
+def test_a_model_without_a_memory_is_captured_as_ever_when_its_state_is_to_be_explicit(tmp_path: Path) -> None:
+    capture(recipe(Plain), None, tmp_path / "b", formats=["torch_export"], state="explicit")
+    signature = open_bundle(tmp_path / "b").signature
+    assert signature.state == {}
+    assert [spec.name for spec in signature.inputs] == ["x"]
+
+
+def test_a_choice_that_there_is_not_is_told_from_those_there_are(tmp_path: Path) -> None:
+    wrong: Any = "implicit"
+    with pytest.raises(UsageError, match="expected one of: refuse, explicit"):
+        capture(recipe(Plain), None, tmp_path / "b", state=wrong)
+
+
+def test_looking_for_written_buffers_leaves_the_model_as_it_was() -> None:
+    model, x = Mean(), torch.randn(4, 8)
+    assert explicit.written(model, [Asked((x,))]) == ("total", "count")
+    assert (model.total == 0).all()
+    assert model.count == 0

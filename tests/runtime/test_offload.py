@@ -1,0 +1,138 @@
+"""A program that is run by two runtimes keeps the laws of a Session, and says what runs where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from session_conformance import *  # noqa: F403 - the shared tests
+from torch import Tensor, nn
+
+from trueline.errors import BundleError, CaptureError, RequestError, UsageError
+from trueline.runtime import export, graph, offload, offload_emit
+from trueline.runtime.compare import compare
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.session import Session, open_session
+
+pytestmark = pytest.mark.slow
+
+
+def missing(x: Tensor) -> Tensor:
+    """An operator that torch.onnx has no translation for; if it gets one, the first test says so."""
+    return torch.special.i0e(x)
+
+
+class Middle(nn.Module):
+    """The batch size is used on both sides of the operator that nobody translates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.after = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        found: Tensor = self.after((missing(hidden) + hidden).reshape(x.shape[0], -1))
+        return found
+
+
+class Only(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return missing(x)
+
+
+class Several(nn.Module):
+    """A result that is one of several crosses from part to part; what comes in is used on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        left, right = self.mixed(x).relu().chunk(2, 1)
+        other = missing(left.sin()).cos()
+        return {"both": torch.cat([other, right], 1).tanh() + x, "right": right.exp()}
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Session]:
+    return made(Middle(), torch.randn(5, 8), tmp_path_factory.mktemp("offload"))
+
+
+def made(module: nn.Module, example: Tensor, folder: Path) -> tuple[Session, Session]:
+    eager = EagerSession(module.eval(), example)
+    exported = export.export(eager.module, eager.calling)
+    path = offload_emit.emit(exported, folder)
+    return open_session("offload", path, exported.signature), eager
+
+
+def test_the_operator_that_is_refused_stays_in_torch_and_its_neighbours_do_not(tmp_path: Path) -> None:
+    session, eager = made(Several(), torch.randn(3, 6), tmp_path)
+    plan = offload.read(tmp_path / offload.FILE)
+    assert [one.operator for one in plan.kept] == ["aten.special_i0e.default"]
+    assert plan.kept[0].why
+    there = sum(len(part.nodes) for part in plan.parts)
+    assert plan.operators - 4 <= there < plan.operators
+    for records in (1, 2, 9):
+        x = {"x": np.random.default_rng(records).standard_normal((records, 6)).astype(np.float32)}
+        assert compare(eager.run(x), session.run(x)).agrees
+    told = graph.text("offload", tmp_path / offload.FILE)
+    assert str(plan) in told
+    assert "special_i0e" in told
+
+
+def test_a_model_of_which_nothing_can_be_handed_over_is_refused_with_the_reason(tmp_path: Path) -> None:
+    eager = EagerSession(Only(), torch.randn(3, 6))
+    with pytest.raises(CaptureError, match=r"takes no part .*special_i0e"):
+        offload_emit.emit(export.export(eager.module, eager.calling), tmp_path)
+
+
+def test_a_setting_that_the_parts_cannot_keep_is_refused(mlp: tuple[Session, Session], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    with pytest.raises(UsageError, match="runs on the CPU"):
+        open_session("offload", path, mlp[0].signature, device="cuda")
+    with pytest.raises(UsageError, match="no precision 'bf16'"):
+        open_session("offload", path, mlp[0].signature, precision="bf16")
+
+
+def test_a_plan_that_does_not_fit_its_program_or_leaves_its_folder_is_refused(tmp_path: Path) -> None:
+    session, _ = made(Middle(), torch.randn(5, 8), tmp_path)
+    path = tmp_path / offload.FILE
+    plan = json.loads(path.read_text())
+
+    def reopened(**changed: object) -> None:
+        path.write_text(json.dumps(plan | changed))
+        open_session("offload", path, session.signature)
+
+    part = plan["parts"][0]
+    for wrong, words in (
+        ({"program": "../elsewhere.pt2"}, "no file beside it"),
+        ({"version": 2}, "version 2"),
+        ({"runtime": "other"}, "for other"),
+        ({"more": 1}, "torn or no offload plan"),
+        ({"parts": [part | {"nodes": ["absent"]}]}, "names values that the program does not have"),
+        ({"parts": [part | {"inputs": []}]}, "its plan says otherwise"),
+        ({"parts": [part | {"nodes": part["nodes"][:-1]}]}, "wait for each other|does not fit"),
+    ):
+        with pytest.raises(BundleError, match=words):
+            reopened(**wrong)
+    reopened()
+
+
+def test_an_id_that_a_part_refuses_is_the_requests_fault(tmp_path: Path) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(10, 4)
+            self.mixed = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return missing(self.mixed(self.rows(ids).mean(1)))
+
+    session, _ = made(Table(), torch.randint(0, 10, (3, 5)), tmp_path)
+    with pytest.raises(RequestError, match="refuses these values"):
+        session.run({"ids": np.full((2, 5), 99)})
