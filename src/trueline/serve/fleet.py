@@ -57,7 +57,8 @@ class How:
 
     threads: int = 0
     max_batch: int = 64
-    max_delay_s: float = 0.0
+    max_delay_s: float | None = None
+    """How long an idle model waits for company; None: as is learned to pay."""
     max_queue: int = 256
     workers: int | None = None
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
