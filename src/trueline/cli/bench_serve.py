@@ -34,7 +34,7 @@ def command(
     tracking_uri: str | None,
     as_json: bool,
 ) -> None:
-    """Measure a bundle's runs here and find the best static settings for a load.
+    """Measure a bundle's runs and find the best settings for them.
 
     The server needs none: it learns when to wait and how much to run at once. This says what it could reach, and
     what to set where settings are wanted. BUNDLE is a folder, a packed file, or a registered model.
