@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-capture peers peers-zoo chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-capture bench-serve peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,8 +67,15 @@ chaos: $(STAMP)  ## a thousand strikes at whole jobs, some ten minutes; then as 
 	$(BIN)/python -m pytest -m chaos -s
 	$(BIN)/trueline chaos tests/train/recipes/tiny.py --seed 1 --epochs 300 --kills 60 --what worker,launcher,network,reset,disk
 
-bench: bench-train  ## each benchmark prints a table and, last, one line of JSON
+bench: bench-train bench-serve  ## each benchmark prints a table and, last, one line of JSON
 	$(BIN)/python bench/serve_overhead.py
+
+bench-serve: peers-serving  ## what serving costs and bears, beside LitServe, MLServer, BentoML and Ray Serve
+	$(BIN)/python bench/serve.py $(BENCH)
+
+peers-serving: $(STAMP)  ## environments with the servers to compare with; one that cannot be installed is left out
+	for name in litserve mlserver bentoml ray; do \
+	  UV="$(CURDIR)/$(BIN)/uv" PYTHON=$(BIN)/python sh bench/peers/serving.sh bench/.venvs $$name || true; done
 
 bench-train: $(STAMP)  ## deaths, hangs, stragglers, overheads of elastic training; beside torchrun, torchft and DLRover
 	$(BIN)/python bench/train.py $(BENCH)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.errors import DeadlineExceeded, Overloaded
-from trueline.serve.batcher import Batcher, Item, Policy, decide, refusal, run_batch
+from trueline.serve.batcher import LEVEL_S, PRIORITIES, Batcher, Item, Policy, decide, refusal, run_batch
 
 
 def item(rows: int = 1, key: object = "k", since: float = 0.0, deadline: float | None = None) -> Item:
@@ -141,13 +141,20 @@ def play(scene: Callable[[Batcher, Gate], Awaitable[None]], policy: Policy) -> G
     return asyncio.run(main())
 
 
+async def entered(gate: Gate) -> None:
+    """Returns when a run is under way."""
+    await asyncio.to_thread(gate.entered.wait, 100)
+
+
 def rows(*values: float) -> dict[str, Any]:
     return {"x": np.array(values)}
 
 
 def test_while_one_runs_the_others_are_joined_and_each_gets_its_own_rows() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
-        futures = [batcher.submit(rows(value, value), 2, "k") for value in (1, 2, 3)]
+        futures = [batcher.submit(rows(1, 1), 2, "k")]
+        await entered(gate)
+        futures += [batcher.submit(rows(value, value), 2, "k") for value in (2, 3)]
         gate.opened.set()
         answers = await asyncio.gather(*futures)
         assert [one["y"].tolist() for one in answers] == [[2, 2], [3, 3], [4, 4]]
@@ -157,7 +164,9 @@ def test_while_one_runs_the_others_are_joined_and_each_gets_its_own_rows() -> No
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
-        futures = [batcher.submit(rows(1), 1, "k") for _ in range(3)]
+        futures = [batcher.submit(rows(1), 1, "k")]
+        await entered(gate)
+        futures += [batcher.submit(rows(1), 1, "k") for _ in range(2)]
         with pytest.raises(Overloaded) as caught:
             batcher.submit(rows(1), 1, "k")
         assert caught.value.retry_after_s >= 1
@@ -170,7 +179,9 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
 
 def test_a_withdrawn_request_is_not_run() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
-        running, withdrawn, last = (batcher.submit(rows(value), 1, "k") for value in (1, 2, 3))
+        running = batcher.submit(rows(1), 1, "k")
+        await entered(gate)
+        withdrawn, last = (batcher.submit(rows(value), 1, "k") for value in (2, 3))
         withdrawn.cancel()
         await asyncio.sleep(0)
         assert batcher.num_waiting == 1
@@ -183,6 +194,7 @@ def test_a_withdrawn_request_is_not_run() -> None:
 def test_a_deadline_ends_the_waiting_whether_the_request_waits_or_runs() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
         running = batcher.submit(rows(1), 1, "k", timeout_s=0.01)
+        await entered(gate)
         waiting = batcher.submit(rows(2), 1, "k", timeout_s=0.01)
         for one in (running, waiting):
             with pytest.raises(DeadlineExceeded):
@@ -199,3 +211,54 @@ def test_a_delay_joins_what_comes_within_it() -> None:
         await asyncio.gather(*futures)
 
     assert play(scene, Policy(max_delay_s=0.05)).rows == [2]
+
+
+def test_what_comes_in_one_turn_of_the_loop_runs_together() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        gate.opened.set()
+        answers = await asyncio.gather(*(batcher.submit(rows(value), 1, "k") for value in (1, 2, 3)))
+        assert [one["y"].tolist() for one in answers] == [[2], [3], [4]]
+
+    assert play(scene, Policy()).rows == [3]
+
+
+def order_of(*asked: tuple[float, int]) -> list[tuple[float, int]]:
+    """The order in which items of (since, priority) run, one by one."""
+    queue = sorted((Item({}, 1, "k", 0, since, None, priority=level) for since, level in asked), key=lambda i: i.rank)
+    return [(item.since, item.priority) for item in queue]
+
+
+def test_the_urgent_go_first_and_within_a_level_the_older() -> None:
+    assert order_of((0.0, 3), (0.1, 3), (0.2, 1), (0.3, 2), (0.4, 1)) == [
+        (0.2, 1),
+        (0.4, 1),
+        (0.3, 2),
+        (0.0, 3),
+        (0.1, 3),
+    ]
+
+
+def test_no_request_starves_however_many_urgent_ones_come() -> None:
+    steady = [(at / 10, 1) for at in range(100)]
+    order = order_of((0.0, PRIORITIES), *steady)
+    assert order.index((0.0, PRIORITIES)) <= (PRIORITIES - 1) * LEVEL_S * 10 + 1
+
+
+def test_urgent_requests_overtake_in_the_queue_and_take_a_place_when_it_is_full() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        running = batcher.submit(rows(1), 1, "k")
+        await entered(gate)
+        order: list[str] = []
+        asked = {name: batcher.submit(rows(1), 1, name, None, level) for name, level in (("late", 5), ("usual", 3))}
+        asked["urgent"] = batcher.submit(rows(1), 1, "urgent", None, 1)
+        for name, future in asked.items():
+            future.add_done_callback(lambda _, name=name: order.append(name))
+        with pytest.raises(Overloaded):
+            await asked["late"]
+        with pytest.raises(Overloaded):
+            batcher.submit(rows(1), 1, "again", None, 3)
+        gate.opened.set()
+        await asyncio.gather(running, asked["usual"], asked["urgent"])
+        assert order == ["late", "urgent", "usual"]
+
+    play(scene, Policy(max_requests=2))

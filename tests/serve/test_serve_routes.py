@@ -220,8 +220,9 @@ def test_a_request_outside_the_proven_range_is_refused_before_it_waits(queued: D
 def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: Desk) -> None:
     gate = threading.Event()
     queued.pool.submit(gate.wait)
-    headers: dict[bytes, bytes] = {}
-    running, waiting = (queued.routes.answer(Request("POST", b"/v2/models/tiny/infer", headers, BODY)) for _ in "12")
+    running = queued.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
+    queued.loop.run_until_complete(asyncio.sleep(0))
+    waiting = queued.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
     assert isinstance(running, asyncio.Future)
     assert isinstance(waiting, asyncio.Future)
     assert queued.tiny.num_waiting == 1
@@ -231,7 +232,42 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: Desk
     assert queued.tiny.num_waiting == 0
     gate.set()
     assert queued.loop.run_until_complete(running).status == 200
-    assert queued.tiny.stats.batch_rows.count == 1
+    assert queued.tiny.stats.rows == 1
+
+
+@pytest.mark.parametrize("where", ["parameter", "header"])
+def test_a_request_says_how_urgent_it_is(queued: Desk, where: str) -> None:
+    """Of different shapes, so that they cannot share a run."""
+    gate = threading.Event()
+    queued.pool.submit(gate.wait)
+    order: list[str] = []
+
+    def ask(name: str, priority: str, rows: int) -> asyncio.Future[Response]:
+        tensor = {"name": "x", "shape": [rows, 3], "datatype": "FP32", "data": [1, 2, 3] * rows}
+        told = {"parameters": {"priority": int(priority)}} if where == "parameter" else {}
+        headers = {b"x-trueline-priority": priority.encode()} if where == "header" else {}
+        found = queued.routes.answer(
+            Request("POST", b"/v2/models/tiny/infer", headers, json.dumps({"inputs": [tensor]} | told).encode())
+        )
+        assert isinstance(found, asyncio.Future)
+        found.add_done_callback(lambda _: order.append(name))
+        return found
+
+    first = ask("first", "3", 8)
+    queued.loop.run_until_complete(asyncio.sleep(0))
+    queued.loop.run_until_complete(asyncio.sleep(0))
+    others = [ask("later", "5", 8), ask("usual", "3", 8), ask("urgent", "1", 8)]
+    gate.set()
+    queued.loop.run_until_complete(asyncio.gather(first, *others))
+    assert order == ["first", "urgent", "usual", "later"]
+
+
+@pytest.mark.parametrize("given", [-1, "high", 1.5, True])
+def test_a_priority_that_is_none_is_a_client_fault(desk: Desk, given: Any) -> None:
+    body = BODY.replace(b'{"inputs"', b'{"parameters": {"priority": %s}, "inputs"' % json.dumps(given).encode())
+    found = desk.ask("POST", "/v2/models/tiny/infer", body)
+    assert found.status == 400
+    assert "1, the most urgent, to 5" in json.loads(found.body)["error"]
 
 
 def test_a_deadline_that_passes_is_504(queued: Desk) -> None:

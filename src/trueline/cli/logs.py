@@ -31,7 +31,7 @@ POLL_S = 0.2
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--worker", "which", metavar="REF|NAME", help="The log of one process, or the events as JSON.")
 def command(job: str, follow: bool, which: str | None) -> None:
-    """Show what happened in a job, or what one of its processes wrote.
+    """Show what happened in a job, or what a process of it wrote.
 
     Without --worker it is the job's story: who came and went and why, checkpoints, evaluations, progress. JOB
     is a job's folder, or its name under ./runs; it may run or have ended.

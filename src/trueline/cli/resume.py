@@ -24,7 +24,7 @@ trueline resume runs/digits-1 --workers 8 --detach
 @_launch.evaluation_options
 @_launch.how_options
 def command(job: str, **given: Any) -> None:
-    """Go on with a job that was halted, failed or lost its processes.
+    """Go on with a job that halted, failed or lost its processes.
 
     It begins from the newest checkpoint that verifies, and with no checkpoint from its first step. Settings
     that decide what is computed stay as they were, and the recipe must not have changed. JOB is a job's

@@ -29,9 +29,12 @@ trueline serve --model-store bundles --load all --state served.json
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option("--key-file", metavar="FILE", help="Ask for the tokens in FILE (made when missing), e.g. off loopback.")
+@click.option("--certificate", metavar="FILE", help="Speak TLS, with the chain in this PEM file.")
+@click.option("--private-key", metavar="FILE", help="Its key, if that is in a file of its own.")
+@click.option("--client-ca", metavar="FILE", help="Ask clients for a certificate of this authority.")
 @click.option("--threads", type=int, default=0, metavar="N", help="Threads of one run; 0 leaves it to the server.")
 @click.option("--max-batch", type=int, default=64, show_default=True, help="Records that are run together at most.")
-@click.option("--max-delay", type=float, default=0.0, metavar="SECONDS", help="How long a request waits for others.")
+@click.option("--max-delay", type=float, metavar="SECONDS", help="Wait so long for others; learned if left out.")
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Requests that may wait for the model.")
 @click.option("--model-store", metavar="DIR", help="A folder of bundles that may be loaded by name.")
 @click.option("--load", default="", metavar="NAMES", help="What of the store to load at start: a,b or all.")
@@ -48,6 +51,8 @@ trueline serve --model-store bundles --load all --state served.json
 @click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
 @click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
 @click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
+@click.option("--processes", type=click.IntRange(1, 64), default=1, help="Server processes that share the ports.")
+@click.option("--traces", metavar="URL", help="Send OpenTelemetry spans to this collector (OTLP over HTTP).")
 @tracking_option
 @quiet_option
 def command(
@@ -56,9 +61,12 @@ def command(
     host: str,
     port: int,
     key_file: str | None,
+    certificate: str | None,
+    private_key: str | None,
+    client_ca: str | None,
     threads: int,
     max_batch: int,
-    max_delay: float,
+    max_delay: float | None,
     max_queue: int,
     model_store: str | None,
     load: str,
@@ -68,6 +76,8 @@ def command(
     grpc_port: int | None,
     metrics_port: int | None,
     state: str | None,
+    processes: int,
+    traces: str | None,
     tracking_uri: str | None,
     quiet: bool,
 ) -> None:
@@ -87,6 +97,9 @@ def command(
             host=host,
             port=port,
             key_file=key_file,
+            certificate=certificate,
+            private_key=private_key,
+            client_ca=client_ca,
             threads=threads,
             max_batch=max_batch,
             max_delay_s=max_delay,
@@ -99,5 +112,7 @@ def command(
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             state=state,
+            processes=processes,
+            traces=traces,
             tracking_uri=tracking_uri,
         )

@@ -1,7 +1,8 @@
 """Requests that wait are run together. A pure decision in the middle, a thin asyncio shell around it.
 
-No timers by default: an idle model runs what comes at once; while it runs, requests collect, and the next run takes
-them together. A batch that fails is run again item by item, so one bad item fails alone. What the queue cannot
+An idle model runs what comes; while it runs, requests collect, and the next run takes them together. Whether it waits
+for company is learned (`pace`) or set. Urgent requests go first, each level is worth some seconds of waiting, so that
+none waits for ever. A batch that fails is run again item by item, so one bad item fails alone. What the queue cannot
 hold is refused at once. It knows neither HTTP nor what a program is: a function from arrays to arrays.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ import numpy as np
 
 from trueline import events
 from trueline.errors import DeadlineExceeded, Overloaded
+from trueline.serve.pace import Pace
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -27,6 +30,16 @@ if TYPE_CHECKING:
     Run = Callable[[Arrays], Outputs]
 
 
+PRIORITIES = 5
+"""Levels of priority; 1 goes first."""
+USUAL = 3
+"""The level of a request that names none."""
+LEVEL_S = 0.5
+"""A request goes before those of the next level that came up to so much earlier, and after all others of it."""
+_MARGIN = 1.25
+"""A run may take so much longer than was learned when a deadline is to be met."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How requests may be put together, and how many may wait."""
@@ -34,9 +47,9 @@ class Policy:
     batch: bool = True
     """False: each request runs alone."""
     max_batch: int = 64
-    """Rows of one run; a larger request still runs, alone."""
-    max_delay_s: float = 0.0
-    """How long an idle model may wait for company."""
+    """Rows of one run at most; a larger request still runs, alone."""
+    max_delay_s: float | None = None
+    """How long an idle model waits for company; None: as long as pays, by what was learned."""
     lanes: int = 1
     """Runs at the same time."""
     max_requests: int = 256
@@ -55,6 +68,12 @@ class Item:
     since: float
     deadline: float | None
     future: asyncio.Future[Outputs] | None = field(default=None, repr=False)
+    priority: int = USUAL
+
+    @property
+    def rank(self) -> float:
+        """Its place in the queue: the lower, the sooner. Within a level the older goes first."""
+        return self.since + self.priority * LEVEL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +86,11 @@ class Decision:
     reason: str
 
 
-def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy) -> Decision:
-    """What to run of `queue` (oldest first) at `now`, while `busy` runs are under way.
+def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy, pace: Pace | None = None) -> Decision:
+    """What to run of `queue` (by rank) at `now`, while `busy` runs are under way.
 
-    The oldest item is always in the run; those that fit beside it come along in their order. `wake_at` says when to
-    ask again if nothing happens before.
+    The first item is always in the run; those that fit beside it come along in their order. `wake_at` says when to
+    ask again if nothing happens before. Without a `pace` or a delay an idle model runs at once what there is.
     """
     expired = tuple(item for item in queue if item.deadline is not None and item.deadline <= now)
     waiting = [item for item in queue if item not in expired] if expired else queue
@@ -79,27 +98,40 @@ def decide(queue: Sequence[Item], *, busy: int, now: float, policy: Policy) -> D
         return Decision((), expired, None, "empty")
     if busy >= policy.lanes:
         return Decision((), expired, None, "busy")
-    run = _together(waiting, policy)
-    ready_at = waiting[0].since + policy.max_delay_s
-    room = sum(item.rows for item in run) < policy.max_batch
-    if policy.batch and room and len(run) == len(waiting) and now < ready_at:
-        return Decision((), expired, ready_at, "filling")
+    if not policy.batch:
+        return Decision((waiting[0],), expired, None, "idle")
+    learned = pace is not None and policy.max_delay_s is None
+    bound = pace.curve.full(policy.max_batch) if pace is not None and learned else policy.max_batch
+    run, rows = _together(waiting, bound)
+    if rows < bound and len(run) == len(waiting):
+        since = min(item.since for item in run)
+        if pace is not None and learned:
+            ready_at = pace.wait(rows, bound, since=since, now=now)
+            ready_at = None if ready_at is None else min(ready_at, _latest(run, _MARGIN * pace.curve.at(bound)))
+        else:
+            ready_at = since + (policy.max_delay_s or 0.0)
+        if ready_at is not None and now < ready_at:
+            return Decision((), expired, ready_at, "filling")
     return Decision(run, expired, None, "idle")
 
 
-def _together(waiting: Sequence[Item], policy: Policy) -> tuple[Item, ...]:
+def _together(waiting: Sequence[Item], bound: int) -> tuple[tuple[Item, ...], int]:
+    """The first item with those that fit beside it into `bound` rows, and how many rows that are."""
     head = waiting[0]
-    if not policy.batch:
-        return (head,)
     run, rows = [head], head.rows
     for item in waiting[1:]:
         if item.key != head.key:
             continue
-        if rows + item.rows > policy.max_batch:
+        if rows + item.rows > bound:
             break
         run.append(item)
         rows += item.rows
-    return tuple(run)
+    return tuple(run), rows
+
+
+def _latest(run: Sequence[Item], takes_s: float) -> float:
+    """When a run that `takes_s` has to begin, so that no deadline passes."""
+    return min((item.deadline for item in run if item.deadline is not None), default=math.inf) - takes_s
 
 
 def refusal(num_waiting: int, bytes_waiting: int, num_bytes: int, expected_s: float, policy: Policy) -> str | None:
@@ -151,8 +183,11 @@ class Batcher:
         loop: asyncio.AbstractEventLoop,
         *,
         on_batch: Callable[[int, int, float, float], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`on_batch(requests, rows, seconds, seconds waited by all)` is called on the loop after each run."""
+        """`on_batch(requests, rows, seconds, seconds waited by all)` is called on the loop after each run; `pace` is
+        what is known of the program's runs, and learns on.
+        """
         self.policy = policy
         self._run = run
         self._executor = executor
@@ -162,7 +197,9 @@ class Batcher:
         self._bytes = 0
         self._busy = 0
         self._item_s = 0.0
+        self._pace = (pace or Pace()) if policy.batch and policy.max_delay_s is None else None
         self._wake: asyncio.TimerHandle | None = None
+        self._pump_due = False
         self._emptied: list[asyncio.Future[None]] = []
 
     @property
@@ -192,28 +229,47 @@ class Batcher:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def submit(self, inputs: Arrays, rows: int, key: object, timeout_s: float | None = None) -> asyncio.Future[Outputs]:
+    def submit(
+        self, inputs: Arrays, rows: int, key: object, timeout_s: float | None = None, priority: int = USUAL
+    ) -> asyncio.Future[Outputs]:
         """A future of the outputs. Cancel it to withdraw the request. Raises Overloaded at once when the queue is full.
 
-        The future raises DeadlineExceeded when `timeout_s` passes, whether the request waits or runs.
+        The future raises DeadlineExceeded when `timeout_s` passes, whether the request waits or runs, and Overloaded
+        when a more urgent request takes its place in a full queue. What comes in one turn of the loop runs together.
         """
         now = self._loop.time()
         num_bytes = sum(array.nbytes for array in inputs.values())
-        expected_s = len(self._queue) * self._item_s
-        why = refusal(len(self._queue), self._bytes, num_bytes, expected_s, self.policy)
-        if why is not None:
-            raise Overloaded(why, hint="come back later", retry_after_s=max(1.0, math.ceil(expected_s)))
+        self._make_room(num_bytes, priority)
         deadline = None if timeout_s is None else now + timeout_s
-        item = Item(inputs, rows, key, num_bytes, now, deadline, self._loop.create_future())
-        self._queue.append(item)
+        item = Item(inputs, rows, key, num_bytes, now, deadline, self._loop.create_future(), priority)
+        insort(self._queue, item, key=lambda one: one.rank)
         self._bytes += num_bytes
+        if self._pace is not None:
+            self._pace.arrived(rows, now)
         assert item.future is not None
         item.future.add_done_callback(lambda _: self._withdraw(item))
         if deadline is not None:
             timer = self._loop.call_at(deadline, self._expire, item)
             item.future.add_done_callback(lambda _: timer.cancel())
-        self._pump()
+        if not self._pump_due and self._busy < max(1, self.policy.lanes):
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
         return item.future
+
+    def _make_room(self, num_bytes: int, priority: int) -> None:
+        """Raises Overloaded when the queue is full of requests that are as urgent."""
+        while True:
+            expected_s = len(self._queue) * self._item_s
+            why = refusal(len(self._queue), self._bytes, num_bytes, expected_s, self.policy)
+            if why is None:
+                return
+            refused = Overloaded(why, hint="come back later", retry_after_s=max(1.0, math.ceil(expected_s)))
+            last = self._queue[-1] if self._queue else None
+            if last is None or last.priority <= priority or last.future is None:
+                raise refused
+            self._take([last])
+            if not last.future.done():
+                last.future.set_exception(refused)
 
     def _withdraw(self, item: Item) -> None:
         if item in self._queue:
@@ -232,9 +288,11 @@ class Batcher:
 
     def _pump(self) -> None:
         """Does what `decide` says until it says to wait."""
+        self._pump_due = False
         while True:
             policy = self.policy if self.policy.lanes else replace(self.policy, lanes=1)  # what waits is still run
-            decision = decide(self._queue, busy=self._busy, now=self._loop.time(), policy=policy)
+            now = self._loop.time()
+            decision = decide(self._queue, busy=self._busy, now=now, policy=policy, pace=self._pace)
             for item in decision.expired:
                 self._expire(item)
             if not decision.run:
@@ -256,8 +314,11 @@ class Batcher:
 
     def _finished(self, items: tuple[Item, ...], began: float, done: asyncio.Future[list[Outputs | Exception]]) -> None:
         self._busy -= 1
-        took_s = self._loop.time() - began
+        now = self._loop.time()
+        took_s, rows = now - began, sum(item.rows for item in items)
         self._item_s += 0.2 * (took_s / len(items) - self._item_s)
+        if self._pace is not None:
+            self._pace.ran(rows, took_s, now)
         results: list[Outputs | Exception]
         failure = None if done.cancelled() else done.exception()
         results = done.result() if failure is None and not done.cancelled() else [_failure(failure)] * len(items)
@@ -270,7 +331,7 @@ class Batcher:
                 item.future.set_result(result)
         if self._on_batch is not None:
             waited_s = sum(began - item.since for item in items)
-            self._on_batch(len(items), sum(item.rows for item in items), took_s, waited_s)
+            self._on_batch(len(items), rows, took_s, waited_s)
         self._pump()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.serve import oip
+from trueline.serve.batcher import PRIORITIES, USUAL
 from trueline.serve.models import Version
 
 EXTENSIONS = (
@@ -17,6 +18,7 @@ EXTENSIONS = (
     "model_configuration",
     "model_repository",
     "parameters",
+    "schedule_policy",
     "statistics",
 )
 _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "retiring": "UNLOADING"}
@@ -102,7 +104,12 @@ def configuration(version: Version) -> dict[str, Any]:
         "parameters": {"digest": {"string_value": loaded.digest}},
     }
     if batched:
-        found["dynamic_batching"] = {"max_queue_delay_microseconds": 0, "preferred_batch_size": []}
+        found["dynamic_batching"] = {
+            "max_queue_delay_microseconds": round((version.policy.max_delay_s or 0.0) * 1e6),
+            "preferred_batch_size": [],
+            "priority_levels": PRIORITIES,
+            "default_priority_level": USUAL,
+        }
     return found
 
 

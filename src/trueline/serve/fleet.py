@@ -11,9 +11,9 @@ outcome cannot be written is undone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +57,8 @@ class How:
 
     threads: int = 0
     max_batch: int = 64
-    max_delay_s: float = 0.0
+    max_delay_s: float | None = None
+    """How long an idle model waits for company; None: as is learned to pay."""
     max_queue: int = 256
     workers: int | None = None
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
@@ -85,11 +86,17 @@ class Fleet:
         self._state = state
         self._locks: dict[str, asyncio.Lock] = {}
         self._wanted: dict[Version, WantedVersion] = {}
+        self._kept: dict[str, WantedModel] = {}
+        self._following: set[str] = set()
         self._retiring: set[asyncio.Task[None]] = set()
 
     def lock(self, model: str) -> AbstractAsyncContextManager[None]:
         """Held by who acts on a model in several steps."""
         return self._locks.setdefault(model, asyncio.Lock())
+
+    def busy(self, model: str) -> bool:
+        """Whether an act on the model is under way."""
+        return model in self._locks and self._locks[model].locked()
 
     async def load(
         self,
@@ -254,36 +261,71 @@ class Fleet:
         return Wanted(models=found)
 
     def _keep(self) -> None:
-        if self._state is not None:
-            wanted.write(self._state, self.wanted())
+        """Writes what was changed here since it was last written, and leaves other models as others wrote them."""
+        if self._state is None:
+            return
+        mine = self.wanted().models
+        changed = {name for name in {*mine, *self._kept} if mine.get(name) != self._kept.get(name)} - self._following
+        if not changed:
+            return
+        with wanted.locked(self._state):
+            models = {name: one for name, one in wanted.read(self._state).models.items() if name not in changed}
+            models |= {name: mine[name] for name in mine if name in changed}
+            wanted.write(self._state, Wanted(models=models))
+        self._remember(changed, mine)
+
+    def _remember(self, names: Iterable[str], mine: Mapping[str, WantedModel]) -> None:
+        for name in names:
+            self._kept.pop(name, None)
+            if name in mine:
+                self._kept[name] = mine[name]
+
+    @contextmanager
+    def following(self, model: str) -> Iterator[None]:
+        """While a model is brought to what the file says, the file is not written for it."""
+        self._following.add(model)
+        try:
+            yield
+        finally:
+            self._following.discard(model)
+            self._remember([model], self.wanted().models)
+
+    def how_of(self, told: WantedVersion) -> How:
+        """How a version of the file is to be run."""
+        return replace(
+            self.how,
+            workers=told.workers,
+            max_batch=told.max_batch or self.how.max_batch,
+            max_delay_s=self.how.max_delay_s if told.max_delay_s is None else told.max_delay_s,
+        )
 
     async def restore(self, state: Wanted, find: Callable[[str], Awaitable[Found]]) -> list[str]:
         """Loads what the file wants; returns what could not be had, in words. Those are wanted on."""
         missing: list[str] = []
         for name, model in state.models.items():
-            order = sorted(model.versions, key=lambda version: version != model.default)
-            for version in order:
-                told = model.versions[version]
-                how = replace(
-                    self.how,
-                    workers=told.workers,
-                    max_batch=told.max_batch or self.how.max_batch,
-                    max_delay_s=self.how.max_delay_s if told.max_delay_s is None else told.max_delay_s,
-                )
-                try:
-                    found = await find(told.source)
-                    await self.load(found, name, version, source=told.source, how=how, digest=told.digest)
-                except TruelineError as error:
-                    missing.append(f"{name} version {version}: {error.message}")
-                    failed = self.models.add(name, version)
-                    failed.source = told.source
-                    failed.fail(error.message if isinstance(error, RequestError) else "the bundle cannot be had")
-                    self._wanted[failed] = told
-            if model.split:
-                try:
-                    self.set_split(name, model.split)
-                except NotReady as error:
-                    missing.append(f"the split of {name}: {error.message}")
+            with self.following(name):
+                missing += await self._restore(name, model, find)
+        return missing
+
+    async def _restore(self, name: str, model: WantedModel, find: Callable[[str], Awaitable[Found]]) -> list[str]:
+        missing: list[str] = []
+        for version in sorted(model.versions, key=lambda version: version != model.default):
+            told = model.versions[version]
+            how = self.how_of(told)
+            try:
+                found = await find(told.source)
+                await self.load(found, name, version, source=told.source, how=how, digest=told.digest)
+            except TruelineError as error:
+                missing.append(f"{name} version {version}: {error.message}")
+                failed = self.models.add(name, version)
+                failed.source = told.source
+                failed.fail(error.message if isinstance(error, RequestError) else "the bundle cannot be had")
+                self._wanted[failed] = told
+        if model.split:
+            try:
+                self.set_split(name, model.split)
+            except NotReady as error:
+                missing.append(f"the split of {name}: {error.message}")
         return missing
 
 

@@ -23,7 +23,7 @@ from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
 from trueline.errors import PortInUse, RequestError
 from trueline.serve import binary, extensions, oip, tensors
 from trueline.serve.models import Version
-from trueline.serve.routes import KEY_HEADER, Routes
+from trueline.serve.routes import KEY_HEADER, PRIORITY_HEADER, Routes
 from trueline.serve.tokens import Keys, Kind
 from trueline.wire import inference_pb2 as pb
 
@@ -206,7 +206,8 @@ class Face:
         left_s = context.time_remaining()
         limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
         version.stats.decode_s += perf_counter() - began
-        found = version.ask(inputs, min(limits, default=None))
+        given = parameters.get("priority", _header(context, PRIORITY_HEADER.decode()))
+        found = version.ask(inputs, min(limits, default=None), oip.priority(given))
         outputs = found if isinstance(found, dict) else await found
         run = perf_counter()
         response = write_outputs(version, request, wanted, outputs)
@@ -328,19 +329,24 @@ def _filled(message: Any, told: dict[str, Any]) -> Any:
     return message
 
 
-async def serve(face: Face, host: str, port: int, *, body_bytes: int) -> tuple[grpc.aio.Server, int]:
-    """A server that answers on `host` and `port` (0: a free one), and its port. Raises PortInUse."""
+async def serve(
+    face: Face, host: str, port: int, *, body_bytes: int, credentials: Any = None, shared: bool = False
+) -> tuple[grpc.aio.Server, int]:
+    """A server that answers on `host` and `port` (0: a free one), and its port. Raises PortInUse.
+
+    With `credentials` it speaks TLS; a `shared` port is listened on by other processes too.
+    """
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", body_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(shared)),
         ]
     )
     server.add_generic_rpc_handlers((face.handler(),))
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        found = server.add_insecure_port(where)
+        found = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as error:
         raise PortInUse(
             f"port {port} on {host} is in use, or not for this user: gRPC cannot listen there",

@@ -11,16 +11,19 @@ from trueline.errors import PortInUse, UsageError
 _BACKLOG = 1024
 
 
-def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False) -> socket.socket:
     """A socket that listens on `host` and `port` (0: a free one). Raises PortInUse, UsageError.
 
-    An address that other machines can reach is refused unless the server is `guarded` and asks who they are.
+    An address that other machines can reach is refused unless the server is `guarded` and asks who they are. A
+    `shared` port is listened on by several processes of this user, among which the kernel spreads connections.
     """
     family, address = _resolve(host, port)
     check_reach(address[0], guarded=guarded, said=host)
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind(address)
         made.listen(_BACKLOG)
     except OSError as error:
@@ -35,7 +38,7 @@ def check_reach(address: str, *, guarded: bool, said: str = "") -> None:
     if not guarded and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         raise UsageError(
             f"{said or address} can be reached from other machines, and this server asks nobody who they are",
-            hint="listen on 127.0.0.1, or name a --key-file, whose tokens are then asked for",
+            hint="listen on 127.0.0.1, or name a --key-file, whose tokens are then asked for, or a --client-ca",
         )
 
 

@@ -155,8 +155,8 @@ class Management:
         model = check_name("model", given.get("model_name") or found.name or (entry[0] if entry else ""))
         version = check_name("version", given.get("model_version") or found.version or (entry[1] if entry else "1"))
         workers = _whole(given.get("initial_workers"), 0)
-        delay_ms = _whole(given.get("max_batch_delay"), 0)
-        how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_ms / 1e3, workers=workers)
+        delay_s = _whole(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None
+        how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
         how = replace(how, max_queue=self._fleet.how.max_queue, threads=self._fleet.how.threads)
         await self._fleet.load(found, model, version, source=url, how=how)
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
@@ -278,7 +278,7 @@ class Management:
             "minWorkers": policy.lanes,
             "maxWorkers": policy.lanes,
             "batchSize": policy.max_batch if policy.batch else 1,
-            "maxBatchDelay": round(policy.max_delay_s * 1000),
+            "maxBatchDelay": round((policy.max_delay_s or 0.0) * 1000),
             "workers": [
                 {
                     "id": str(9000 + i),

@@ -20,7 +20,8 @@ from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
-from trueline.serve.batcher import Batcher, Policy
+from trueline.serve.batcher import USUAL, Batcher, Policy
+from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
 from trueline.serve.split import Split
 from trueline.serve.stats import VersionStats
@@ -119,7 +120,9 @@ class Version:
         self._executor = executor
         self.since = time.time()
         self._first = loaded.session.signature.inputs[0].name
-        self._batcher = Batcher(self._run, policy, executor, loop, on_batch=self.stats.count_run)
+        self._batcher = Batcher(
+            self._run, policy, executor, loop, on_batch=self.stats.count_run, pace=Pace(loaded.plan.latency_s)
+        )
         self.state = "ready"
 
     def fail(self, reason: str) -> None:
@@ -145,7 +148,9 @@ class Version:
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
-    def ask(self, inputs: Mapping[str, Array], timeout_s: float | None = None) -> Outputs | asyncio.Future[Outputs]:
+    def ask(
+        self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
+    ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
         loaded = self.loaded
         assert self._batcher is not None
@@ -161,7 +166,7 @@ class Version:
             return outputs
         loaded.session.signature.check(inputs)
         key = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
-        return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s)
+        return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import msgspec
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
 from trueline.errors import RequestError, closest, listed
 from trueline.serve import binary, tensors
+from trueline.serve.batcher import PRIORITIES, USUAL
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -75,6 +76,8 @@ class Call:
     timeout_s: float | None
     binary: frozenset[str] = frozenset()
     """Names of the outputs that are wanted as raw bytes."""
+    priority: object = None
+    """As it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None
         tail.check_empty()
     wanted = _wanted(request.outputs, signature)
     as_bytes = _binary(request.outputs, request.parameters, wanted)
-    return Call(inputs, wanted, request.id, timeout_s(request.parameters), as_bytes)
+    urgent = request.parameters.get("priority") if request.parameters else None
+    return Call(inputs, wanted, request.id, timeout_s(request.parameters), as_bytes, urgent)
 
 
 def _binary(
@@ -221,6 +225,23 @@ def timeout_s(parameters: Mapping[str, Any] | None) -> float | None:
     if not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or timeout_us < 0:
         raise RequestError("parameter timeout is to be a positive whole number of microseconds")
     return min(timeout_us, 10**12) / 1e6
+
+
+def priority(given: object) -> int:
+    """The level that a request asks for, 1 the most urgent. Raises RequestError.
+
+    As Triton has it, 0 and levels that do not exist are the usual one.
+
+    >>> priority(1), priority(None), priority(0), priority(b"5"), priority(77)
+    (1, 3, 3, 5, 3)
+    """
+    if given is None:
+        return USUAL
+    if isinstance(given, bytes) and given.isdigit() and len(given) < 20:
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise RequestError(f"priority is to be a whole number: 1, the most urgent, to {PRIORITIES}")
+    return given if 1 <= given <= PRIORITIES else USUAL
 
 
 def encode(name: str, version: str, call: Call, outputs: Mapping[str, Array]) -> Encoded:

@@ -50,6 +50,8 @@ Face = Literal["oip", "torchserve"]
 _PREDICT_METHODS = ("POST", "PUT", "GET")
 KEY_HEADER = b"x-trueline-key"
 """Requests with one key go to one version of a model whose traffic is split."""
+PRIORITY_HEADER = b"x-trueline-priority"
+"""How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
 
 
 class _Method(MethodNotAllowed):
@@ -338,7 +340,7 @@ class Routes:
             head = b"inference-header-content-length: %d\r\n" % made.json_bytes
             return Response(200, made.body, b"application/octet-stream", head)
 
-        return self._ask(request, found, call.inputs, call.timeout_s, encode, began)
+        return self._ask(request, found, call.inputs, call.timeout_s, encode, began, call.priority)
 
     def _find(self, request: Request, model: str, version: str | None) -> Version:
         key = request.headers.get(KEY_HEADER)
@@ -395,8 +397,6 @@ class Routes:
         page = self._loop.run_in_executor(None, metrics.page, self._collector)
         return self._later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
 
-    # one request of a model
-
     def _ask(
         self,
         request: Request,
@@ -405,6 +405,7 @@ class Routes:
         timeout_s: float | None,
         encode: Encode,
         began: float,
+        priority: object = None,
     ) -> Answer:
         """The answer of `version`; reading the request began at `began`, and ends now."""
         version.stats.decode_s += perf_counter() - began
@@ -415,7 +416,8 @@ class Routes:
             self.answered(version, inputs, outputs, began, run)
             return response
 
-        outputs = version.ask(inputs, timeout_s)
+        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
+        outputs = version.ask(inputs, timeout_s, oip.priority(given))
         return finish(outputs) if isinstance(outputs, dict) else self._later(request.path, outputs, finish)
 
     def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -26,10 +25,11 @@ from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
-from trueline.serve import remote, tokens, torchserve, wanted
+from trueline.serve import remote, tls, tokens, torchserve, tracing, wanted
 from trueline.serve.child import revived
 from trueline.serve.connection import Server
 from trueline.serve.fleet import Fleet, Found, How, Refused
+from trueline.serve.follow import Follower
 from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
 from trueline.serve.http import App, Request, Response
@@ -40,10 +40,13 @@ from trueline.serve.models import Models
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.settings import Settings
+from trueline.serve.stop import Stop
 from trueline.serve.store import Entry, Store
 from trueline.serve.tokens import Keys, Kind
 
 SWEEP_S = 1.0
+FOLLOW_S = 0.5
+"""How often the state file is looked at for what others wrote."""
 _RESOLVE_S = 300.0
 
 T = TypeVar("T")
@@ -85,33 +88,6 @@ def find(source: str, tracking_uri: str | None) -> Found:
         ) from error
 
 
-class _Stop:
-    """Signals and the lifeline, as two moments: stop, and stop now."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurried = asyncio.Event()
-
-    def ask(self, why: str) -> None:
-        if self.asked.is_set():
-            self.hurried.set()
-        else:
-            events.emit("server.draining", why=why)
-            self.asked.set()
-
-    def listen(self, loop: asyncio.AbstractEventLoop, *, lifeline: bool) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for one in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(one, self.ask, one.name)
-        if lifeline:
-            loop.add_reader(0, self._read_lifeline, loop)
-
-    def _read_lifeline(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not os.read(0, 4096):
-            loop.remove_reader(0)
-            self.ask("the parent process is gone")
-
-
 @dataclass(frozen=True, slots=True)
 class _Port:
     """One listener and its connections."""
@@ -124,6 +100,11 @@ class _Port:
 
 async def run(settings: Settings, announce: Announce) -> None:
     """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
+    if settings.processes > 1:
+        from trueline.serve import several
+
+        await several.run(settings, announce)
+        return
     loop = asyncio.get_running_loop()
     store = _store(settings)
     models = Models()
@@ -139,30 +120,35 @@ async def run(settings: Settings, announce: Announce) -> None:
     repository = Repository(fleet, store, loop) if store is not None else None
     routes = Routes(models, loop, body_bytes=settings.max_body_bytes, loader=repository)
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
+    secured = tls.certificates(settings.certificate, settings.private_key, settings.client_ca)
     management = Management(fleet, store, sources.allowed, loop, keys)
+    tracer = None if settings.traces is None else tracing.exporting(settings.traces)
+    faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
     apps: dict[str, tuple[App, int | None]] = {
-        "data": (_guarded(routes, keys, "inference"), settings.port),
+        "data": (_guarded(faced, keys, "inference"), settings.port),
         "management": (_guarded(management, keys, "management"), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
     }
-    stop = _Stop()
+    stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
     ports: list[_Port] = []
     calls: _Calls | None = None
-    following: list[asyncio.Task[None]] = []
-    sweeper = loop.create_task(_sweep(ports))
+    chores = [loop.create_task(_sweep(ports))]
     try:
         for what, (app, number) in apps.items():
             if number is not None:
-                ports.append(await _open(what, app, number, settings, loop))
+                ports.append(await _open(what, app, number, settings, secured, loop))
         if settings.grpc_port is not None:
-            calls = await _open_grpc(settings, routes, keys)
+            calls = await _open_grpc(settings, routes, keys, secured)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, store, sources)))
         if record is not None:
             models.started = True
-            where = _places(settings.host, ports) | ({} if calls is None else {"grpc_port": calls.port})
+            if state is not None:
+                follower = Follower(fleet, state, sources.operator, keys)
+                chores.append(loop.create_task(follower.follow(FOLLOW_S)))
+            where = _places(settings.host, ports, secured) | ({} if calls is None else {"grpc_port": calls.port})
             announce({"event": "server.ready", **where, **record})
-            following = _following(settings, fleet, store, record)
+            chores += _following(settings, fleet, store, record)
             await stop.asked.wait()
         for port in ports:
             port.listener.close()
@@ -172,9 +158,11 @@ async def run(settings: Settings, announce: Announce) -> None:
             [*drains, *([] if calls is None else [calls.drain(settings.drain_s)])], ports, stop, settings.drain_s
         )
     finally:
-        for task in (sweeper, *following):
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)  # a watch of the registry ends its process
+        for chore in chores:
+            chore.cancel()
+        await asyncio.gather(*chores, return_exceptions=True)  # a watch of the registry ends its process
+        if tracer is not None:
+            await loop.run_in_executor(None, tracer.shutdown)
         if calls is not None:
             await calls.drain(0.0)
         for port in ports:
@@ -219,10 +207,20 @@ def _store(settings: Settings) -> Store | None:
     return Store(Path(settings.model_store))
 
 
-async def _open(what: str, app: App, number: int, settings: Settings, loop: asyncio.AbstractEventLoop) -> _Port:
-    sock = listen(settings.host, number, guarded=settings.key_file is not None)
-    server = Server(app, Limits(body_bytes=settings.max_body_bytes), loop)
-    listener = await loop.create_server(server, sock=sock)
+async def _open(
+    what: str,
+    app: App,
+    number: int,
+    settings: Settings,
+    secured: tls.Certificates | None,
+    loop: asyncio.AbstractEventLoop,
+) -> _Port:
+    context = None if secured is None else tls.context(secured)
+    sock = listen(settings.host, number, guarded=guards(settings), shared=settings.shared)
+    limits = Limits(body_bytes=settings.max_body_bytes)
+    server = Server(app, limits, loop)
+    handshake_s = None if context is None else limits.receive_s
+    listener = await loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
     found = sock.getsockname()[1]
     events.emit("server.listening", what=what, host=settings.host, port=found)
     return _Port(what, server, listener, found)
@@ -240,22 +238,37 @@ class _Calls:
         await self.server.stop(grace_s)
 
 
-async def _open_grpc(settings: Settings, routes: Routes, keys: Keys | None) -> _Calls:
+def guards(settings: Settings) -> bool:
+    """Whether clients have to say who they are: by a token, or by a certificate."""
+    return settings.key_file is not None or settings.client_ca is not None
+
+
+async def _open_grpc(settings: Settings, routes: Routes, keys: Keys | None, secured: tls.Certificates | None) -> _Calls:
     from trueline.serve import grpc_face  # grpc takes time and memory: only who asks for it pays
 
-    check_reach(settings.host, guarded=keys is not None)
+    check_reach(settings.host, guarded=guards(settings))
     face = grpc_face.Face(routes, keys)
     port = settings.grpc_port or 0
-    server, found = await grpc_face.serve(face, settings.host, port, body_bytes=settings.max_body_bytes)
+    server, found = await grpc_face.serve(
+        face,
+        settings.host,
+        port,
+        body_bytes=settings.max_body_bytes,
+        credentials=None if secured is None else tls.grpc_credentials(secured),
+        shared=settings.shared,
+    )
     events.emit("server.listening", what="grpc", host=settings.host, port=found)
     return _Calls(server, found)
 
 
-def _places(host: str, ports: list[_Port]) -> dict[str, Field]:
+def _places(host: str, ports: list[_Port], secured: tls.Certificates | None) -> dict[str, Field]:
     found: dict[str, Field] = {}
     for port in ports:
         head = "" if port.what == "data" else f"{port.what}_"
-        found |= {f"{head}url": url_of(host, port.number), f"{head}port": port.number}
+        found |= {
+            f"{head}url": url_of(host, port.number, "http" if secured is None else "https"),
+            f"{head}port": port.number,
+        }
     return found
 
 
@@ -300,16 +313,16 @@ class _Sources:
         return Found(path=self._store.find(url))
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Where to ask.
 
     >>> url_of("::1", 80)
     'http://[::1]:80'
     """
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def _until(stop: _Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
+async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
     asked = asyncio.ensure_future(stop.asked.wait())
     both: set[asyncio.Future[Any]] = {work, asked}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -348,9 +361,9 @@ async def _begin(settings: Settings, fleet: Fleet, store: Store | None, sources:
         for missing in await fleet.restore(wanted.read(Path(settings.state)), sources.operator):
             events.emit("version.missing", what=missing)
     record: dict[str, Field] = {"model": "", "version": "", "digest": ""}
-    if settings.source is not None:
+    if settings.source is not None and not settings.resumed:
         record = await _load_source(settings, settings.source, fleet, sources)
-    if store is not None:
+    if store is not None and not settings.resumed:
         for entry in _named(settings.load, store):
             if entry.model in models.names() and entry.version in models.versions(entry.model):
                 continue
@@ -410,7 +423,7 @@ async def _moved_meanwhile(fleet: Fleet, found: Found, name: str, version: str) 
     await fleet.retire(name, before)
 
 
-async def _drain(drains: list[Coroutine[Any, Any, None]], ports: list[_Port], stop: _Stop, drain_s: float) -> None:
+async def _drain(drains: list[Coroutine[Any, Any, None]], ports: list[_Port], stop: Stop, drain_s: float) -> None:
     drained = asyncio.ensure_future(asyncio.wait([asyncio.ensure_future(one) for one in drains]))
     hurried = asyncio.ensure_future(stop.hurried.wait())
     both: set[asyncio.Future[Any]] = {drained, hurried}

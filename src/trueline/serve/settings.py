@@ -23,11 +23,21 @@ class Settings:
     port: int = 8080
     """0 takes a free one."""
     key_file: str | None = None
-    """File of the tokens that are asked for; made when missing. Needed on an address that other machines reach."""
+    """File of the tokens that are asked for; made when missing. An address that other machines reach needs it, or
+    `client_ca`.
+    """
+    certificate: str | None = None
+    """PEM file of the server's certificate chain: all ports then speak TLS."""
+    private_key: str | None = None
+    """PEM file of its key, if that is not in the same file."""
+    client_ca: str | None = None
+    """PEM file of the authority whose certificates clients have to show."""
     threads: int = 0
     """Threads of one run; 0: one when runs are short, else as many as the runtime likes."""
     max_batch: int = 64
-    max_delay_s: float = 0.0
+    """Records that are run together at most."""
+    max_delay_s: float | None = None
+    """How long an idle model waits for company; None: as long as pays, by what is learned of its runs and requests."""
     max_queue: int = 256
     """Requests that may wait for a model."""
     max_body_bytes: int = 64 * 2**20
@@ -47,6 +57,14 @@ class Settings:
     """A further port that answers /metrics alone."""
     state: str | None = None
     """File of what is to be served: restored at start, written after each act of management."""
+    processes: int = 1
+    """Server processes that share the ports and the wanted state."""
+    shared: bool = False
+    """This is one of several processes that listen on the same ports."""
+    resumed: bool = False
+    """The state file alone says what is served: `source` and `load` were followed before."""
+    traces: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP."""
     tracking_uri: str | None = None
     drain_s: float = 30.0
     """How long requests under way may take after SIGTERM."""
@@ -54,7 +72,7 @@ class Settings:
     """Stop when standard input ends: a child process that dies with its parent."""
 
 
-_KINDS: dict[str, type] = {"int": int, "int | None": int, "float": float}
+_KINDS: dict[str, type] = {"int": int, "int | None": int, "float": float, "float | None": float}
 """How a field's annotation is read from a command line; all else is text."""
 
 
@@ -65,9 +83,12 @@ class Options(TypedDict, total=False):
     version: str | None
     host: str
     key_file: str | None
+    certificate: str | None
+    private_key: str | None
+    client_ca: str | None
     threads: int
     max_batch: int
-    max_delay_s: float
+    max_delay_s: float | None
     max_queue: int
     max_body_bytes: int
     model_store: str | None
@@ -78,6 +99,8 @@ class Options(TypedDict, total=False):
     grpc_port: int | None
     metrics_port: int | None
     state: str | None
+    processes: int
+    traces: str | None
     tracking_uri: str | None
     drain_s: float
 

@@ -52,6 +52,13 @@ class Keys:
         self._path = path
         self._entries = entries
         self._now = now
+        self._read = _stamp(path)
+
+    def refresh(self) -> None:
+        """Takes what another process has renewed. Raises UsageError when the file is none any more; the old stay."""
+        if _stamp(self._path) != self._read:
+            self._read = _stamp(self._path)
+            self._entries = read(self._path, now=self._now)._entries
 
     def check(self, kind: Kind, authorization: bytes | None) -> None:
         """Raises Unauthorized without a bearer token, Forbidden for a wrong or expired one."""
@@ -73,6 +80,14 @@ class Keys:
         entries = self._entries | {kind: _Entry(key=secrets.token_urlsafe(32))}
         _write(self._path, entries)
         self._entries = entries
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_ino)
 
 
 def read(path: Path, *, now: Callable[[], float] = time.time) -> Keys:

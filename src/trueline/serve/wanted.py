@@ -6,12 +6,15 @@ says where a version came from and which bytes it had; a bundle that was exchang
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from trueline import files
-from trueline.errors import UsageError
+from trueline.errors import StorageError, UsageError
 
 
 class WantedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,6 +63,19 @@ def read(path: Path) -> Wanted:
         if unknown:
             raise UsageError(f"{path} names version '{unknown[0]}' of '{name}', which it does not list")
     return found
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else reads and writes the file meanwhile who asks for this too. Raises StorageError."""
+    beside = path.with_name(path.name + ".lock")
+    try:
+        lock = beside.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot write {beside}: {error.strerror or error}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write(path: Path, wanted: Wanted) -> None:

@@ -1,0 +1,315 @@
+"""What serving costs and bears, each figure beside what it is compared with, in one run.
+
+    python bench/serve.py [--only PART,PART] [--quick] [--venvs bench/.venvs]
+
+    overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON
+    peers      requests/s of a small model at 32 connections, beside LitServe, MLServer, BentoML and Ray Serve, as many
+               of them as bench/peers/serving.sh has installed under --venvs; batching on in each
+    image      requests/s of a 602 kB tensor
+    compute    ResNet-18 at 224: throughput over ONNX Runtime in a loop with its best batch size
+    rollouts   register, make default, retire, again and again under load: what failed, what hung
+    overload   ten times the capacity: good answers a second over the peak, time to a 429
+    load       register to ready of a small bundle, its golden examples replayed
+    adaptive   throughput without settings over the best of a grid of static ones at the same p99
+
+Models are made here and run in ONNX Runtime in every server. Processor time is the kernel's, so neighbours blur it
+little; requests per second are to be read as ratios. Killing handler processes is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _load import HUNG, Answer, closed_loop, paced, quantile_ms, rate
+from _load import http as request_of
+from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
+from _table import report
+from peers import serving
+from serve_overhead import cpu_s, pss_mb
+from trueline.bundle import Bundle
+from trueline.serve import RunningServer, start
+
+Figures = dict[str, Any]
+ROW = np.random.default_rng(2).uniform(0, 1, (1, 256)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where, and for how long."""
+
+    folder: Path
+    quick: bool
+    venvs: Path
+
+    @property
+    def seconds(self) -> float:
+        return 1.0 if self.quick else 4.0
+
+    def bundle(self, name: str, make: Callable[[], Any]) -> Bundle:
+        from trueline.bundle import open_bundle
+
+        path = self.folder / f"{name}.bundle"
+        return open_bundle(path) if path.exists() else sealed(self.folder, name, make())
+
+
+def asking(name: str, x: np.ndarray[Any, np.dtype[np.float32]], *, binary: bool) -> bytes:
+    """A whole infer request."""
+    path = f"/v2/models/{name}/infer"
+    if not binary:
+        return request_of(path, json_body(x), "content-type: application/json")
+    body, header = binary_body(x)
+    return request_of(path, body, "content-type: application/octet-stream", header)
+
+
+def settled(port: int, request: bytes, clients: int, seconds: float) -> list[Answer]:
+    """Answers of a closed loop after a warm-up; every one has to be good."""
+    closed_loop(port, request, clients=clients, seconds=min(1.0, seconds / 2))
+    answers = closed_loop(port, request, clients=clients, seconds=seconds)
+    bad = [one.status for one in answers if one.status != 200]
+    if bad or not answers:
+        raise SystemExit(f"{len(bad)} of {len(answers)} answers were not 200, the first: {bad[:1]}")
+    return answers
+
+
+def raw_cpu_us(bundle: Bundle, x: np.ndarray[Any, Any], seconds: float) -> float:
+    """Processor time of one run of the program, alone in a loop of this process."""
+    runtime = session(bundle.program_path())
+    for _ in range(100):
+        runtime.run(["y"], {"x": x})
+    runs, cpu, until = 0, time.process_time(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        for _ in range(100):
+            runtime.run(["y"], {"x": x})
+        runs += 100
+    return (time.process_time() - cpu) / runs * 1e6
+
+
+def overhead(bench: Bench) -> Figures:
+    bundle = bench.bundle("mlp", mlp)
+    raw_us = raw_cpu_us(bundle, ROW, min(1.0, bench.seconds))
+    found: Figures = {"raw_us": round(raw_us, 1)}
+    with start(bundle.path) as server:
+        for name, binary in (("binary", True), ("json", False)):
+            request = asking("mlp", ROW, binary=binary)
+            settled(server.port, request, 8, bench.seconds / 2)
+            before = cpu_s(server.pid)
+            answers = closed_loop(server.port, request, clients=8, seconds=bench.seconds)
+            spent_us = (cpu_s(server.pid) - before) / len(answers) * 1e6
+            found[f"overhead_us_{name}"] = round(spent_us - raw_us, 1)
+    return found
+
+
+def peers(bench: Bench) -> Figures:
+    """Every server gets the same model, the same number of connections, and its own protocol's JSON."""
+    bundle = bench.bundle("mlp", mlp)
+    rps: dict[str, float] = {}
+    with start(bundle.path) as server:
+        rps["trueline"] = rate(settled(server.port, asking("mlp", ROW, binary=False), 32, bench.seconds))
+    missing: dict[str, str] = {}
+    for name in serving.PEERS:
+        python = bench.venvs / name / "bin" / "python"
+        if not python.exists():
+            missing[name] = "not installed; run make peers-serving"
+            continue
+        try:
+            with serving.running(name, python, bundle.program_path(), bench.folder / name) as (port, request):
+                rps[name] = rate(settled(port, request(ROW), 32, bench.seconds))
+        except serving.NotServed as error:
+            missing[name] = str(error)
+    best = max((value for name, value in rps.items() if name != "trueline"), default=None)
+    return {
+        "rps_vs_best_peer": None if best is None else round(rps["trueline"] / best, 2),
+        "peers": {name: round(value) for name, value in rps.items()},
+        "peers_missing": missing,
+    }
+
+
+def image(bench: Bench) -> Figures:
+    x = np.zeros((1, 3, 224, 224), np.float32)
+    with start(bench.bundle("image", mean_of_image).path) as server:
+        answers = settled(server.port, asking("image", x, binary=True), 2, bench.seconds)
+    return {"image_rps": round(rate(answers)), "image_p50_ms": round(quantile_ms(answers, 0.5), 3)}
+
+
+def compute(bench: Bench) -> Figures:
+    bundle = bench.bundle("resnet18", resnet18)
+    runtime = session(bundle.program_path(), threads=0)
+    raw: dict[int, float] = {}
+    for rows in (1, 2, 4) if bench.quick else (1, 2, 4, 8):
+        x = np.zeros((rows, 3, 224, 224), np.float32)
+        runtime.run(None, {"x": x})
+        runs, began = 0, time.perf_counter()
+        while time.perf_counter() - began < bench.seconds:
+            runtime.run(None, {"x": x})
+            runs += 1
+        raw[rows] = rows * runs / (time.perf_counter() - began)
+    best = max(raw, key=lambda rows: raw[rows])
+    x = np.zeros((1, 3, 224, 224), np.float32)
+    with start(bundle.path) as server:
+        answers = settled(server.port, asking("resnet18", x, binary=True), max(4, 2 * best), 4 * bench.seconds)
+    return {
+        "compute_ratio": round(rate(answers) / raw[best], 3),
+        "compute_rps": round(rate(answers), 1),
+        "compute_raw": {str(rows): round(value, 1) for rows, value in raw.items()},
+    }
+
+
+def managed(server: RunningServer, method: str, path: str) -> None:
+    """One act of management. Raises SystemExit when it is refused."""
+    assert server.management_url is not None
+    connection = http.client.HTTPConnection(server.management_url.removeprefix("http://"), timeout=60)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    said = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise SystemExit(f"{method} {path}: {answer.status} {said[:200]!r}")
+
+
+def stored(bench: Bench) -> RunningServer:
+    """A server with the small model as `mlp`, and its bundle in a store."""
+    store = bench.folder / "store"
+    if not store.exists():
+        store.mkdir()
+        sealed(store, "mlp", mlp())
+    return start(None, model_store=str(store), load="mlp", management_port=0)
+
+
+def rollouts(bench: Bench) -> Figures:
+    """A new version comes, takes over, the old one goes: while requests without a version come at 200 a second."""
+    count, per_second = (20, 50) if bench.quick else (1000, 200)
+    answers: list[Answer] = []
+    over = threading.Event()
+    with stored(bench) as server:
+        request = asking("mlp", ROW, binary=True)
+
+        def ask() -> None:
+            while not over.is_set():
+                answers.extend(paced(server.port, request, per_second=per_second, seconds=1.0, clients=32))
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        began = time.perf_counter()
+        for turn in range(count):
+            version = str(turn + 2)
+            managed(server, "POST", f"/models?url=mlp.bundle&model_version={version}&initial_workers=1")
+            managed(server, "PUT", f"/models/mlp/{version}/set-default")
+            managed(server, "DELETE", f"/models/mlp/{turn + 1}")
+        took_s = time.perf_counter() - began
+        over.set()
+        asker.join()
+    return {
+        "rollouts": count,
+        "rollout_s": round(took_s / count, 3),
+        "rollout_requests": len(answers),
+        "rollout_failed": sum(one.status not in (200, HUNG) for one in answers),
+        "rollout_hung": sum(one.status == HUNG for one in answers),
+    }
+
+
+def overload(bench: Bench) -> Figures:
+    """A model of some milliseconds, so that ten times its capacity can be asked by one client."""
+    bundle = bench.bundle("deep", lambda: mlp(width=1024, layers=12))
+    request = asking("deep", ROW, binary=True)
+    with start(bundle.path, max_batch=1, max_queue=32) as server:
+        peak = rate(settled(server.port, request, 16, bench.seconds))
+        answers = paced(server.port, request, per_second=10 * peak, seconds=2 * bench.seconds, clients=256)
+    refused = [one for one in answers if one.status == 429]
+    return {
+        "overload_goodput": round(rate(answers) / peak, 3),
+        "time_to_429_ms": round(quantile_ms(answers, 0.5, status=429), 2),
+        "overload_asked_x": round(len(answers) / (2 * bench.seconds) / peak, 1),
+        "overload_429": len(refused),
+        "overload_other": sum(one.status not in (200, 429) for one in answers),
+        "overload_p99_ms": round(quantile_ms(answers, 0.99), 1),
+    }
+
+
+def load(bench: Bench) -> Figures:
+    took: list[float] = []
+    times = 3 if bench.quick else 20
+    with stored(bench) as server:
+        before = pss_mb(server.pid)
+        for turn in range(times):
+            began = time.perf_counter()
+            managed(server, "POST", f"/models?url=mlp.bundle&model_version={turn + 2}&initial_workers=1")
+            took.append(time.perf_counter() - began)
+        more = (pss_mb(server.pid) - before) / times
+    return {"load_ms": round(statistics.median(took) * 1e3, 1), "load_version_mb": round(more, 2)}
+
+
+def adaptive(bench: Bench) -> Figures:
+    """Static settings of a grid, each in a server of its own, and none; the same clients in turn."""
+    bundle = bench.bundle("wide", lambda: mlp(width=1024, layers=4))
+    request = asking("wide", ROW, binary=True)
+    grid = [(1, 0.0), (8, 0.0), (16, 0.002), (32, 0.0)]
+    if not bench.quick:
+        grid += [(4, 0.0), (8, 0.002), (16, 0.0), (32, 0.002), (64, 0.0), (64, 0.005)]
+    seen: dict[str, tuple[float, float]] = {}
+    for max_batch, delay_s in [(64, None), *grid]:
+        with start(bundle.path, max_batch=max_batch, max_delay_s=delay_s) as server:
+            answers = settled(server.port, request, 16, bench.seconds)
+        name = "learned" if delay_s is None else f"{max_batch} rows, {delay_s * 1e3:g} ms"
+        seen[name] = (rate(answers), quantile_ms(answers, 0.99))
+    learned, p99_ms = seen.pop("learned")
+    fair = {name: rps for name, (rps, p99) in seen.items() if p99 <= 1.05 * p99_ms}
+    best = max(fair, key=lambda name: fair[name], default=None)
+    return {
+        "adaptive_ratio": round(learned / fair[best], 3) if best else 1.0,
+        "adaptive_rps": round(learned),
+        "adaptive_p99_ms": round(p99_ms, 2),
+        "adaptive_best": best,
+        "adaptive_grid": {name: [round(rps), round(p99, 2)] for name, (rps, p99) in seen.items()},
+    }
+
+
+PARTS: dict[str, Callable[[Bench], Figures]] = {
+    "overhead": overhead,
+    "peers": peers,
+    "image": image,
+    "compute": compute,
+    "rollouts": rollouts,
+    "overload": overload,
+    "load": load,
+    "adaptive": adaptive,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="parts with commas between; all if left out")
+    parser.add_argument("--quick", action="store_true", help="short, to see that it works")
+    parser.add_argument(
+        "--venvs", type=Path, default=Path(__file__).parent / ".venvs", help="where peers are installed"
+    )
+    given = parser.parse_args()
+    chosen = [part for part in given.only.split(",") if part] or list(PARTS)
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        parser.error(f"no part '{unknown[0]}' (there are: {', '.join(PARTS)})")
+    result: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(folder=Path(folder), quick=given.quick, venvs=given.venvs)
+        for part in chosen:
+            print(f"{part} ...", file=sys.stderr)
+            result |= PARTS[part](bench)
+    rows = [[key, value if isinstance(value, (int, float)) else json.dumps(value)] for key, value in result.items()]
+    report(["what", "found"], rows, result)
+
+
+if __name__ == "__main__":
+    main()

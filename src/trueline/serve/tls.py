@@ -1,0 +1,93 @@
+"""Who the server proves to be, and whom it asks: certificates for its HTTP and gRPC ports.
+
+TLS 1.2 and newer. With a client authority every connection has to show a certificate of it (mutual TLS), health
+included: who has none does not get as far as a request. Source: RFC 8446, RFC 5246; Mozilla's intermediate
+configuration, which Python's defaults follow.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trueline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """PEM files: the server's chain, its key (None: in the same file), and the authority that clients come from."""
+
+    certificate: Path
+    private_key: Path | None = None
+    client_ca: Path | None = None
+
+    @property
+    def mutual(self) -> bool:
+        """Whether clients have to show a certificate."""
+        return self.client_ca is not None
+
+
+def certificates(certificate: str | None, private_key: str | None, client_ca: str | None) -> Certificates | None:
+    """What was named; None when the server speaks plainly. Raises UsageError for a key or authority alone."""
+    if certificate is None:
+        for flag, value in (("--private-key", private_key), ("--client-ca", client_ca)):
+            if value is not None:
+                raise UsageError(f"{flag} {value} is given without --certificate", hint="name the server's own too")
+        return None
+    return Certificates(
+        certificate=Path(certificate),
+        private_key=None if private_key is None else Path(private_key),
+        client_ca=None if client_ca is None else Path(client_ca),
+    )
+
+
+def context(given: Certificates) -> ssl.SSLContext:
+    """For the HTTP ports. Raises UsageError that names the file."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.set_alpn_protocols(["http/1.1"])
+    _readable(given)
+    try:
+        made.load_cert_chain(given.certificate, given.private_key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        key = given.private_key or given.certificate
+        raise UsageError(
+            f"{given.certificate} and {key} are no certificate with its private key: {error}",
+            hint="both are PEM; the key has no password and belongs to the first certificate of the chain",
+        ) from error
+    if given.client_ca is not None:
+        made.verify_mode = ssl.CERT_REQUIRED
+        try:
+            made.load_verify_locations(given.client_ca)
+        except ssl.SSLError as error:
+            raise UsageError(f"{given.client_ca} holds no certificate of an authority: {error}") from error
+    return made
+
+
+def _no_password() -> str:
+    """A key that needs one is refused: nobody is there to be asked."""
+    return ""
+
+
+def _readable(given: Certificates) -> None:
+    for path in (given.certificate, given.private_key, given.client_ca):
+        if path is not None:
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def grpc_credentials(given: Certificates) -> Any:
+    """For the gRPC port. The files have been through `context`: what is wrong with them has been said."""
+    import grpc
+
+    key = (given.private_key or given.certificate).read_bytes()
+    authority = None if given.client_ca is None else given.client_ca.read_bytes()
+    return grpc.ssl_server_credentials(
+        [(key, given.certificate.read_bytes())],
+        root_certificates=authority,
+        require_client_auth=given.mutual,
+    )

@@ -1,0 +1,187 @@
+"""TLS on every port, and who is asked for a certificate. The certificates are made here."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import serve_worlds as worlds
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from trueline import serve
+from trueline.errors import UsageError
+from trueline.serve import tls
+
+SECOND = datetime.timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class Issued:
+    certificate: Path
+    key: Path
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1, valid from an hour ago for a day."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        own = self._signed(self._name, self._key.public_key(), authority=True)
+        self.certificate = folder / f"{name}.pem"
+        self.certificate.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+
+    def _signed(self, name: x509.Name, key: ec.EllipticCurvePublicKey, *, authority: bool) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        usage = x509.KeyUsage(True, *[False] * 4, authority, authority, False, False)
+        built = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 3600 * SECOND)
+            .not_valid_after(now + 86400 * SECOND)
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+            )
+        )
+        return built.sign(self._key, hashes.SHA256())
+
+    def issue(self, name: str, password: bytes | None = None) -> Issued:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        found = Issued(self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        made = self._signed(subject, key.public_key(), authority=False)
+        found.certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        found.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
+        return found
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
+    """The version that the two agree on, over memory. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1"),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    waiting = list(ends)
+    for _ in range(10):
+        for end in list(waiting):
+            try:
+                end.do_handshake()
+                waiting.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+    if not waiting:
+        ends[1].write(b"hello")  # in TLS 1.3 a client learns that its certificate is refused only now
+        assert ends[0].read(5) == b"hello"
+        return ends[1].version()
+    raise AssertionError("the handshake does not end")
+
+
+def test_what_is_older_than_tls_1_2_is_refused(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one = authority.issue("server")
+    served = tls.context(tls.Certificates(certificate=one.certificate, private_key=one.key))
+    client = ssl.create_default_context(cafile=authority.certificate)
+    assert handshake(served, client) == "TLSv1.3"
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert handshake(served, client) == "TLSv1.2"
+    assert served.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_with_a_client_authority_only_its_certificates_come_in(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    one = authority.issue("server")
+    served = tls.context(
+        tls.Certificates(certificate=one.certificate, private_key=one.key, client_ca=authority.certificate)
+    )
+    client = ssl.create_default_context(cafile=authority.certificate)
+    with pytest.raises(ssl.SSLError):
+        handshake(served, client)
+    other = stranger.issue("other")
+    client.load_cert_chain(other.certificate, other.key)
+    with pytest.raises(ssl.SSLError):
+        handshake(served, client)
+    client = ssl.create_default_context(cafile=authority.certificate)
+    mine = authority.issue("mine")
+    client.load_cert_chain(mine.certificate, mine.key)
+    assert handshake(served, client) == "TLSv1.3"
+
+
+def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    locked = authority.issue("locked", b"secret")
+    empty = tmp_path / "empty.pem"
+    empty.write_bytes(b"")
+    cases = [
+        (tls.Certificates(certificate=tmp_path / "none.pem"), "none.pem"),
+        (tls.Certificates(certificate=one.certificate, private_key=other.key), "other.key"),
+        (tls.Certificates(certificate=locked.certificate, private_key=locked.key), "locked.key"),
+        (tls.Certificates(certificate=one.certificate, private_key=one.key, client_ca=empty), "empty.pem"),
+    ]
+    for given, named in cases:
+        with pytest.raises(UsageError, match=named):
+            tls.context(given)
+
+
+def test_a_key_or_an_authority_without_a_certificate_is_a_mistake() -> None:
+    assert tls.certificates(None, None, None) is None
+    for given in ((None, "a.key", None), (None, None, "ca.pem")):
+        with pytest.raises(UsageError, match="without --certificate"):
+            tls.certificates(*given)
+
+
+@pytest.mark.slow
+def test_a_server_that_asks_for_certificates_may_be_reached_and_answers_over_http_and_grpc(tmp_path: Path) -> None:
+    grpc_client = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+    authority = Authority(tmp_path)
+    one, mine = authority.issue("server"), authority.issue("mine")
+    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    with pytest.raises(UsageError, match="can be reached from other machines"):
+        serve.start(source, host="0.0.0.0", certificate=str(one.certificate), private_key=str(one.key))
+    with serve.start(
+        source,
+        host="0.0.0.0",
+        certificate=str(one.certificate),
+        private_key=str(one.key),
+        client_ca=str(authority.certificate),
+        grpc_port=0,
+    ) as running:
+        assert running.url.startswith("https://")
+        known = ssl.create_default_context(cafile=authority.certificate)
+        url = f"https://127.0.0.1:{running.port}/predictions/tiny"
+        with httpx.Client(verify=known) as anonymous, pytest.raises(httpx.TransportError):
+            anonymous.post(url, json=[1, 2, 3])
+        known.load_cert_chain(mine.certificate, mine.key)
+        with httpx.Client(verify=known) as client:
+            assert client.post(url, json=[1, 2, 3]).json() == [3, 5, 7]
+        with httpx.Client() as plain, pytest.raises(httpx.TransportError):
+            plain.post(url.replace("https", "http"), json=[1, 2, 3])
+        with grpc_client.InferenceServerClient(
+            f"127.0.0.1:{running.grpc_port}",
+            ssl=True,
+            root_certificates=str(authority.certificate),
+            private_key=str(mine.key),
+            certificate_chain=str(mine.certificate),
+        ) as asking:
+            given = grpc_client.InferInput("x", [1, 3], "FP32")
+            given.set_data_from_numpy(np.ones((1, 3), np.float32))
+            assert asking.infer("tiny", [given]).as_numpy("y").tolist() == [[3, 3, 3]]
