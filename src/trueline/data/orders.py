@@ -12,7 +12,7 @@ Pure arithmetic on (seed, epoch, position) like `order` and `windows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trueline.data.order import key_of, record_at, split
 from trueline.errors import DataError
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class Order(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from trueline.data.order import key_of, record_at
 from trueline.data.source import Unit
 from trueline.errors import DataError
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 BLOCK_RECORDS = 16384
 WINDOW_RECORDS = 65536
