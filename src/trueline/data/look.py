@@ -53,7 +53,7 @@ def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) ->
 @dataclass(frozen=True, slots=True)
 class Verified:
     records: int
-    """How many could be read."""
+    """How many could be read, and in how many units."""
     units: int
     faults: tuple[Quarantined, ...]
     note: str
@@ -64,16 +64,17 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
     """Reads every record once and goes on behind what cannot be read. Raises DataError where nothing can be listed."""
     found = open_records(uris, format=format, on_bad="files")
     faults = list(found.quarantined) if isinstance(found, FileRecords) else []
-    records, total = 0, count_of(found)
+    records, units, total = 0, 0, count_of(found)
     for number, unit in enumerate(found.units):
         try:
             records += len(found.load(number, 0, unit.count))
+            units += 1
         except DataError as error:
             faults.append(Quarantined(unit.uri.rpartition("#")[0], unit.uri, unit.count, error.message))
         advanced(unit.offset + unit.count, total)
     unchecked = isinstance(found, FileRecords) and found.format.name in _WITHOUT_CHECKSUMS
     note = f"{found.format.name} has no checksums: a changed value would not show" if unchecked else ""
-    return Verified(records, len(found.units), tuple(faults), note)
+    return Verified(records, units, tuple(faults), note)
 
 
 def convert(
