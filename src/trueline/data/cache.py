@@ -11,6 +11,7 @@ the job.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import mmap
@@ -83,14 +84,16 @@ class BlockCache:
             content = view[: -_TRAILER.size]
             if len(content) != length or zlib.crc32(content) != checksum:
                 raise ValueError("it does not match its checksum")
-            os.utime(path, (self._now(), self._now()))
-            return content
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             events.emit("cache.damaged", path=str(path), why=str(error))
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what cannot be removed is replaced when the block is kept
+                path.unlink()
             return None
+        with contextlib.suppress(OSError):  # a block of another user is read, and seems older than it is
+            os.utime(path, (self._now(), self._now()))
+        return content
 
     def _keep(self, path: Path, data: bytes) -> None:
         if self._until_swept <= 0:

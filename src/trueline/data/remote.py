@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -163,7 +164,7 @@ def list_store(uri: str, suffixes: Sequence[str], *, store: Store | None = None)
     where = shown(uri)
     pattern = any(sign in root for sign in "*?[")
     top = root.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0] if pattern else root
-    infos = store.patience.ask(lambda: fs.find(top, detail=True), where)
+    infos = store.patience.ask(lambda: _found(fs, top), where)
     if pattern:
         chosen = {key: one for key, one in infos.items() if fnmatch.fnmatchcase(key, root)}
     elif list(infos) == [root]:
@@ -197,6 +198,12 @@ def _shared_cache() -> BlockCache:
     return BlockCache(cache_folder() / "blocks", int(given))
 
 
+def _found(fs: Any, top: str) -> dict[str, dict[str, Any]]:
+    """fsspec says nothing of an object that is searched for by its own name."""
+    fs.invalidate_cache(top)
+    return {key: info if "size" in info else fs.info(key) for key, info in fs.find(top, detail=True).items()}
+
+
 def _info(fs: Any, key: str) -> dict[str, Any]:
     fs.invalidate_cache(key.rpartition("/")[0])
     found: dict[str, Any] = fs.info(key)
@@ -204,6 +211,7 @@ def _info(fs: Any, key: str) -> dict[str, Any]:
 
 
 def _stamp(info: dict[str, Any]) -> Stamp:
+    """By the first that the store knows: listings and single objects give times in different forms."""
     names = (
         "ETag",
         "etag",
@@ -215,7 +223,10 @@ def _stamp(info: dict[str, Any]) -> Stamp:
         "mtime",
         "created",
     )
-    return Stamp(int(info["size"]), "-".join(str(info[name]) for name in names if info.get(name)))
+    version = next((info[name] for name in names if info.get(name)), "")
+    if isinstance(version, datetime):
+        version = version.timestamp()
+    return Stamp(int(info["size"]), str(version).strip('"'))
 
 
 def _refused(what: str, error: OSError) -> DataError:
