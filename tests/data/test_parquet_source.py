@@ -65,7 +65,9 @@ class TestGlobWithACacheThatHoldsOneGroup(SourceConformance):
 def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     original = parquet._row_group
-    monkeypatch.setattr(parquet, "_row_group", lambda file, index: decoded.append(index) or original(file, index))
+    monkeypatch.setattr(
+        parquet, "_row_group", lambda file, index, *rest: decoded.append(index) or original(file, index, *rest)
+    )
     source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="training")
     assert [unit.count for unit in source.units] == [25] * 4
     for _ in range(3):

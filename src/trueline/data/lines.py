@@ -28,7 +28,7 @@ _PIECE = 16 << 20
 _SAMPLE = 1 << 20
 _NEWLINE, _QUOTE, _RETURN = 0x0A, 0x22, 0x0D
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class _Lines:

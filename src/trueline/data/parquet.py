@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trueline.data.listing import File, Uri, list_files
+from trueline.data.listing import File, Stamp, Uri, list_files
 from trueline.data.records import FileRecords, Listed, Part, first_line
 from trueline.data.table import CACHE_BYTES, TableSource
 from trueline.errors import DataError
@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
+_FOOTERS = 256
 
 
 class ParquetFormat:
     name = "Parquet"
     unit = "row group"
     ranged = False
+
+    def __init__(self) -> None:
+        self._footers: dict[tuple[str, Stamp], Any] = {}
+        """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
 
     def list(self, file: File) -> Listed:
         try:
@@ -39,22 +44,26 @@ class ParquetFormat:
             if isinstance(error, PermissionError | FileNotFoundError):
                 raise
             raise DataError(f"{file.uri} {_complaint(file)}: {first_line(error)}") from error
+        self._footers[file.uri, file.stamp] = metadata
+        if len(self._footers) > _FOOTERS:
+            self._footers.pop(next(iter(self._footers)))
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
-        table = _row_group(file, part.at)
+        table = _row_group(file, part.at, self._footers.get((file.uri, file.stamp)))
         if len(table) != part.count:
             return table  # the caller says that the file lies
         return table.slice(start, stop - start)
 
 
-def _row_group(file: File, index: int) -> pa.Table:
+def _row_group(file: File, index: int, footer: Any) -> pa.Table:
+    options = {"metadata": footer, "page_checksum_verification": True}
     if file.path is not None:
-        with pq.ParquetFile(file.path, memory_map=True, page_checksum_verification=True) as found:
-            return found.read_row_group(index)
-    with file.open() as opened, pq.ParquetFile(opened, page_checksum_verification=True) as found:
-        return found.read_row_group(index)
+        with pq.ParquetFile(file.path, memory_map=True, **options) as found:
+            return found.read_row_group(index, use_threads=False)
+    with file.open() as opened, pq.ParquetFile(opened, **options) as found:
+        return found.read_row_group(index, use_threads=False)
 
 
 def _complaint(file: File) -> str:

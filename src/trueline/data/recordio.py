@@ -13,7 +13,7 @@ import gzip
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _UNIT_RECORDS = 4096
 _WHOLE, _FIRST, _LAST = 0, 1, 3
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class RecordIoFormat:
@@ -92,7 +92,10 @@ def _chunks(file: File) -> Iterator[Part]:
                 )
             if end > size:
                 raise DataError(f"{file.uri} is torn at byte {at}: its chunk ends {end - size} bytes behind the file")
-            yield Part(count, at, end)
+            part = Part(count, at, end)
+            if not count and length:
+                _chunk_records(header + opened.read(length), part, file)  # nobody would read it later
+            yield part
             at = end
 
 

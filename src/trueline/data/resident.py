@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import pyarrow as pa
 
 from trueline.data.records import Records
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 _PAID = 64
 """Copying this many records in a row costs about as much as taking one record of a unit."""
@@ -61,7 +62,7 @@ class Resident:
         self._num_bytes = 0
         self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._recent: deque[Ints] = deque(maxlen=8)
-        self._joined: pa.Table | None = None
+        self._joined: pa.Table = None
         self._base = np.full(len(records.units), -1, np.int64)
         self._slow = 0
         self._lock = Lock()
@@ -70,13 +71,13 @@ class Resident:
         """Record `rows[i]` of unit `numbers[i]`, for each i. Raises DataError."""
         with self._lock:
             base = self._base[numbers]
-            if self._joined is None or base.min() < 0:
+            if base.min() < 0:  # some of them are not joined
                 units = np.unique(numbers)
                 self._recent.append(units)
                 if not (self._payable(units) and self._join()):
                     return self._by_unit(numbers, rows)
                 base = self._base[numbers]
-            return self._joined.take(pa.array(base + rows)) if self._joined is not None else None
+            return self._joined.take(pa.array(base + rows))
 
     def slice(self, unit: int, start: int, stop: int) -> pa.Table:
         """Records [start, stop) of `unit`. Raises DataError."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ _UNIT_BYTES = 4 << 20
 _UNIT_RECORDS = 1024
 _BLOCK = 512
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member otherwise
             if member.isreg() and not member.name.rpartition("/")[2].startswith("."):
                 yield member.name, member.offset_data, member.size
-        at = tar.offset  # type: ignore[attr-defined]  # where reading stopped
+        at = tar.offset  # where reading stopped
         opened.seek(at)
         block = opened.read(_BLOCK)
         if block != bytes(_BLOCK):
