@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train peers chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-data peers chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ bench: bench-train  ## each benchmark prints a table and, last, one line of JSON
 
 bench-train: $(STAMP)  ## deaths, hangs, stragglers, overheads of elastic training; beside torchrun, torchft and DLRover
 	$(BIN)/python bench/train.py $(BENCH)
+
+bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each beside its baseline
+	$(BIN)/python bench/data.py $(BENCH)
 
 peers: $(STAMP)  ## environments with torchft and DLRover, to compare with
 	PYTHON=$(BIN)/python sh bench/peers/setup.sh bench/.venvs torchft dlrover
