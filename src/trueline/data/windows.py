@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order import key_of, record_at
-from trueline.data.source import Unit
 from trueline.errors import DataError
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -30,6 +29,13 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 BLOCK_RECORDS = 16384
 WINDOW_RECORDS = 65536
 _BLOCKS, _RECORDS = 1, 2
+
+
+class Counted(Protocol):
+    """A unit, as far as an order cares."""
+
+    @property
+    def count(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class WindowOrder:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[Counted],
         *,
         seed: int,
         window_records: int = WINDOW_RECORDS,
