@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-capture bench-serve peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-data bench-capture bench-serve peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -90,6 +90,9 @@ peers-zoo: $(ZOO)/.installed  ## the environment of the zoo: this one and transf
 $(ZOO)/.installed: bench/zoo/setup.sh | $(STAMP)
 	PYTHON=$(BIN)/python sh bench/zoo/setup.sh $(ZOO)
 	touch $@
+
+bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each beside its baseline
+	$(BIN)/python bench/data.py $(BENCH)
 
 peers: $(STAMP)  ## environments with torchft and DLRover, to compare with
 	PYTHON=$(BIN)/python sh bench/peers/setup.sh bench/.venvs torchft dlrover

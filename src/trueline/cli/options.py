@@ -41,8 +41,11 @@ def section(title: str) -> Callable[..., Decorator[Any]]:
     return functools.partial(click.option, cls=type("Option", (click.Option,), {"section": title}))
 
 
-def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Declares a verb: its function's docstring is the help, `examples` stands below the options."""
+def verb(
+    name: str, *, examples: str, kind: type[click.Command] = _Verb
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declares a verb: its function's docstring is the help, `examples` stands below the options. A `kind` of
+    click.Group has verbs of its own."""
     paragraphs = (textwrap.indent(one, "  ") for one in examples.strip().split("\n\n"))
     epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{one}" for one in paragraphs)
 
@@ -54,7 +57,7 @@ def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Co
             callback=_set_debug,
             help=f"Show tracebacks of errors (or set {DEBUG}=1).",
         )(function)
-        return click.command(name, cls=_Verb, epilog=epilog)(debugged)
+        return click.command(name, cls=kind, epilog=epilog)(debugged)
 
     return declare
 

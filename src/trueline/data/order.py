@@ -176,3 +176,11 @@ def _feistel(values: UInt64s, keys: Sequence[int], bits: int) -> UInt64s:
         else:
             high = high ^ (_splitmix_many(low ^ np.uint64(key)) & high_mask)
     return (high << low_bits) | low
+
+
+def key_of(*parts: int) -> int:
+    """A seed of its own for each sequence of whole numbers: what is drawn from one says nothing of another."""
+    state = len(parts)
+    for part in parts:
+        state = _splitmix(state ^ _splitmix(part & _MASK))
+    return state

@@ -78,9 +78,9 @@ def as_source(found: Any, *, mode: Mode, feed: Callable[..., Any] | None, recipe
                 f"recipe {recipe}: dataset('{mode}') returns the URI '{uris[0]}', and there is no feed",
                 hint="define feed(records, mode) -> (inputs, labels); records is a pyarrow.Table",
             )
-        from trueline.data.parquet import ParquetSource
+        from trueline.data.open import open_source
 
-        return ParquetSource(uris, feed, mode=mode)
+        return open_source(uris, feed, mode=mode)
     indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
     if indexed and not isinstance(found, tuple | dict):
         from trueline.data.dataset import DatasetSource

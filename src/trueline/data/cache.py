@@ -1,0 +1,143 @@
+"""Blocks of remote files on a local disk: shared by all processes of a machine, bounded, and whole or absent.
+
+    <folder>/<two letters>/<key>-<block>      content, then its CRC-32 and length (12 bytes)
+    <folder>/locks/<00..3f>                   who fetches; a lock goes with its holder, also after SIGKILL
+
+A block is written beside its name and renamed after fsync, so a writer that is killed leaves a part that nobody reads
+and that is swept an hour later. Each process verifies a block when it first maps it; a damaged one is fetched again.
+The key holds the object's stamp: another content has other blocks. A disk that is full or read-only costs speed, not
+the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trueline import events, files
+from trueline.errors import StorageError
+
+_TRAILER = struct.Struct("<IQ")
+_LOCKS = 64
+_ABANDONED_S = 3600.0
+_FULL, _ROOM = 1.0, 0.9
+"""Over the bound, the blocks that were used longest ago go until nine tenths are taken."""
+
+
+class BlockCache:
+    """`now` is the wall clock in seconds, as file times are."""
+
+    def __init__(self, folder: Path, max_bytes: int, *, now: Callable[[], float] = time.time) -> None:
+        self._folder, self._max_bytes, self._now = folder, max_bytes, now
+        self._mapped: dict[Path, memoryview] = {}
+        self._until_swept = 0
+
+    def get(self, key: str, block: int, fetch: Callable[[], bytes]) -> memoryview:
+        """The block, from the disk if it is there, else from `fetch` and kept. Raises what `fetch` raises."""
+        name = hashlib.sha256(key.encode()).hexdigest()[:40]
+        path = self._folder / name[:2] / f"{name}-{block}"
+        found = self._found(path)
+        if found is not None:
+            return found
+        try:
+            with self._locked(name, block):
+                found = self._found(path)
+                if found is not None:
+                    return found
+                data = fetch()
+                self._keep(path, data)
+        except (StorageError, _Unlockable) as error:
+            events.emit("cache.not_kept", path=str(path), why=str(error))
+            return memoryview(data) if isinstance(error, StorageError) else memoryview(fetch())
+        return memoryview(data)
+
+    def num_bytes(self) -> int:
+        """What the cache takes on the disk now."""
+        return sum(size for _, size, _ in self._entries())
+
+    def _found(self, path: Path) -> memoryview | None:
+        held = self._mapped.pop(path, None)
+        if held is None:
+            held = self._verified(path)
+        if held is not None:
+            self._mapped[path] = held
+            while len(self._mapped) > 64:
+                self._mapped.pop(next(iter(self._mapped)))
+        return held
+
+    def _verified(self, path: Path) -> memoryview | None:
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < _TRAILER.size:
+                    raise ValueError("it is too short")
+                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            checksum, length = _TRAILER.unpack(view[-_TRAILER.size :])
+            content = view[: -_TRAILER.size]
+            if len(content) != length or zlib.crc32(content) != checksum:
+                raise ValueError("it does not match its checksum")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            events.emit("cache.damaged", path=str(path), why=str(error))
+            with contextlib.suppress(OSError):  # what cannot be removed is replaced when the block is kept
+                path.unlink()
+            return None
+        with contextlib.suppress(OSError):  # a block of another user is read, and seems older than it is
+            os.utime(path, (self._now(), self._now()))
+        return content
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        if self._until_swept <= 0:
+            self._sweep()
+        files.write_atomic(path, data + _TRAILER.pack(zlib.crc32(data), len(data)))
+        os.utime(path, (self._now(), self._now()))
+        self._until_swept -= len(data)
+
+    def _sweep(self) -> None:
+        """Makes room. It is done after a sixty-fourth of the bound was written, and by each process for itself."""
+        self._until_swept = max(self._max_bytes // 64, 1)
+        entries = sorted(self._entries())
+        total = sum(size for _, size, _ in entries)
+        room = self._max_bytes * (_ROOM if total + self._until_swept > self._max_bytes * _FULL else _FULL)
+        for used_at, size, path in entries:
+            abandoned = path.name.startswith(files.PARTIAL) and used_at < self._now() - _ABANDONED_S
+            if total > room and not path.name.startswith(files.PARTIAL):
+                abandoned = True
+            if abandoned:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        for path in self._folder.glob("??/*") if self._folder.is_dir() else ():
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                continue  # another process made room
+            yield found.st_mtime, found.st_size, path
+
+    @contextmanager
+    def _locked(self, name: str, block: int) -> Iterator[None]:
+        number = (int(name[:8], 16) + block) % _LOCKS
+        try:
+            (self._folder / "locks").mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._folder / "locks" / f"{number:02x}", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _Unlockable(f"{self._folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+class _Unlockable(Exception):
+    pass

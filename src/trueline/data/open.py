@@ -1,0 +1,170 @@
+"""Any place that holds records, by its URI: which reader it needs is seen from scheme, ending or content of the folder.
+
+train.parquet  day-*.csv  s3://bucket/clicks/  photos/  saved_by_datasets/  sqlite:///clicks.db?table=clicks&key=id
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trueline.data.listing import Uri, is_remote, list_files, local_path, visible
+from trueline.data.records import FileRecords, Format, OnBad, Records
+from trueline.data.table import CACHE_BYTES, TableSource
+from trueline.errors import DataError, closest, listed
+
+if TYPE_CHECKING:
+    from trueline.data.source import Mode
+
+FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "parquet": ((".parquet", ".pq"), "parquet", "ParquetFormat"),
+    "arrow": ((".arrow", ".arrows", ".feather", ".ipc"), "arrow", "ArrowFormat"),
+    "csv": ((".csv", ".tsv"), "lines", "CsvFormat"),
+    "jsonl": ((".jsonl", ".ndjson", ".jsonlines"), "lines", "JsonLinesFormat"),
+    "recordio": ((".recordio", ".rec"), "recordio", "RecordIoFormat"),
+    "tar": ((".tar",), "tar", "TarFormat"),
+    "arrayrecord": ((".array_record", ".arrayrecord"), "arrayrecord", "ArrayRecordFormat"),
+}
+"""Name: endings, module of this room, class. A module is imported when it is needed."""
+
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
+
+
+def open_source(
+    uris: Uri | Sequence[Uri],
+    feed: Callable[..., Any],
+    *,
+    mode: Mode,
+    format: str = "",
+    on_bad: OnBad = "stop",
+    cache_bytes: int = CACHE_BYTES,
+) -> TableSource:
+    """The records at `uris` as a Source; `feed(records, mode)` gets a pyarrow.Table of them. Raises DataError."""
+    given = _given(uris)
+    records = open_records(given, format=format, on_bad=on_bad)
+    return TableSource(records, feed, mode=mode, where=named(given), cache_bytes=cache_bytes)
+
+
+def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad = "stop") -> Records:
+    """The records at `uris`: paths, globs, folders, objects of a store, one table of a database, or a list of files.
+
+    `format` is asked for only where the endings do not say it. With `on_bad="quarantine"` every unit is read once,
+    and what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
+    that cannot be listed. Raises DataError.
+    """
+    given = _given(uris)
+    if len(given) == 1 and not format:
+        from trueline.data.sql import SqlRecords, is_sql
+
+        only = os.fspath(given[0])
+        if is_sql(only):
+            return _unless_quarantined(SqlRecords(only), on_bad)
+        if only.startswith("odps://"):
+            from trueline.data.maxcompute import open_table
+
+            return _unless_quarantined(open_table(only), on_bad)
+        path = local_path(only)
+        if not is_remote(only) and path.is_dir():
+            found = _folder(path, on_bad)
+            if found is not None:
+                return found
+    chosen = format or _format_of(given)
+    if chosen not in FORMATS:
+        raise DataError(f"'{chosen}' is no format of records (there are: {listed(FORMATS)})")
+    suffixes = FORMATS[chosen][0]
+    return FileRecords(format_named(chosen), list_files(given, suffixes), on_bad=on_bad)
+
+
+def format_named(name: str) -> Format:
+    _, module, kind = FORMATS[name]
+    made: Format = getattr(import_module(f"trueline.data.{module}"), kind)()
+    return made
+
+
+def format_of_name(name: str) -> str:
+    """The format that an ending stands for, or an empty text."""
+    return next((kind for kind, (suffixes, _, _) in FORMATS.items() if name.endswith(suffixes)), "")
+
+
+def named(uris: Sequence[Uri]) -> str:
+    """The first of `uris`, for messages: without credentials."""
+    from trueline.data.remote import shown
+
+    return ", ".join(shown(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
+
+
+def _given(uris: Uri | Sequence[Uri]) -> list[Uri]:
+    given = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
+    if not given:
+        raise DataError("no records are named", hint="give at least one path or URI")
+    return given
+
+
+def _unless_quarantined(records: Records, on_bad: OnBad) -> Records:
+    if on_bad == "quarantine":
+        raise DataError(f"{type(records).__name__} knows no quarantine: only files can be left out")
+    return records
+
+
+def _folder(path: Path, on_bad: OnBad) -> Records | None:
+    """Folders that are more than files of one ending."""
+    from trueline.data.arrow import ArrowFormat, hugging_face_files, is_hugging_face
+    from trueline.data.images import ImageRecords, is_image_folder
+
+    if is_hugging_face(path):
+        return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
+    if is_image_folder(path) and not _formats_in(path):
+        return _unless_quarantined(ImageRecords(path), on_bad)
+    return None
+
+
+def _formats_in(path: Path) -> list[str]:
+    names = (one.name for one in path.rglob("*") if visible(one.name) and one.is_file())
+    return sorted({format_of_name(name) for name in names} - {""})
+
+
+def _format_of(uris: Sequence[Uri]) -> str:
+    found: dict[str, str] = {}
+    for uri in uris:
+        for kind in _formats_at(uri):
+            found.setdefault(kind, os.fspath(uri))
+    if len(found) > 1:
+        raise DataError(
+            f"{named(uris)} holds several formats: {listed(found)}", hint="name files of one format, or a pattern"
+        )
+    return next(iter(found))
+
+
+def _formats_at(uri: Uri) -> list[str]:
+    text = os.fspath(uri)
+    kind = format_of_name(text)
+    if kind:
+        return [kind]
+    if text.endswith(_PACKED):
+        raise DataError(
+            f"{named([uri])} is compressed as a whole, so no record in it can be reached by its number",
+            hint="decompress it, or convert it: a format that compresses in pieces is Parquet",
+        )
+    if is_remote(uri):
+        from trueline.data.remote import list_store
+
+        every = tuple(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
+        return sorted({format_of_name(file.name) for file in list_store(text, every)} - {""})
+    path = local_path(uri)
+    if path.is_dir():
+        kinds = _formats_in(path)
+        if kinds:
+            return kinds
+        every_suffix = listed(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
+        raise DataError(f"no records at '{uri}': the folder has no {every_suffix} files")
+    if path.exists() or "." in path.name:
+        ending = path.suffix or path.name
+        near = closest(ending, [suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes])
+        raise DataError(
+            f"'{uri}' has an ending that says no format" + (f"; did you mean {near}?" if near else ""),
+            hint=f"name the format: {listed(FORMATS)}",
+        )
+    raise DataError(f"no records at '{uri}': the file does not exist", hint="paths are relative to the current folder")

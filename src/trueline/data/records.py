@@ -1,0 +1,219 @@
+"""Records in units: the seam between where records lie and what is done with them.
+
+`Records` is what training, conversion and inspection read from: units with counts, and any range of one as an Arrow
+table. `FileRecords` makes one of files and a `Format`, and keeps the promises that hold for every format: columns are
+the same in all files, a file is the one that was listed, a range has the records it claims, and whatever goes wrong is
+an error that names file, unit and offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import pyarrow as pa
+
+from trueline import events
+from trueline.data.listing import File
+from trueline.data.source import Unit
+from trueline.errors import DataError
+
+DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
+"""What decoders raise for bytes that are not what they should be."""
+
+
+OnBad = Literal["stop", "files", "quarantine"]
+
+
+class Records(Protocol):
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    @property
+    def ranged(self) -> bool:
+        """Whether a few records of a unit cost much less than all of it."""
+        ...
+
+    def load(self, number: int, start: int, stop: int) -> pa.Table:
+        """Records [start, stop) of the unit `number`, both counted from 0. Raises DataError."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest that changes when the records do."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A unit inside a file: how many records, and between which bytes (or numbers) its format finds them."""
+
+    count: int
+    at: int
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    schema: pa.Schema
+    parts: Sequence[Part]
+
+
+class Format(Protocol):
+    """One way to lay records in a file. Raises DataError or any of DAMAGE, which its caller puts into words."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str:
+        """What a part is called, e.g. `row group`."""
+        ...
+
+    @property
+    def ranged(self) -> bool: ...
+
+    def list(self, file: File) -> Listed: ...
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """What was left out, and why. `records` is 0 where nobody can say how many there were."""
+
+    file: str
+    unit: str
+    records: int
+    why: str
+
+
+class FileRecords:
+    """Records of `files` in one format. `on_bad`: "stop" raises; "files" leaves out files that cannot be listed and
+    reports them; "quarantine" does so with units that cannot be read too, and reads every unit once, here."""
+
+    def __init__(self, format: Format, files: Sequence[File], *, on_bad: OnBad = "stop") -> None:
+        self.format = format
+        self.quarantined: list[Quarantined] = []
+        self._parts: list[tuple[File, int, Part]] = []
+        self._units: list[Unit] = []
+        self._schema: pa.Schema | None = None
+        self._first: File | None = None
+        for file in files:
+            try:
+                self._add(file)
+            except DataError as error:
+                if on_bad == "stop":
+                    raise
+                self._set_aside(file.uri, "file", 0, error)
+        if on_bad == "quarantine":
+            self._try_all()
+        self._number()
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self._units
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema if self._schema is not None else pa.schema([])
+
+    @property
+    def ranged(self) -> bool:
+        return self.format.ranged
+
+    def load(self, number: int, start: int, stop: int) -> pa.Table:
+        file, index, part = self._parts[number]
+        file.check()
+        table = self._decoded(file, index, part, start, stop)
+        if not table.schema.equals(self.schema):
+            raise DataError(f"{file.uri} has other columns than when it was listed: {columns(table.schema)}")
+        return table
+
+    def fingerprint(self) -> str:
+        """Over schema, and name, stamp and units of every file."""
+        digest = hashlib.sha256(str(self.schema.remove_metadata()).encode())
+        for file, index, part in self._parts:
+            digest.update(f"{file.name}:{index}:{file.stamp}:{part.count};".encode())
+        return digest.hexdigest()
+
+    def _add(self, file: File) -> None:
+        with damaged(file, self.format.name):
+            found = self.format.list(file)
+        if any(part.count < 0 for part in found.parts):
+            raise DataError(f"{file.uri} claims a {self.format.unit} of fewer than 0 records")
+        names = found.schema.names
+        if len(set(names)) != len(names):
+            raise DataError(f"{file.uri} has two columns of one name: {', '.join(names)}")
+        if not any(part.count for part in found.parts):
+            return  # what it would hold does not matter
+        if self._schema is None:
+            self._schema = found.schema.remove_metadata()
+            self._first = file
+        elif self._first is not None and not found.schema.equals(self._schema):
+            ours = f"{columns(found.schema)}, expected {columns(self._schema)}"
+            raise DataError(f"{file.uri} has other columns than {self._first.uri}: {ours}")
+        self._parts += [(file, index, part) for index, part in enumerate(found.parts) if part.count]
+
+    def _number(self) -> None:
+        offset, self._units = 0, []
+        for file, index, part in self._parts:
+            self._units.append(Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count))
+            offset += part.count
+
+    def _decoded(self, file: File, index: int, part: Part, start: int, stop: int) -> pa.Table:
+        if not 0 <= start <= stop <= part.count:
+            raise DataError(f"{file.uri}#{index} has no records {start} to {stop} (it has {part.count})")
+        with damaged(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
+            table = self.format.load(file, part, start, stop)
+        if len(table) != stop - start:
+            raise DataError(
+                f"{file.uri} is torn in {self.format.unit} {index} (at {part.at}): "
+                f"{len(table)} records where {stop - start} were announced"
+            )
+        return table.replace_schema_metadata(None)
+
+    def _try_all(self) -> None:
+        readable = []
+        for file, index, part in self._parts:
+            try:
+                self._decoded(file, index, part, 0, part.count)
+                readable.append((file, index, part))
+            except DataError as error:
+                self._set_aside(file.uri, f"{self.format.unit} {index}", part.count, error)
+        self._parts = readable
+
+    def _set_aside(self, file: str, unit: str, records: int, error: DataError) -> None:
+        self.quarantined.append(Quarantined(file, unit, records, error.message))
+        events.emit("records.quarantined", file=file, unit=unit, records=records, why=error.message)
+
+
+@contextmanager
+def damaged(file: File, kind: str, where: str = "") -> Iterator[None]:
+    """Errors of decoders within the block become a DataError that names the file and `where` in it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except DAMAGE as error:
+        if isinstance(error, PermissionError | FileNotFoundError):
+            raise DataError(f"cannot read {file.uri}: {error.strerror or error}") from error
+        place = f" in {where}" if where else f" or is not {kind}"
+        raise DataError(f"{file.uri} is torn{place}: {first_line(error)}") from error
+
+
+def columns(schema: pa.Schema) -> str:
+    """A schema for a message."""
+    return ", ".join(f"{field.name} {field.type}" for field in schema) or "no columns"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

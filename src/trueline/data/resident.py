@@ -1,0 +1,150 @@
+"""Decoded units in memory, bounded in bytes, and any records of them in one table.
+
+A batch out of a shuffle window has a few records of each of a dozen units. Taking them unit by unit costs a dozen
+calls for each column, so units that are asked for together are joined into one table (`_joined`) and a batch is one
+`take`. Joining copies; it is done once as many records were taken the slow way as pay for it, so reads that never come
+back to a unit never pay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trueline.data.records import Records
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+_PAID = 64
+"""Copying this many records in a row costs about as much as taking one record of a unit."""
+_ALONE = 8
+"""Of a unit that can be read in part, fewer than one record in so many are read alone."""
+
+
+class Tables:
+    """Any records of `records` by number, and runs of them, as they lie."""
+
+    def __init__(self, records: Records, cache_bytes: int) -> None:
+        self._records = records
+        self._starts = np.array([unit.offset for unit in records.units], np.int64)
+        self._resident = Resident(records, cache_bytes)
+
+    def take(self, indices: npt.ArrayLike) -> pa.Table:
+        """The records `indices`, in that order. Raises DataError."""
+        wanted = np.asarray(indices, np.int64)
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        return self._resident.take(numbers, wanted - self._starts[numbers])
+
+    def run(self, start: int, stop: int) -> pa.Table:
+        """Records [start, stop) in one piece. Raises DataError."""
+        parts = []
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        for number in range(max(first, 0), len(self._starts)):
+            unit = self._records.units[number]
+            if unit.offset >= stop:
+                break
+            parts.append(self._resident.slice(number, max(start - unit.offset, 0), min(stop - unit.offset, unit.count)))
+        return pa.concat_tables(parts) if parts else self._records.schema.empty_table()
+
+
+class Resident:
+    """Half of `max_bytes` is for units as they were decoded, least recently used first out, the other half for the
+    joined ones. The units of the batch at hand stay, whatever their size."""
+
+    def __init__(self, records: Records, max_bytes: int) -> None:
+        self._records = records
+        self._max_bytes = max_bytes // 2
+        self._num_bytes = 0
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        self._recent: deque[Ints] = deque(maxlen=8)
+        self._joined: pa.Table = None
+        self._base = np.full(len(records.units), -1, np.int64)
+        self._slow = 0
+        self._lock = Lock()
+
+    def take(self, numbers: Ints, rows: Ints) -> pa.Table:
+        """Record `rows[i]` of unit `numbers[i]`, for each i. Raises DataError."""
+        with self._lock:
+            base = self._base[numbers]
+            if base.min() < 0:  # some of them are not joined
+                units = np.unique(numbers)
+                self._recent.append(units)
+                if not (self._payable(units) and self._join()):
+                    return self._by_unit(numbers, rows)
+                base = self._base[numbers]
+            return self._joined.take(pa.array(base + rows))
+
+    def slice(self, unit: int, start: int, stop: int) -> pa.Table:
+        """Records [start, stop) of `unit`. Raises DataError."""
+        with self._lock:
+            if self._records.ranged and unit not in self._tables:
+                return self._records.load(unit, start, stop)
+            return self._whole(unit).slice(start, stop - start)
+
+    def _payable(self, units: Ints) -> bool:
+        return len(units) > 1 and all(int(unit) in self._tables for unit in units)
+
+    def _join(self) -> bool:
+        """Joins the units of the last reads, as far as they are here and have room."""
+        wanted: list[int] = []
+        num_bytes = num_rows = 0
+        for units in reversed(self._recent):
+            for unit in units.tolist():
+                table = self._tables.get(unit)
+                if table is None or unit in wanted:
+                    continue
+                if num_bytes + table.nbytes > self._max_bytes and len(wanted) >= len(self._recent[-1]):
+                    break
+                wanted.append(unit)
+                num_bytes, num_rows = num_bytes + table.nbytes, num_rows + len(table)
+        if num_bytes > self._max_bytes or num_rows > self._slow * _PAID:
+            return False
+        self._base.fill(-1)
+        start = 0
+        for unit in wanted:
+            self._base[unit] = start
+            start += len(self._tables[unit])
+        self._joined = pa.concat_tables([self._tables[unit] for unit in wanted]).combine_chunks()
+        self._slow = 0
+        return True
+
+    def _by_unit(self, numbers: Ints, rows: Ints) -> pa.Table:
+        self._slow += len(rows)
+        order = np.argsort(numbers, kind="stable")
+        sorted_numbers = numbers[order]
+        cuts = np.flatnonzero(np.diff(sorted_numbers)) + 1
+        groups = np.split(order, cuts)
+        parts = [self._some(int(numbers[group[0]]), rows[group]) for group in groups]
+        if len(parts) == 1:
+            return parts[0].combine_chunks()
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return pa.concat_tables(parts).take(pa.array(back)).combine_chunks()
+
+    def _some(self, unit: int, rows: Ints) -> pa.Table:
+        count = self._records.units[unit].count
+        if self._records.ranged and unit not in self._tables and len(rows) * _ALONE < count:
+            return self._alone(unit, rows)
+        return self._whole(unit).take(pa.array(rows))
+
+    def _alone(self, unit: int, rows: Ints) -> pa.Table:
+        """Runs of neighbours are read in one go."""
+        distinct, back = np.unique(rows, return_inverse=True)
+        runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
+        tables = [self._records.load(unit, int(run[0]), int(run[-1]) + 1) for run in runs]
+        return pa.concat_tables(tables).take(pa.array(back))
+
+    def _whole(self, unit: int) -> pa.Table:
+        table = self._tables.pop(unit, None)
+        if table is None:
+            table = self._records.load(unit, 0, self._records.units[unit].count)
+            self._num_bytes += table.nbytes
+        self._tables[unit] = table
+        while len(self._tables) > 1 and self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
+        return table

@@ -1,0 +1,179 @@
+"""Records from a table of an SQL database, by ranges of a key, through SQLAlchemy.
+
+    sqlite:///clicks.db?table=clicks&key=id            postgresql://user@host/shop?table=orders&key=number
+
+The key is a column without nulls and without repeats; records are numbered in its order. A unit is a range of keys that
+held `unit_records` rows when the table was listed: only the bounds are kept. A range with another number of rows later
+is an error: take a snapshot or a table that nobody writes while a job trains on it. Passwords are in no message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from trueline.data.source import Unit
+from trueline.errors import DataError, closest, listed
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Table
+
+SCHEMES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
+UNIT_RECORDS = 4096
+
+
+def is_sql(uri: str) -> bool:
+    """
+    >>> is_sql("postgresql+psycopg://host/shop?table=orders"), is_sql("s3://bucket/orders.parquet")
+    (True, False)
+    """
+    scheme, separator, _ = uri.partition("://")
+    return bool(separator) and scheme.partition("+")[0] in SCHEMES
+
+
+class SqlRecords:
+    """Rows of `table` in the order of `key`. `url` is SQLAlchemy's; both names may stand in its query instead."""
+
+    ranged = True
+
+    def __init__(self, url: str, *, table: str = "", key: str = "", unit_records: int = UNIT_RECORDS) -> None:
+        from sqlalchemy import create_engine, make_url
+        from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+        try:
+            parsed = make_url(url)
+            table, key = table or str(parsed.query.get("table", "")), key or str(parsed.query.get("key", ""))
+            parsed = parsed.difference_update_query(["table", "key"])
+            self.where = parsed.render_as_string(hide_password=True)
+            if not table:
+                raise DataError(f"{self.where} names no table", hint="add ?table=NAME&key=COLUMN to the URL")
+            self._engine = create_engine(parsed)
+        except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+            raise DataError(f"cannot open a database: {type(error).__name__}: {error}") from error
+        self.where += f"#{table}"
+        self._table = self._reflected(table)
+        self._key = self._table.columns[self._key_name(key)]
+        self._schema = pa.schema([(column.name, _arrow_type(column.type)) for column in self._table.columns])
+        self._bounds: list[Any] = []
+        self._units = self._listed(unit_records)
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self._units
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def load(self, number: int, start: int, stop: int) -> pa.Table:
+        from sqlalchemy import select
+
+        query = select(self._table).where(self._key >= self._bounds[number]).order_by(self._key)
+        if number + 1 < len(self._bounds):
+            query = query.where(self._key < self._bounds[number + 1])
+        unit = self._units[number]
+        whole = (start, stop) == (0, unit.count)
+        query = query if whole else query.offset(start).limit(stop - start)
+        with self._connected() as connection:
+            rows = connection.execute(query).all()
+        if len(rows) != stop - start:
+            raise DataError(
+                f"{unit.uri} has {len(rows)} rows where {stop - start} were listed: the table was written meanwhile",
+                hint="train on a copy or a snapshot that nobody writes",
+            )
+        return self._as_table(rows, unit)
+
+    def fingerprint(self) -> str:
+        counts = [unit.count for unit in self._units]
+        return hashlib.sha256(f"{self.where}|{self._schema}|{self._bounds}|{counts}".encode()).hexdigest()
+
+    def _reflected(self, name: str) -> Table:
+        from sqlalchemy import MetaData, Table, inspect
+        from sqlalchemy.exc import NoSuchTableError
+
+        with self._connected() as connection:
+            try:
+                return Table(name, MetaData(), autoload_with=connection)
+            except NoSuchTableError as error:
+                names = inspect(connection).get_table_names()
+                near = closest(name, names)
+                hint = f"did you mean '{near}'?" if near else ""
+                raise DataError(f"{self.where} has no table '{name}' (has: {listed(names)})", hint=hint) from error
+
+    def _key_name(self, given: str) -> str:
+        names = [column.name for column in self._table.columns]
+        if given in names:
+            return given
+        primary = [column.name for column in self._table.primary_key.columns]
+        if given or len(primary) != 1:
+            said = f"no column '{given}'" if given else "no primary key of one column"
+            raise DataError(
+                f"{self.where} has {said} (has: {listed(names)})",
+                hint="name the column that orders and identifies its rows: &key=COLUMN",
+            )
+        return primary[0]
+
+    def _listed(self, unit_records: int) -> list[Unit]:
+        """Bounds by a window function, so that no more than one key in `unit_records` travels."""
+        from sqlalchemy import func, select
+
+        number = func.row_number().over(order_by=self._key).label("number")
+        ranked = select(self._key.label("key"), number).subquery()
+        bounds = select(ranked.c.key).where((ranked.c.number - 1) % unit_records == 0).order_by(ranked.c.key)
+        counts = select(func.count(), func.count(self._key), func.count(self._key.distinct()))
+        with self._connected() as connection:
+            total, present, distinct = connection.execute(counts.select_from(self._table)).one()
+            if total != distinct:
+                what = f"{total - present} rows without one" if total != present else f"{total - distinct} repeats"
+                raise DataError(f"{self.where}: '{self._key.name}' cannot number the rows: {what} in {total} rows")
+            self._bounds = [row[0] for row in connection.execute(bounds)]
+        return [
+            Unit(uri=f"{self.where}#{bound!r}", offset=at, count=min(unit_records, total - at))
+            for bound, at in zip(self._bounds, range(0, total, unit_records), strict=True)
+        ]
+
+    def _as_table(self, rows: Sequence[Any], unit: Unit) -> pa.Table:
+        columns = []
+        for place, field in enumerate(self._schema):
+            try:
+                columns.append(pa.array([row[place] for row in rows], field.type))
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
+        return pa.table(columns, schema=self._schema)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            with self._engine.connect() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            said = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0]
+            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {said}") from error
+        finally:
+            self._engine.dispose()  # no connection crosses a fork, none is kept while a job computes
+
+
+def _arrow_type(found: Any) -> Any:
+    from sqlalchemy import types
+
+    if isinstance(found, types.Numeric) and not isinstance(found, types.Float):
+        return pa.decimal128(found.precision, found.scale or 0) if found.precision else pa.float64()
+    for kind, arrow in (
+        (types.Boolean, pa.bool_()),
+        (types.Integer, pa.int64()),
+        (types.Float, pa.float64()),
+        (types.DateTime, pa.timestamp("us")),
+        (types.Date, pa.date32()),
+        (types.Time, pa.time64("us")),
+        (types.LargeBinary, pa.binary()),
+        (types.String, pa.string()),
+    ):
+        if isinstance(found, kind):
+            return arrow
+    raise DataError(f"a column of type {found} has no counterpart here", hint="cast it in a view")

@@ -1,0 +1,102 @@
+"""A Source over Records: any records by number, through the recipe's `feed`, as tensors.
+
+Nothing here knows a format. torch is imported when the first batch is fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from trueline.data.records import Records
+from trueline.data.resident import Tables
+from trueline.data.source import Batch, Unit, check_indices
+from trueline.errors import DataError
+
+if TYPE_CHECKING:
+    from trueline.data.source import Indices, Mode
+
+CACHE_BYTES = 256 * 2**20
+
+
+class TableSource:
+    """`where` names the records in messages. Raises DataError when there are none."""
+
+    def __init__(
+        self,
+        records: Records,
+        feed: Callable[..., Any],
+        *,
+        mode: Mode,
+        where: str,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if not records.units:
+            raise DataError(f"{where} holds no records")
+        self.records = records
+        self._feed = feed
+        self._mode = mode
+        self._where = where
+        self._tables = Tables(records, cache_bytes)
+
+    @property
+    def num_records(self) -> int:
+        last = self.records.units[-1]
+        return last.offset + last.count
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self.records.units
+
+    def read(self, indices: Indices) -> Batch:
+        check_indices(indices, self.num_records, self._where)
+        return self._fed(self.table(indices))
+
+    def table(self, indices: Indices) -> pa.Table:
+        """The records `indices` as they lie in the files, in that order. Raises DataError."""
+        return self._tables.take(indices)
+
+    def fingerprint(self) -> str:
+        return self.records.fingerprint()
+
+    def _fed(self, table: pa.Table) -> Batch:
+        what = f"feed(records, '{self._mode}')"
+        try:
+            found = self._feed(table, self._mode)
+        except Exception as error:
+            raise DataError(
+                f"{what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+            raise DataError(f"{what} returned a {type(found).__name__}{count}, expected (inputs, labels)")
+        _check_count(found[0], len(table), f"inputs of {what}")
+        if found[1] is not None or self._mode != "prediction":
+            _check_count(found[1], len(table), f"labels of {what}")
+        return Batch(found[0], found[1])
+
+
+def _check_count(value: Any, count: int, what: str) -> None:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            _check_count(one, count, f"'{name}' in {what}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _check_count(one, count, f"item {number} in {what}")
+    else:
+        _check_tensor(value, count, what)
+
+
+def _check_tensor(value: Any, count: int, what: str) -> None:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise DataError(
+            f"{what}: found a {type(value).__name__}, expected tensors",
+            hint="make them with torch.from_numpy(records['column'].to_numpy())",
+        )
+    if value.ndim == 0 or len(value) != count:
+        raise DataError(f"{what}: a tensor of shape {list(value.shape)}, expected {count} records first")

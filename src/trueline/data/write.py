@@ -1,0 +1,184 @@
+"""Records written by range, each range once, whoever dies on the way.
+
+    <where>/_plan.json                              how many records, in ranges of how many, of what
+    <where>/part-000000000000-000000065536.parquet  a range, whole or absent: a rename, or one PUT of an object
+    <where>/_commit.json                            every part with records and digest; it comes last
+
+Many processes may write one folder: they agree on the plan, and a range that two of them write is the same bytes twice.
+Who starts again writes what is missing. A reader may trust a folder that has its commit list; names that begin with `_`
+hold no records. Local folders and every store of fsspec.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from trueline import files
+from trueline.data.listing import Uri, is_remote, local_path
+from trueline.data.packing import PACKERS, pack
+from trueline.errors import DataError, StorageError, listed
+
+RANGE_RECORDS = 65536
+COMMIT, PLAN = "_commit.json", "_plan.json"
+
+
+class Folder(Protocol):
+    """Files by name, each whole or absent. Raises StorageError."""
+
+    def put(self, name: str, data: bytes) -> None: ...
+
+    def get(self, name: str) -> bytes | None: ...
+
+    def names(self) -> set[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder:
+    path: Path
+
+    def put(self, name: str, data: bytes) -> None:
+        files.write_atomic(self.path / name, data)
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path / name}: {error.strerror}") from error
+
+    def names(self) -> set[str]:
+        return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolder:
+    """An object exists once its PUT is done."""
+
+    fs: Any
+    root: str
+
+    def put(self, name: str, data: bytes) -> None:
+        try:
+            self.fs.pipe_file(f"{self.root}/{name}", data)
+        except OSError as error:
+            raise _store_error(f"{self.root}/{name}", error) from None
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return bytes(self.fs.cat_file(f"{self.root}/{name}"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _store_error(f"{self.root}/{name}", error) from None
+
+    def names(self) -> set[str]:
+        self.fs.invalidate_cache(self.root)
+        try:
+            return {key.rpartition("/")[2] for key in self.fs.ls(self.root, detail=False)}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise _store_error(self.root, error) from None
+
+
+def _store_error(where: str, error: OSError) -> StorageError:
+    from trueline.data.remote import redacted
+
+    return StorageError(f"the store fails at {where}: {redacted(f'{type(error).__name__}: {error}')}")
+
+
+def folder_at(where: Uri) -> Folder:
+    if not is_remote(where):
+        return LocalFolder(local_path(where))
+    from trueline.data.remote import opened
+
+    fs, root = opened(str(where))
+    return StoreFolder(fs, root.rstrip("/"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a folder is to hold. `of` is a digest of what the records are made from."""
+
+    num_records: int
+    range_records: int = RANGE_RECORDS
+    format: str = "parquet"
+    of: str = ""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        step, count = self.range_records, self.num_records
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def name(self, start: int, stop: int) -> str:
+        return f"part-{start:012d}-{stop:012d}{PACKERS[self.format][0]}"
+
+
+class RangeWriter:
+    """Writes the ranges of `plan` to a folder. Raises DataError for a plan that is not the folder's."""
+
+    def __init__(self, where: Uri, plan: Plan) -> None:
+        if plan.format not in PACKERS:
+            raise DataError(f"'{plan.format}' cannot be written (there are: {listed(PACKERS)})")
+        if plan.num_records < 1 or plan.range_records < 1:
+            raise DataError(f"{plan.num_records} records in ranges of {plan.range_records}; expected 1 or more")
+        self.plan, self._where, self._folder = plan, where, folder_at(where)
+        mine = _json(asdict(plan))
+        found = self._folder.get(PLAN)
+        if found is None:
+            strangers = sorted(name for name in self._folder.names() if not name.startswith("."))
+            if strangers:
+                raise DataError(f"{where} is not empty (it has {listed(strangers[:3])})", hint="name a new folder")
+            self._folder.put(PLAN, mine)
+        elif found != mine:
+            raise DataError(
+                f"{where} holds another conversion: {found.decode(errors='replace').strip()}, now {mine.decode()}",
+                hint="name a new folder, or give the arguments of the first run",
+            )
+
+    def missing(self) -> list[tuple[int, int]]:
+        """The ranges that nobody has written, in order."""
+        there = self._folder.names()
+        return [(start, stop) for start, stop in self.plan.ranges() if self.plan.name(start, stop) not in there]
+
+    def write(self, start: int, stop: int, table: pa.Table) -> None:
+        """Records [start, stop), which is one of the plan's ranges. Raises DataError, StorageError."""
+        if (start, stop) not in ((s, e) for s, e in self.plan.ranges()[start // self.plan.range_records :][:1]):
+            raise DataError(f"[{start}, {stop}) is no range of the plan (they are of {self.plan.range_records})")
+        if len(table) != stop - start:
+            raise DataError(f"range [{start}, {stop}) was given {len(table)} records")
+        self._folder.put(self.plan.name(start, stop), pack(table, self.plan.format))
+
+    def commit(self) -> dict[str, Any]:
+        """Says that all is there. Raises DataError that names what is missing."""
+        lost = self.missing()
+        if lost:
+            raise DataError(f"{self._where} lacks {len(lost)} of {len(self.plan.ranges())} ranges, first {lost[0]}")
+        parts = []
+        for start, stop in self.plan.ranges():
+            name = self.plan.name(start, stop)
+            data = self._folder.get(name)
+            if data is None:
+                raise DataError(f"{name} went from {self._where} while it was committed")
+            parts.append(
+                {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
+            )
+        facts = {**asdict(self.plan), "parts": parts}
+        self._folder.put(COMMIT, _json(facts))
+        return facts
+
+
+def committed(where: Uri) -> dict[str, Any] | None:
+    """The commit list of a folder, or None when it has none."""
+    found = folder_at(where).get(COMMIT)
+    facts: dict[str, Any] | None = None if found is None else json.loads(found)
+    return facts
+
+
+def _json(facts: dict[str, Any]) -> bytes:
+    return (json.dumps(facts, sort_keys=True) + "\n").encode()

@@ -1,0 +1,139 @@
+"""Every order is computed: any position alone, the same for everybody, and what it promises holds for whole epochs."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trueline.data.orders import Bucketed, InFileOrder, Mixed, Permuted, Weighted
+from trueline.data.source import Unit
+from trueline.data.windows import WindowOrder, blocks_of
+from trueline.errors import DataError
+
+
+def units_of(counts: list[int]) -> list[Unit]:
+    return [Unit(uri=str(n), offset=sum(counts[:n]), count=count) for n, count in enumerate(counts)]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.integers(1, 100),
+    st.integers(1, 40),
+    st.integers(0, 2**40),
+    st.integers(0, 5),
+)
+def test_an_epoch_in_windows_is_every_record_once(
+    counts: list[int], window: int, block: int, seed: int, epoch: int
+) -> None:
+    order = WindowOrder(units_of(counts), seed=seed, window_records=window, block_records=block)
+    whole = order.at(np.arange(order.num_records), epoch=epoch)
+    assert sorted(whole.tolist()) == list(range(sum(counts)))
+    some = np.arange(order.num_records)[:: max(1, order.num_records // 7)]
+    assert order.at(some, epoch=epoch).tolist() == whole[some].tolist()
+
+
+def test_a_unit_is_read_in_one_window_of_the_epoch_only() -> None:
+    units = units_of([100] * 40)
+    order = WindowOrder(units, seed=1, window_records=500, block_records=100)
+    whole = order.at(np.arange(4000), epoch=3)
+    for unit in units:
+        places = np.flatnonzero((whole >= unit.offset) & (whole < unit.offset + unit.count))
+        assert places.max() - places.min() < 500
+
+
+def test_batches_mix_the_blocks_of_their_window_and_epochs_differ() -> None:
+    order = WindowOrder(units_of([100] * 40), seed=1, window_records=1000, block_records=100)
+    first = order.at(np.arange(64), epoch=0)
+    assert len({record // 100 for record in first.tolist()}) > 6
+    assert order.at(np.arange(64), epoch=1).tolist() != first.tolist()
+    assert WindowOrder(units_of([100] * 40), seed=2).at(np.arange(64), epoch=0).tolist() != first.tolist()
+
+
+def test_the_windows_order_is_the_one_of_all_earlier_versions() -> None:
+    order = WindowOrder(units_of([5, 3, 9, 4]), seed=7, window_records=8, block_records=5)
+    assert order.at(np.arange(6), epoch=2).tolist() == [8, 9, 10, 3, 1, 2]
+
+
+def test_a_billion_records_are_planned_without_a_list_of_them() -> None:
+    counts = np.full(1_000_000_000 // 131_072, 131_072)
+    units = [Unit(uri="u", offset=int(n) * 131_072, count=131_072) for n in range(len(counts))]
+    tracemalloc.start()
+    order = WindowOrder(units, seed=0)
+    found = order.at(np.arange(5 * 10**8, 5 * 10**8 + 256), epoch=9)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 << 20
+    assert len(set(found.tolist())) == 256
+
+
+def test_blocks_are_cut_inside_units_and_cover_them() -> None:
+    first, count = blocks_of(np.array([3, 10, 1]), 4)
+    assert list(zip(first.tolist(), count.tolist(), strict=True)) == [(0, 3), (3, 4), (7, 3), (10, 3), (13, 1)]
+
+
+def test_weights_decide_how_often_each_record_comes() -> None:
+    order = Weighted([1, 0, 2, 5, 2], seed=3, num_draws=1000)
+    for epoch in range(3):
+        times = Counter(order.at(np.arange(1000), epoch=epoch).tolist())
+        assert times == {0: 100, 2: 200, 3: 500, 4: 200}
+    assert order.at([5], epoch=0).tolist() == order.at(np.arange(1000), epoch=0)[5:6].tolist()
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50).filter(any), st.integers(1, 300), st.integers(0, 99))
+def test_no_record_of_weight_nought_is_drawn_and_shares_are_rounded_up_or_down(
+    weights: list[float], draws: int, seed: int
+) -> None:
+    times = Counter(Weighted(weights, seed=seed, num_draws=draws).at(np.arange(draws), epoch=0).tolist())
+    assert sum(times.values()) == draws
+    for record, weight in enumerate(weights):
+        share = draws * weight / sum(weights)
+        assert abs(times[record] - share) < 1 + 1e-6
+        assert weight or not times[record]
+
+
+def test_batches_of_like_length_hold_every_record_once() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 1003)
+    order = Bucketed(Permuted(1003, seed=1), lengths.__getitem__, batch=10, seed=2, pool_batches=20)
+    whole = order.at(np.arange(1003), epoch=1)
+    assert sorted(whole.tolist()) == list(range(1003))
+    padding = sum(np.ptp(lengths[whole[at : at + 10]]) for at in range(0, 1000, 10))
+    plain = Permuted(1003, seed=1).at(np.arange(1003), epoch=1)
+    assert padding * 8 < sum(np.ptp(lengths[plain[at : at + 10]]) for at in range(0, 1000, 10))
+    means = [lengths[whole[at : at + 10]].mean() for at in range(0, 200, 10)]
+    assert any(later < earlier for earlier, later in pairwise(means))  # batches come in no order of length
+    assert order.at([1002, 17], epoch=1).tolist() == [whole[1002], whole[17]]
+
+
+def test_sources_are_mixed_in_their_ratio_and_none_skips_a_record() -> None:
+    order = Mixed([Permuted(100, seed=1), InFileOrder(5000)], [3, 1], seed=4, num_records=4000)
+    whole = order.at(np.arange(4000), epoch=0)
+    for at in range(0, 4000, 1000):
+        assert (whole[at : at + 1000] < 100).sum() == 750
+    assert sorted(Counter(whole[whole < 100].tolist()).values()) == [30] * 100
+    assert whole[whole >= 100].tolist() == list(range(100, 1100))
+    later = order.at(np.arange(4000), epoch=1)
+    assert later[later >= 100].tolist() == list(range(1100, 2100))
+    assert order.at([3999, 5], epoch=0).tolist() == [whole[3999], whole[5]]
+
+
+def test_positions_outside_and_orders_of_nothing_are_refused() -> None:
+    for order in (InFileOrder(10), WindowOrder(units_of([10]), seed=0), Permuted(10, seed=0)):
+        for wrong in ([-1], [10]):
+            with pytest.raises(DataError, match="outside"):
+                order.at(wrong, epoch=0)
+    for make in (
+        lambda: WindowOrder([], seed=0),
+        lambda: WindowOrder(units_of([5]), seed=0, window_records=0),
+        lambda: Weighted([0.0, 0.0], seed=0),
+        lambda: Weighted([1.0, float("nan")], seed=0),
+        lambda: Bucketed(InFileOrder(5), lambda r: r, batch=0, seed=0),
+        lambda: Mixed([InFileOrder(5)], [1, 2], seed=0),
+    ):
+        with pytest.raises(DataError):
+            make()

@@ -1,0 +1,213 @@
+"""Records in stores: the same as on a disk, through a cache that is shared, bounded and never torn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from worlds import FILES, WORLDS, flat, rich
+
+from trueline import events
+from trueline.data import remote
+from trueline.data.cache import BlockCache
+from trueline.data.open import open_records
+from trueline.data.parquet import ParquetFormat
+from trueline.data.records import FileRecords, Records
+from trueline.data.remote import Patience, Store, list_store, redacted, shown
+from trueline.errors import DataError
+
+
+def rows_of(records: Records) -> list[Any]:
+    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield f"memory://{name}"
+    fs = fsspec.filesystem("memory")
+    if fs.exists(f"/{name}"):
+        fs.rm(f"/{name}", recursive=True)
+
+
+def upload(path: Path, to: str) -> str:
+    fsspec.filesystem("memory").pipe_file(to, path.read_bytes())
+    return to
+
+
+class Flaky:
+    """A store that fails as it is told before it answers, and counts its answers."""
+
+    def __init__(self, failures: list[BaseException | int]) -> None:
+        self.fs, self.failures, self.reads = fsspec.filesystem("memory"), failures, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fs, name)
+
+    def cat_file(self, key: str, start: int, end: int) -> bytes:
+        self.reads += 1
+        if self.failures:
+            failure = self.failures.pop(0)
+            if isinstance(failure, BaseException):
+                raise failure
+            end -= failure
+        return bytes(self.fs.cat_file(key, start=start, end=end))
+
+
+def patient(waits: list[float] | None = None, attempts: int = 4) -> Patience:
+    sink = [] if waits is None else waits
+    return Patience(attempts=attempts, first_s=1.0, sleep=sink.append, chance=lambda: 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "array record"])
+def test_every_format_is_read_from_a_store_as_from_a_disk(
+    name: str, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
+    rows = WORLDS[name].rows(120)
+    path = WORLDS[name].write(tmp_path / "world", rows)
+    one = upload(path, f"{bucket}/day=1/{path.name}")
+    assert rows_of(open_records(one)) == rows
+    upload(path, f"{bucket}/day=2/{path.name}")
+    assert rows_of(open_records(bucket)) == rows * 2
+    assert rows_of(open_records(f"{bucket}/*/*{path.suffix}")) == rows * 2
+
+
+def stored(tmp_path: Path, bucket: str, store: Store) -> FileRecords:
+    uri = upload(WORLDS["parquet"].write(tmp_path / "world", rich(300)), f"{bucket}/one.parquet")
+    return FileRecords(ParquetFormat(), list_store(uri, (".parquet",), store=store))
+
+
+def test_a_store_that_fails_for_a_moment_is_asked_again_with_growing_waits(tmp_path: Path, bucket: str) -> None:
+    waits: list[float] = []
+    fs = Flaky([ConnectionResetError("reset"), TimeoutError("slow"), 7])
+    records = stored(tmp_path, bucket, Store(fs, patient(waits), None, block_bytes=1000))
+    assert rows_of(records) == rich(300)
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_a_store_that_never_answers_is_an_error_with_the_number_of_attempts(tmp_path: Path, bucket: str) -> None:
+    fs = Flaky([OSError("no route")] * 99)
+    with pytest.raises(DataError, match=r"one\.parquet: OSError: no route \(4 attempts\)"):
+        stored(tmp_path, bucket, Store(fs, patient()))
+
+
+def test_what_is_refused_is_not_asked_again_and_no_secret_is_told(tmp_path: Path, bucket: str) -> None:
+    waits: list[float] = []
+    fs = Flaky([PermissionError("403 ExpiredToken: https://id:pw@host/x?X-Amz-Signature=s3cr3t&n=1")])
+    with pytest.raises(DataError, match=r"no right to read .*one\.parquet") as caught:
+        stored(tmp_path, bucket, Store(fs, patient(waits)))
+    assert "expired" in caught.value.hint
+    assert not waits
+    for secret in ("pw@", "s3cr3t"):
+        assert secret not in caught.value.message
+        assert caught.value.__cause__ is None
+    assert shown("s3://id:pw@bucket/x?token=abc") == "s3://bucket/x"
+    assert redacted("aws_secret_access_key=abc, Credential: 'x'") != "aws_secret_access_key=abc, Credential: 'x'"
+    assert "pw" not in repr(list_store(upload(tmp_path / "world.parquet", f"{bucket}/p.parquet"), ())[0])
+
+
+def test_an_object_that_changes_or_vanishes_while_it_is_read_is_an_error(tmp_path: Path, bucket: str) -> None:
+    records = stored(tmp_path, bucket, Store(fsspec.filesystem("memory"), patient(), None, block_bytes=512))
+    upload(WORLDS["parquet"].write(tmp_path / "world", rich(301)), f"{bucket}/one.parquet")
+    with pytest.raises(DataError, match="was changed while it was in use"):
+        rows_of(records)
+    fsspec.filesystem("memory").rm(f"{bucket}/one.parquet")
+    with pytest.raises(DataError, match="cannot read memory://"):
+        rows_of(records)
+
+
+def test_a_second_process_and_a_second_epoch_fetch_nothing(tmp_path: Path, bucket: str) -> None:
+    fs = Flaky([])
+    first = stored(tmp_path, bucket, Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24), block_bytes=1000))
+    assert rows_of(first) == rows_of(first) == rich(300)
+    fetched, size = fs.reads, (tmp_path / "world.parquet").stat().st_size
+    assert fetched == -(-size // 1000)
+    files = list_store(f"{bucket}/one.parquet", (), store=Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24),
+                                                                block_bytes=1000))  # fmt: skip
+    assert rows_of(FileRecords(ParquetFormat(), files)) == rich(300)
+    assert fs.reads == fetched
+
+
+def test_the_cache_stays_in_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    now = [1000.0]
+    cache = BlockCache(tmp_path, 100_000, now=lambda: now[0])
+    for number in range(100):
+        now[0] += 1
+        assert bytes(cache.get("key", number, lambda: b"x" * 5000)) == b"x" * 5000
+        assert cache.num_bytes() <= 110_000
+    fetched: list[int] = []
+    fresh = BlockCache(tmp_path, 100_000, now=lambda: now[0])
+    for number in (99, 0):
+        fresh.get("key", number, lambda number=number: fetched.append(number) or b"new")
+    assert fetched == [0]
+
+
+def test_a_damaged_block_is_fetched_again(tmp_path: Path) -> None:
+    BlockCache(tmp_path, 1 << 20).get("key", 0, lambda: b"right" * 100)
+    (path,) = (one for one in tmp_path.glob("??/*") if one.parent.name != "locks" and "-" in one.name)
+    told: list[str] = []
+    with events.listening(lambda name, fields: told.append(name)):
+        for damage in (b"", b"short", b"wrong" * 100 + path.read_bytes()[-12:]):
+            path.write_bytes(damage)
+            assert bytes(BlockCache(tmp_path, 1 << 20).get("key", 0, lambda: b"right" * 100)) == b"right" * 100
+    assert told == ["cache.damaged"] * 3
+
+
+def test_a_cache_that_cannot_be_written_costs_speed_and_not_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told: list[str] = []
+    with events.listening(lambda name, fields: told.append(name)):
+        assert bytes(BlockCache(tmp_path / "file", 1 << 20).get("key", 0, lambda: b"data")) == b"data"
+    assert told == ["cache.not_kept"]
+
+
+_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from trueline.data.cache import BlockCache
+real = os.fsync
+def dying(handle):
+    os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = dying
+BlockCache(Path(sys.argv[1]), 1 << 24).get("key", 0, lambda: b"half" * 1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_in_the_middle_of_a_block_leaves_nothing_that_is_read_and_no_lock(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    left = list(tmp_path.glob("??/*"))
+    assert [path.name.startswith(".partial-") for path in left] == [True]
+    later = os.stat(left[0]).st_mtime + 7200
+    cache = BlockCache(tmp_path, 1 << 24, now=lambda: later)
+    assert bytes(cache.get("key", 0, lambda: b"whole")) == b"whole"
+    assert not left[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("memory://nothing/here.csv", "the object does not exist"),
+        ("nosuchstore://bucket/x.csv", "cannot open 'nosuchstore://bucket/x.csv'"),
+    ],
+)
+def test_what_is_not_in_a_store_is_said(uri: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        open_records(uri)
+
+
+def test_a_folder_of_a_store_without_records_is_said(bucket: str) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{bucket}/notes.txt", b"x")
+    with pytest.raises(DataError, match="no records"):
+        open_records(bucket)
+    assert flat(0) == []

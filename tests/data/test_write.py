@@ -1,0 +1,182 @@
+"""Results by range, each once, whoever dies; and any source in any other format."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pytest
+from worlds import WORLDS, as_table, flat, nested, raw, rich
+
+from trueline import files
+from trueline.data import look
+from trueline.data.open import open_records
+from trueline.data.records import Records
+from trueline.data.write import COMMIT, Plan, RangeWriter, committed
+from trueline.errors import DataError
+
+
+def rows_of(records: Records) -> list[Any]:
+    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "disk":
+        yield str(tmp_path / "out")
+        return
+    fs = fsspec.filesystem("memory")
+    yield f"memory://{tmp_path.name}/out"
+    if fs.exists(f"/{tmp_path.name}"):
+        fs.rm(f"/{tmp_path.name}", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("to", "rows"),
+    [("parquet", rich), ("arrow", rich), ("jsonl", nested), ("csv", flat), ("recordio", raw), ("mxnet", raw),
+     ("arrayrecord", raw)],
+)  # fmt: skip
+def test_what_is_written_in_ranges_is_read_back_whole(to: str, rows: Any, where: str) -> None:
+    if to == "arrayrecord" and (where.startswith("memory") or importlib.util.find_spec("array_record") is None):
+        pytest.skip("the package array_record is not installed, or reads no stores")
+    table = pa.Table.from_pylist(rows(100)) if to in ("recordio", "mxnet", "arrayrecord") else as_table(rows(100))
+    writer = RangeWriter(where, Plan(num_records=100, range_records=30, format=to))
+    for start, stop in reversed(writer.missing()):
+        writer.write(start, stop, table.slice(start, stop - start))
+    facts = writer.commit()
+    assert [part["records"] for part in facts["parts"]] == [30, 30, 30, 10]
+    assert committed(where) == facts
+    assert rows_of(open_records(where)) == rows(100)
+
+
+def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(where: str) -> None:
+    table = as_table(flat(100))
+    plan = Plan(num_records=100, range_records=40, of="digest")
+    first = RangeWriter(where, plan)
+    first.write(40, 80, table.slice(40, 40))
+    assert committed(where) is None
+    second = RangeWriter(where, plan)
+    assert second.missing() == [(0, 40), (80, 100)]
+    with pytest.raises(DataError, match=r"lacks 2 of 3 ranges, first \(0, 40\)"):
+        second.commit()
+    for start, stop in second.missing():
+        second.write(start, stop, table.slice(start, stop - start))
+    second.write(40, 80, table.slice(40, 40))  # again, by another: the same bytes
+    second.commit()
+    assert rows_of(open_records(where)) == flat(100)
+
+
+def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Path) -> None:
+    RangeWriter(tmp_path / "out", Plan(num_records=100, of="one"))
+    with pytest.raises(DataError, match="holds another conversion"):
+        RangeWriter(tmp_path / "out", Plan(num_records=100, of="two"))
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").touch()
+    with pytest.raises(DataError, match=r"is not empty \(it has chapter\.txt\)"):
+        RangeWriter(tmp_path / "thesis", Plan(num_records=100))
+    writer = RangeWriter(tmp_path / "out", Plan(num_records=100, of="one"))
+    with pytest.raises(DataError, match="no range of the plan"):
+        writer.write(0, 50, as_table(flat(50)))
+    with pytest.raises(DataError, match="was given 99 records"):
+        writer.write(0, 100, as_table(flat(99)))
+    with pytest.raises(DataError, match="cannot be written"):
+        RangeWriter(tmp_path / "x", Plan(num_records=1, format="xml"))
+
+
+@pytest.mark.parametrize(
+    ("to", "rows", "words"),
+    [
+        ("csv", rich(3), "CSV cannot hold tags"),
+        ("jsonl", rich(3), "JSON cannot hold 'blob' of record"),
+        ("recordio", rich(3), "JSON cannot hold 'blob' of record"),
+        ("mxnet", [{"blob": None}], "record 0 has no 'blob'"),
+    ],
+)
+def test_a_column_that_a_format_cannot_hold_is_named(tmp_path: Path, to: str, rows: Any, words: str) -> None:
+    writer = RangeWriter(tmp_path / "out", Plan(num_records=len(rows), format=to))
+    with pytest.raises(DataError, match=words):
+        writer.write(0, len(rows), as_table(rows))
+    assert len(writer.missing()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["csv", "json lines", "recordio snappy", "mxnet recordio", "tar", "hugging face", "sql"]
+)
+def test_any_source_becomes_parquet_with_the_same_records(name: str, tmp_path: Path) -> None:
+    rows = WORLDS[name].rows(150)
+    path = WORLDS[name].write(tmp_path / "world", rows)
+    uri = f"sqlite:///{path}?table=clicks" if name == "sql" else str(path)
+    facts = look.convert(uri, tmp_path / "out", range_records=64)
+    assert facts["num_records"] == 150
+    assert rows_of(open_records(tmp_path / "out")) == rows
+    assert look.convert(uri, tmp_path / "out", range_records=64) == facts
+
+
+def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = WORLDS["csv"].write(tmp_path / "world", flat(150))
+    writes: list[str] = []
+    original = files.write_atomic
+
+    def dying(target: Path, data: bytes, **options: Any) -> None:
+        writes.append(target.name)
+        if len(writes) == 4:
+            raise KeyboardInterrupt
+        original(target, data, **options)
+
+    monkeypatch.setattr(files, "write_atomic", dying)
+    with pytest.raises(KeyboardInterrupt):
+        look.convert(path, tmp_path / "out", range_records=32)
+    assert committed(tmp_path / "out") is None
+    look.convert(path, tmp_path / "out", range_records=32)
+    assert len(writes) == len(set(writes)) + 1  # only the part that was being written was written again
+    assert rows_of(open_records(tmp_path / "out")) == flat(150)
+    (tmp_path / "out" / COMMIT).unlink()
+    WORLDS["csv"].write(tmp_path / "world", flat(151))
+    with pytest.raises(DataError, match="holds another conversion"):
+        look.convert(path, tmp_path / "out", range_records=32)
+
+
+def test_recordio_chunks_hold_at_most_a_mebibyte(tmp_path: Path) -> None:
+    rows = [{"record": bytes([n]) * 300_000} for n in range(10)]
+    writer = RangeWriter(tmp_path / "out", Plan(num_records=10, format="recordio"))
+    writer.write(0, 10, pa.Table.from_pylist(rows))
+    records = open_records(tmp_path / "out")
+    assert [unit.count for unit in records.units] == [3, 3, 3, 1]
+    assert rows_of(records) == rows
+
+
+def test_looking_says_counts_columns_and_records(tmp_path: Path) -> None:
+    path = WORLDS["parquet"].write(tmp_path / "world", rich(200))
+    found = look.inspect(path, samples=4)
+    assert (found.records, found.units, found.largest_unit) == (200, 3, 97)
+    assert [row["id"] for row in found.samples.to_pylist()] == [0, 50, 100, 150]
+    assert look.verify(path).faults == ()
+
+
+def test_verifying_goes_on_behind_what_is_damaged(tmp_path: Path) -> None:
+    path = WORLDS["recordio gzip"].write(tmp_path / "world", raw(100))
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "alien.recordio").write_bytes(b"alien")
+    found = look.verify(tmp_path)
+    assert found.records == 100 - 13
+    assert [(Path(one.file).name, one.records) for one in found.faults] == [
+        ("alien.recordio", 0),
+        ("world.recordio", 13),
+    ]
+
+
+def test_the_commit_list_names_every_part_with_its_digest(tmp_path: Path) -> None:
+    path = WORLDS["csv"].write(tmp_path / "world", flat(10))
+    look.convert(path, tmp_path / "out")
+    facts = json.loads((tmp_path / "out" / COMMIT).read_text())
+    (part,) = facts["parts"]
+    assert part["sha256"] == files.sha256_file(tmp_path / "out" / part["name"])
+    assert (part["records"], facts["of"]) == (10, open_records(path).fingerprint())
