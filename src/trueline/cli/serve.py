@@ -17,6 +17,9 @@ trueline serve models:/digits@champion --name digits --port 9000
 trueline serve --model-store bundles --load all --state served.json
     serves every bundle of a folder; versions are added, made default and retired on port 8081, and a restart brings
     back what was served
+
+trueline serve --model-store archives --load all --allow-code
+    serves TorchServe's .mar archives with their own handlers, in processes of their own
 """
 
 
@@ -35,6 +38,9 @@ trueline serve --model-store bundles --load all --state served.json
 @click.option("--management-port", type=int, metavar="PORT", help="Port to manage versions on; 8081 with a store.")
 @click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
 @click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
+@click.option("--allow-code", is_flag=True, help="Run the handlers of TorchServe's model archives (.mar).")
+@click.option("--handler-memory", type=int, default=0, metavar="MIB", help="Address space of a handler's process.")
+@click.option("--torchserve-strict", is_flag=True, help="TorchServe's statuses also where ours are better.")
 @click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
 @tracking_option
 @quiet_option
@@ -53,6 +59,9 @@ def command(
     management_port: int | None,
     grpc_port: int | None,
     metrics_port: int | None,
+    allow_code: bool,
+    handler_memory: int,
+    torchserve_strict: bool,
     state: str | None,
     tracking_uri: str | None,
     quiet: bool,
@@ -84,4 +93,7 @@ def command(
             metrics_port=metrics_port,
             state=state,
             tracking_uri=tracking_uri,
+            allow_code=allow_code,
+            handler_memory_bytes=handler_memory * 2**20,
+            torchserve_strict=torchserve_strict,
         )
