@@ -3,7 +3,7 @@
     my-model.bundle/
       bundle.json                  this schema; says the SHA-256 and size of every other file
       programs/model.onnx          one file for each program that was proven
-      programs/model.pt2
+      programs/model.pt2           torch.export; model.ts: TorchScript; model.so.pt2: AOTInductor
       golden/inputs.safetensors    "1/x", "4/x": case, then input; a case is one batch
       golden/outputs.safetensors   "1/logits", "4/logits": what the eager model answered
       evidence.jsonl               one line for each comparison that was made
@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: int
 
 
-class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One way to run the model. Its digest stands in the files table under `file`."""
 
     format: str
@@ -53,6 +53,8 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_abs_error: float
     """Largest difference from the eager model over all probes inside the proven range."""
     versions: dict[str, str]
+    notes: str = ""
+    """How it was made and what speaks against it, where that is not the same for every program of its format."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured
 from trueline.errors import NotProven, UsageError, closest, listed
-from trueline.runtime.session import FORMATS, Format
+from trueline.runtime.session import FORMATS, NATIVE, USUAL, Format
 
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
@@ -32,7 +32,7 @@ def capture(
     checkpoint: Where | None,
     out: str | Path,
     *,
-    formats: Sequence[str] | None = FORMATS,
+    formats: Sequence[str] | None = USUAL,
     overwrite: bool = False,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
@@ -54,7 +54,7 @@ def capture(
 
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     model = subject.prepare(recipe, checkpoint)
-    work = _workplace(out)
+    work = workplace(out)
     try:
         rungs = climb(model, wanted, work)
         _require(rungs, every=formats is not None, name=recipe.name)
@@ -67,7 +67,7 @@ def capture(
 
 def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
     if formats is None:
-        return FORMATS
+        return USUAL
     for name in formats:
         if name not in FORMATS:
             near = closest(name, FORMATS)
@@ -77,10 +77,15 @@ def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
             )
     if not formats:
         raise UsageError(f"name at least one format (there are: {listed(FORMATS)})")
+    if all(name in NATIVE for name in formats):
+        raise UsageError(
+            f"{listed(formats)} is machine code and is never served by itself; ask for another format beside it",
+            hint=f"add one of: {listed(name for name in FORMATS if name not in NATIVE)}",
+        )
     return tuple(name for name in FORMATS if name in formats)
 
 
-def _workplace(out: Path) -> Path:
+def workplace(out: Path) -> Path:
     """A folder on the disk of `out`, so that the room that is needed is looked for where it will be
     needed.
     """

@@ -23,6 +23,8 @@ class Attempt:
     size_bytes: int
     probes: int
     max_abs_error: float
+    how: str = ""
+    """In which way it was made, where a format knows several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trueline import events
@@ -13,10 +13,11 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
 from trueline.capture import claims
 from trueline.capture.attempt import Attempt
+from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError, NotProven
-from trueline.runtime import export, onnx_emit, steady
+from trueline.errors import BundleError, CaptureError, NotProven, UsageError
+from trueline.runtime import aoti_emit, export, onnx_emit, steady
 from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
@@ -27,8 +28,11 @@ from trueline.runtime.shrink import shrink
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "onnx": onnx_emit.emit,
+    "openvino": onnx_emit.emit,
     "torch_export": export.emit,
+    "aotinductor": aoti_emit.emit,
 }
+"""All but torchscript, which needs the module and no exported program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,12 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     exported, observations = _observed(subject)
     shared_s = time.monotonic() - started
     while True:
-        rungs = [_try(format, exported, observations, subject.eager, work / format, shared_s) for format in formats]
+        rungs = [
+            _try_scripted(subject, exported, observations, work / format, shared_s)
+            if format == "torchscript"
+            else _try(format, exported, observations, subject.eager, work / format, shared_s)
+            for format in formats
+        ]
         if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
             return rungs
         stricter = claims.narrower(exported)
@@ -91,6 +100,25 @@ def _overreached(exported: Exported, rungs: Sequence[Rung]) -> bool:
     )
 
 
+def _try_scripted(
+    subject: Subject,
+    exported: Exported | CaptureError,
+    observations: Sequence[Observation],
+    folder: Path,
+    shared_s: float,
+) -> Rung:
+    started = time.monotonic()
+    signature = None if isinstance(exported, CaptureError) else exported.signature
+    found = climb_scripted(subject.eager, signature, observations, folder)
+    seconds = shared_s + time.monotonic() - started
+    if found.path is None or found.proof is None:
+        return _refused("torchscript", found.why, found.line, observations, folder, seconds)
+    size = found.path.stat().st_size
+    made = folder / found.path.relative_to(folder).parts[0]
+    rung = _rung("torchscript", found.proof, "", found.signature, observations, found.path, made, size, seconds)
+    return replace(rung, attempt=replace(rung.attempt, how=f"{found.how}; {DEPRECATED}"))
+
+
 def _try(
     format: Format,
     exported: Exported | CaptureError,
@@ -107,18 +135,18 @@ def _try(
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
         proof, smallest = _prove(format, path, exported, observations, eager)
-    except (CaptureError, BundleError) as error:
+    except (CaptureError, BundleError, UsageError) as error:
         line = error.hint if isinstance(exported, CaptureError) else ""
         return _refused(format, error.message, line, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    return _rung(format, proof, smallest, exported, observations, path, folder, size, seconds)
+    return _rung(format, proof, smallest, exported.signature, observations, path, folder, size, seconds)
 
 
 def _prove(
     format: Format, path: Path, exported: Exported, observations: Sequence[Observation], eager: EagerSession
 ) -> tuple[Proof, str]:
     """The proof and, where it fails on a probe, the smallest input that shows it."""
-    session = open_session(format, path, exported.signature)
+    session = open_session(format, path, exported.signature, native=True)  # it was made here
 
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
@@ -137,18 +165,18 @@ def _rung(
     format: Format,
     proof: Proof,
     smallest: str,
-    exported: Exported,
+    signature: Signature,
     observations: Sequence[Observation],
     path: Path,
     folder: Path,
     size: int,
     seconds: float,
 ) -> Rung:
-    batch = exported.signature.dims[BATCH]
+    batch = signature.dims[BATCH]
     why = proof.reason + smallest
     if proof.proven and batch.min > 1:
         why = f"it holds for batches of at least {batch.min} only; a server has to answer a single request"
-    bounded = batch.max is not None or bool(exported.signature.guards)
+    bounded = batch.max is not None or bool(signature.guards)
     found = _line(observations, proof.disagreeing) if why or bounded else ""
     attempt = Attempt(
         format=format,
@@ -160,12 +188,12 @@ def _rung(
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
     )
-    _tell(attempt, range_text(exported.signature))
+    _tell(attempt, range_text(signature))
     return Rung(
         attempt=attempt,
         folder=folder,
         file=path.relative_to(folder).as_posix(),
-        signature=exported.signature,
+        signature=signature,
         evidence=proof.evidence,
         versions=versions(),
         disagreeing=_named(observations, proof.disagreeing),

@@ -58,6 +58,7 @@ def _entry(rung: Rung) -> ProgramEntry:
         probes=rung.attempt.probes,
         max_abs_error=rung.attempt.max_abs_error,
         versions=rung.versions,
+        notes=rung.attempt.how,
     )
 
 
@@ -108,4 +109,6 @@ def _checkpoint(manifest: dict[str, Any]) -> dict[str, Any] | None:
 def _attempt(rung: Rung) -> dict[str, Any]:
     """`line` stays out: it names a path of the machine that captured."""
     attempt = rung.attempt
-    return {"format": attempt.format, "verdict": attempt.verdict, "why": attempt.why}
+    return {"format": attempt.format, "verdict": attempt.verdict, "why": attempt.why} | (
+        {"how": attempt.how} if attempt.how else {}
+    )

@@ -6,7 +6,7 @@ import platform
 from functools import cache
 from importlib import metadata
 
-PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "numpy")
+PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy")
 
 
 @cache

@@ -23,9 +23,9 @@ from trueline.errors import TruelineError, closest
 
 VERBS = (
     "init", "train", "run", "jobs", "status", "logs", "scale", "halt", "resume", "chaos",
-    "evaluate", "predict", "doctor", "capture", "verify", "inspect", "register", "serve", "ship",
+    "evaluate", "predict", "doctor", "capture", "verify", "inspect", "export-cpp", "register", "serve", "ship",
 )  # fmt: skip
-"""In the order of the line; `trueline.cli.NAME` holds the `command` of each."""
+"""In the order of the line; `trueline.cli.NAME` holds the `command` of each, with _ for -."""
 
 
 class _Verbs(click.Group):
@@ -37,7 +37,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"trueline.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"trueline.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(

@@ -14,14 +14,19 @@ trueline inspect digits.bundle
 
 trueline inspect models:/digits@champion --json
     the same of a registered bundle, for a script
+
+trueline inspect digits.bundle --graph --format torch_export
+    the program itself, one operator a line
 """
 
 
 @verb("inspect", examples=_EXAMPLES)
 @click.argument("bundle")
+@click.option("--graph", is_flag=True, help="Print the program itself, as code.")
+@click.option("--format", "format_", metavar="NAME", help="Which program of the bundle, with --graph; else the served.")
 @tracking_option
 @json_option
-def command(bundle: str, tracking_uri: str | None, as_json: bool) -> None:
+def command(bundle: str, graph: bool, format_: str | None, tracking_uri: str | None, as_json: bool) -> None:
     """Say what a bundle takes, gives and was proven for.
 
     Every file is verified against its digest first; nothing in the bundle is run. BUNDLE is a folder, a
@@ -29,6 +34,7 @@ def command(bundle: str, tracking_uri: str | None, as_json: bool) -> None:
     """
     from trueline.bundle import describe
     from trueline.bundle.read import open_bundle
+    from trueline.errors import UsageError
 
     path = Path(bundle)
     if bundle.startswith("models:"):
@@ -36,4 +42,13 @@ def command(bundle: str, tracking_uri: str | None, as_json: bool) -> None:
 
         path = resolve(bundle, tracking_uri=tracking_uri).path
     found = open_bundle(path)
+    if graph:
+        from trueline.runtime import graph as graphs
+
+        entry = found.program(format_)
+        code = graphs.text(entry.format, found.path / entry.file)
+        say(code, {"path": str(found.path), "format": entry.format, "graph": code}, as_json=as_json)
+        return
+    if format_ is not None:
+        raise UsageError("--format chooses the program that --graph prints; give both")
     say(describe.describe(found), describe.to_json(found), as_json=as_json)

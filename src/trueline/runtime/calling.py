@@ -46,10 +46,15 @@ class Calling:
 
     def call(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order."""
-        leaves = [tensors[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = self.arguments(tensors)
         found = module(*args, **kwargs)
         return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the module, with `tensors` in their places."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
 
 
 @dataclass(frozen=True, slots=True)

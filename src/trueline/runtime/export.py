@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_leaves
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
@@ -230,6 +231,15 @@ def emit(exported: Exported, folder: Path) -> Path:
     return path
 
 
+def load(path: Path) -> torch.export.ExportedProgram:
+    """The program at `path`, after its archive was checked. Raises BundleError."""
+    pt2.check(path)
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
+
+
 @final
 class LoadedProgram:
     """An exported program that is still in memory: asked which claim holds, before anything is written."""
@@ -256,14 +266,10 @@ class ExportSession:
     format = "torch_export"
 
     def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
-        pt2.check(path)
         if threads:
             torch.set_num_threads(threads)
-        try:
-            program = torch.export.load(path)
-            self._module = program.module(check_guards=False)
-        except Exception as error:
-            raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
+        program = load(path)
+        self._module = program.module(check_guards=False)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature
@@ -273,7 +279,7 @@ class ExportSession:
         self.signature.check(inputs)
         try:
             with torch.no_grad():
-                found = self._module(*to_tensors(self.signature, inputs))
+                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs))))
         except IndexError as error:
             raise RequestError(f"the program refuses these values: {_reason(error)}") from error
         except Exception as error:

@@ -46,7 +46,7 @@ class OnnxSession:
                 str(path), _options(threads), providers=["CPUExecutionProvider"]
             )
         except Exception as error:
-            raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {_first(error)}") from error
+            raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first(error)}") from error
         self.signature = signature
         self._names = [spec.name for spec in signature.outputs]
         _check_interface(self._session, signature, path)
@@ -58,9 +58,9 @@ class OnnxSession:
         try:
             found = self._session.run(self._names, feeds)
         except _BAD_INPUT as error:
-            raise RequestError(f"the program refuses these values: {_first(error)}") from error
+            raise RequestError(f"the program refuses these values: {first(error)}") from error
         except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {_first(error)}") from error
+            raise TruelineError(f"the program failed on a request that it accepted: {first(error)}") from error
         return dict(zip(self._names, found, strict=True))
 
 
@@ -74,7 +74,8 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     return options
 
 
-def _first(error: Exception) -> str:
+def first(error: Exception) -> str:
+    """The first line of what a runtime says."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

@@ -8,12 +8,12 @@ bundle. `eager` is the oracle that the others are proven against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, NotProven, UsageError, listed
+from trueline.errors import BundleError, NotProven, UsageError, closest, listed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,15 +24,47 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.generic]
 
-Format = Literal["onnx", "torch_export"]
+Format = Literal["onnx", "openvino", "torch_export", "torchscript", "aotinductor"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
+"""In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO."""
+USUAL: tuple[Format, ...] = ("onnx", "torch_export")
+"""What a capture makes when it is not told otherwise."""
+NATIVE: tuple[Format, ...] = ("aotinductor",)
+"""Machine code: opening one runs it. Never chosen to serve."""
+TARGETS: dict[str, tuple[Format, ...]] = {
+    "onnxruntime": ("onnx",),
+    "openvino": ("onnx", "openvino"),
+    "torch": ("torch_export",),
+    "torchscript": ("torchscript",),
+    "cpp": ("torchscript",),
+    "aotinductor": ("aotinductor",),
+}
+"""Where a program is to run -> the formats that run there."""
+
+
+def formats_for(targets: Iterable[str]) -> tuple[Format, ...]:
+    """The formats that run on `targets`, in the order of FORMATS. Raises UsageError.
+
+    >>> formats_for(["cpp", "openvino"])
+    ('onnx', 'openvino', 'torchscript')
+    """
+    wanted: set[Format] = set()
+    for target in targets:
+        if target not in TARGETS:
+            near = closest(target, TARGETS)
+            raise UsageError(
+                f"there is no target '{target}' (there are: {listed(TARGETS)})",
+                hint=f"did you mean '{near}'?" if near else "",
+            )
+        wanted.update(TARGETS[target])
+    return tuple(format for format in FORMATS if format in wanted)
 
 
 class Session(Protocol):
     @property
     def format(self) -> str:
-        """`eager`, `onnx` or `torch_export`."""
+        """One of FORMATS, or `eager` or `compile` for the model itself."""
         ...
 
     @property
@@ -43,29 +75,57 @@ class Session(Protocol):
         ...
 
 
-def open_session(format: str, path: Path, signature: Signature, *, threads: int = 0) -> Session:
+def open_session(format: str, path: Path, signature: Signature, *, threads: int = 0, native: bool = False) -> Session:
     """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the
-    runtime choose.
+    runtime choose. Opening runs no code of the file; machine code is opened only with `native`, by who trusts
+    its maker.
 
-    Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs.
+    Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs,
+    for machine code without `native`, and for a runtime that is not installed.
     """
+    if format not in FORMATS:
+        raise UsageError(f"no runtime here runs format '{format}' (there are: {listed(FORMATS)})")
     if not Path(path).is_file():
         raise BundleError(f"there is no program at {path}")
+    if format in NATIVE and not native:
+        raise UsageError(
+            f"{path} is machine code, and opening it runs it",
+            hint="open another program of the bundle; if you trust who made it, open it with native=True",
+        )
+    return _session_class(format)(Path(path), signature, threads=threads)
+
+
+class _Opens(Protocol):
+    def __call__(self, path: Path, signature: Signature, *, threads: int = 0) -> Session: ...
+
+
+def _session_class(format: str) -> _Opens:
+    """Imported only where it runs."""
     if format == "onnx":
-        from trueline.runtime import onnx
+        from trueline.runtime.onnx import OnnxSession
 
-        return onnx.OnnxSession(Path(path), signature, threads=threads)
+        return OnnxSession
+    if format == "openvino":
+        from trueline.runtime.openvino import OpenVinoSession
+
+        return OpenVinoSession
     if format == "torch_export":
-        from trueline.runtime import export
+        from trueline.runtime.export import ExportSession
 
-        return export.ExportSession(Path(path), signature, threads=threads)
-    raise UsageError(f"no runtime here runs format '{format}' (there are: {listed(FORMATS)})")
+        return ExportSession
+    if format == "torchscript":
+        from trueline.runtime.torchscript import TorchScriptSession
+
+        return TorchScriptSession
+    from trueline.runtime.aotinductor import AotiSession
+
+    return AotiSession
 
 
-def open_program(bundle: Bundle, format: str | None = None, *, threads: int = 0) -> Session:
-    """Opens a bundle's program, the one to serve unless `format` says otherwise. Raises BundleError."""
+def open_program(bundle: Bundle, format: str | None = None, *, threads: int = 0, native: bool = False) -> Session:
+    """Opens a bundle's program, the one to serve unless `format` says otherwise. Raises as `open_session`."""
     entry = bundle.program(format)
-    return open_session(entry.format, bundle.path / entry.file, bundle.signature, threads=threads)
+    return open_session(entry.format, bundle.path / entry.file, bundle.signature, threads=threads, native=native)
 
 
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:

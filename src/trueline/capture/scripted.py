@@ -1,0 +1,84 @@
+"""The TorchScript rung: by trace, by script or by a mix of both, whichever is proven first.
+
+It stands apart from the other rungs because it does not need an exported program: for a model that
+torch.export cannot follow it is often the only one. Its signature is then what the eager model showed on the
+probes: a dimension in which the examples differ is free, and a size of an output that varied is a symbol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueline import events
+from trueline.bundle.signature import Signature
+from trueline.capture.seen import seen_signature
+from trueline.capture.versions import versions
+from trueline.errors import BundleError, CaptureError
+from trueline.runtime import torchscript_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.prove import Observation, Proof, judge, parting
+from trueline.runtime.session import open_session
+from trueline.runtime.torchscript_emit import Way
+
+DEPRECATED = "torch marks TorchScript as deprecated: take another program where there is one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The way that was taken in the end. `why` is empty when it is proven."""
+
+    how: str
+    why: str
+    line: str
+    path: Path | None
+    signature: Signature
+    proof: Proof | None
+
+
+def climb_scripted(
+    eager: EagerSession, signature: Signature | None, observations: Sequence[Observation], folder: Path
+) -> Tried:
+    """Tries the ways in the order of their chances; returns the first that is proven, else what spoke against each.
+
+    `signature` is the exported program's, None where there is none.
+    """
+    try:
+        claimed = signature or seen_signature(eager.calling.presumed, observations)
+    except CaptureError as error:
+        return Tried(how="", why=error.message, line="", path=None, signature=eager.calling.presumed, proof=None)
+    one_way = parting(observations) is None
+    order: tuple[Way, ...] = ("trace", "script", "mix") if one_way else ("script", "mix", "trace")
+    why, line, last = [], "", None
+    for way in order:
+        found = _try(eager, claimed, observations, folder / way, way)
+        if not found.why:
+            return found
+        why.append(f"by {way}: {found.why}")
+        line, last = line or found.line, found if found.proof else last
+    return Tried(
+        how="",
+        why="; ".join(why),
+        line=line,
+        path=None,
+        signature=claimed,
+        proof=last.proof if last else None,
+    )
+
+
+def _try(
+    eager: EagerSession, signature: Signature, observations: Sequence[Observation], folder: Path, way: Way
+) -> Tried:
+    started = time.monotonic()
+    try:
+        path, how = torchscript_emit.emit(eager.module, eager.calling, folder, way)
+        size = path.stat().st_size
+        events.emit("program.emitted", format="torchscript", size_bytes=size, seconds=time.monotonic() - started)
+        session = open_session("torchscript", path, signature)
+    except (CaptureError, BundleError) as error:
+        line = error.hint if isinstance(error, CaptureError) else ""
+        return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
+    proof = judge(session, observations, versions=versions())
+    return Tried(how=how, why=proof.reason, line="", path=path, signature=signature, proof=proof)

@@ -1,0 +1,60 @@
+"""AOTInductor: machine code compiled ahead of time, which libtorch runs without Python.
+
+A package holds a shared library, and opening it runs its code on this machine: it is opened only by who says
+that its maker is trusted (`native=True`), and never chosen to serve. It drops an exported program's guards:
+the Session enforces the proven range, and the package's own input check is switched on beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from trueline.bundle.signature import Signature
+from trueline.errors import BundleError, TruelineError
+from trueline.runtime.eager import to_arrays, to_tensors
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+FILE = "programs/model.so.pt2"
+CHECK_INPUTS = "AOTI_RUNTIME_CHECK_INPUTS"
+
+
+@final
+class AotiSession:
+    """An AOTInductor package on the CPU.
+
+    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    """
+
+    format = "aotinductor"
+
+    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
+        os.environ.setdefault(CHECK_INPUTS, "1")
+        if threads:
+            torch.set_num_threads(threads)
+        try:
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        except Exception as error:
+            raise BundleError(f"{path} is no AOTInductor package that this torch can open: {_first(error)}") from error
+        self.signature = signature
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name. Raises RequestError for inputs outside the signature."""
+        self.signature.check(inputs)
+        try:
+            found = self._loader.boxed_run(list(to_tensors(self.signature, inputs)))
+        except Exception as error:
+            raise TruelineError(f"the program failed on a request that it accepted: {_first(error)}") from error
+        if len(found) != len(self.signature.outputs):
+            raise TruelineError(f"the program gave {len(found)} outputs, expected {len(self.signature.outputs)}")
+        return to_arrays(self.signature, tuple(found))
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

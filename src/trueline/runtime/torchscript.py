@@ -1,0 +1,83 @@
+"""TorchScript: a program that keeps Python's control flow and that libtorch runs without Python.
+
+torch marks it as deprecated; it is the last rung of the ladder, for models that nothing else can hold and for
+C++ programs. It knows nothing of ranges: the Session enforces what was proven.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from trueline.bundle.signature import Signature
+from trueline.errors import BundleError, RequestError, TruelineError
+from trueline.runtime import script_archive
+from trueline.runtime.eager import to_arrays, to_tensors
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+FILE = "programs/model.ts"
+
+
+@contextlib.contextmanager
+def undeprecated() -> Iterator[None]:
+    """torch warns at every call of torch.jit; the bundle's notes say it once, to whom it concerns."""
+    with warnings.catch_warnings():
+        # A tracer warning is no signal: see docs/concepts/proof.md.
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
+        warnings.filterwarnings("ignore", message=r".*`?torch\.jit\.\w+`? is (deprecated|not supported)")
+        yield
+
+
+@final
+class TorchScriptSession:
+    """A TorchScript program on the CPU.
+
+    Thread-safe. `threads` above 0 sets torch's intra-op threads for the whole process.
+    """
+
+    format = "torchscript"
+
+    def __init__(self, path: Path, signature: Signature, *, threads: int = 0) -> None:
+        script_archive.check(path)
+        if threads:
+            torch.set_num_threads(threads)
+        try:
+            with undeprecated():
+                self._module = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+        taken = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        if len(taken) != len(signature.inputs):
+            raise BundleError(f"{path} takes {len(taken)} inputs, its signature says {len(signature.inputs)}")
+        self.signature = signature
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
+        self.signature.check(inputs)
+        try:
+            with torch.inference_mode():
+                found = self._module(*to_tensors(self.signature, inputs))
+        except Exception as error:
+            if "index out of range" in str(error):
+                raise RequestError(f"the program refuses these values: {first(error)}") from error
+            raise TruelineError(f"the program failed on a request that it accepted: {first(error)}") from error
+        answer = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        if len(answer) != len(self.signature.outputs):
+            raise TruelineError(f"the program gave {len(answer)} outputs, expected {len(self.signature.outputs)}")
+        return to_arrays(self.signature, answer)
+
+
+def first(error: Exception) -> str:
+    """What a TorchScript error says, in one line: it stands last, below the program's own call stack."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next(
+        (line for line in reversed(lines) if line.partition(":")[0].endswith("Error")), lines[0] if lines else ""
+    )
+    return told or type(error).__name__

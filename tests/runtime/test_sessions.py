@@ -1,0 +1,67 @@
+"""Every runtime keeps the laws of a Session; machine code does in test_aotinductor.py, because it takes long."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from session_conformance import *  # noqa: F403 - the shared tests
+from small_models import Mlp
+
+from trueline.errors import BundleError, UsageError
+from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
+from trueline.runtime.compiled import CompiledSession
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
+
+NAMES = ("eager", "compile", "onnx", "openvino", "torch_export", "torchscript")
+
+
+def opened(name: str, eager: EagerSession, folder: Path) -> Session:
+    if name == "eager":
+        return eager
+    if name == "compile":
+        return CompiledSession(eager.module, torch.zeros(5, 8), backend="aot_eager")
+    if name == "torchscript":
+        path, _ = torchscript_emit.emit(eager.module, eager.calling, folder, "script")
+        return open_session(name, path, eager.signature)
+    exported = export.export(eager.module, eager.calling)
+    emit = export.emit if name == "torch_export" else onnx_emit.emit
+    return open_session(name, emit(exported, folder), exported.signature)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def mlp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Session]:
+    if request.param == "openvino" and importlib.util.find_spec("openvino") is None:
+        pytest.skip("openvino is not installed: pip install 'trueline[openvino]'")
+    torch.manual_seed(0)
+    eager = EagerSession(Mlp().eval(), torch.randn(5, 8))
+    return opened(request.param, eager, tmp_path_factory.mktemp(request.param)), eager
+
+
+def test_machine_code_is_opened_only_by_who_allows_it(tmp_path: Path) -> None:
+    (tmp_path / "model.so.pt2").write_bytes(b"\x7fELF")
+    signature = EagerSession(Mlp().eval(), torch.zeros(2, 8)).signature
+    with pytest.raises(UsageError, match="is machine code, and opening it runs it"):
+        open_session("aotinductor", tmp_path / "model.so.pt2", signature)
+    with pytest.raises(BundleError, match="no AOTInductor package"):
+        open_session("aotinductor", tmp_path / "model.so.pt2", signature, native=True)
+
+
+def test_a_runtime_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    with pytest.raises(UsageError, match="OpenVINO is not installed") as refused:
+        openvino._openvino()
+    assert refused.value.hint == "pip install 'trueline[openvino]'"
+
+
+def test_targets_are_formats_and_an_unknown_one_is_answered_with_those_there_are() -> None:
+    assert formats_for(["cpp", "openvino"]) == ("onnx", "openvino", "torchscript")
+    assert {format for formats in TARGETS.values() for format in formats} == set(FORMATS)
+    with pytest.raises(UsageError, match="there is no target 'onnxruntim'") as refused:
+        formats_for(["onnxruntim"])
+    assert refused.value.hint == "did you mean 'onnxruntime'?"

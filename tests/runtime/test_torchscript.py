@@ -1,0 +1,157 @@
+"""TorchScript keeps every way of the code, or is refused; its archive runs nothing but arithmetic."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import Branch, Mlp, Nested, Pair
+from torch import Tensor, nn
+
+from trueline.capture.scripted import climb_scripted
+from trueline.errors import BundleError, CaptureError
+from trueline.runtime import script_archive, torchscript_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import observe
+from trueline.runtime.session import open_session
+
+
+class Halving(nn.Module):
+    """A loop whose length depends on the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = 0
+        while bool(x.abs().sum() > 1.0) and steps < 20:
+            x = self.linear(x) * 0.5
+            steps += 1
+        return x
+
+
+class Around(nn.Module):
+    """Cannot be scripted (*args), and calls what must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Halving()
+
+    def forward(self, *given: Tensor) -> Tensor:
+        found: Tensor = self.loop(given[0])
+        return found + 1
+
+
+class Star(nn.Module):
+    def forward(self, *given: Tensor) -> Tensor:
+        return given[0] * 2
+
+
+class Inside(nn.Module):
+    """Branches, and calls what cannot be scripted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.star = Star()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.sum() > 0):
+            return self.star(x)  # type: ignore[no-any-return]
+        return self.star(x) - 1  # type: ignore[no-any-return]
+
+
+def captured(module: nn.Module, example: object, folder: Path) -> tuple[str, str]:
+    torch.manual_seed(0)
+    eager = EagerSession(module.eval(), example)
+    found = climb_scripted(eager, None, observe(eager, make_probes(eager.example)), folder)
+    return found.how, found.why
+
+
+@pytest.mark.parametrize(
+    ("module", "how"),
+    [
+        (Mlp(), "by trace"),
+        (Branch(), "by script"),
+        (Halving(), "by script"),
+        (Around(), "by a mix (scripted: loop; traced: the model)"),
+        (Inside(), "by a mix (scripted: the model; traced: star)"),
+    ],
+)
+def test_the_way_that_is_proven_is_taken_and_recorded(tmp_path: Path, module: nn.Module, how: str) -> None:
+    size = 8 if isinstance(module, Mlp) else 4
+    assert captured(module, torch.randn(5, size), tmp_path) == (how, "")
+
+
+def test_a_trace_of_a_branch_is_refused_by_the_probes_that_show_it(tmp_path: Path) -> None:
+    eager = EagerSession(Inside().eval(), torch.ones(3, 4))
+    path, _ = torchscript_emit.emit(eager.module, eager.calling, tmp_path, "trace")
+    session = open_session("torchscript", path, eager.signature)
+    x = np.full((2, 4), -1, np.float32)
+    assert not np.allclose(session.run({"x": x})["output"], eager.run({"x": x})["output"])
+
+
+@pytest.mark.parametrize("way", ["trace", "script"])
+def test_nested_inputs_and_outputs_become_flat_ones_in_the_signatures_order(
+    tmp_path: Path, way: torchscript_emit.Way
+) -> None:
+    example = {"features": {"a": torch.ones(3, 2), "b": torch.ones(3, 2)}, "pair": (torch.ones(3, 2),) * 2}
+    for module, given in ((Nested(), example), (Pair(), (torch.randn(3, 8), torch.randint(0, 10, (3, 4))))):
+        eager = EagerSession(module.eval(), given)
+        path, _ = torchscript_emit.emit(eager.module, eager.calling, tmp_path / type(module).__name__, way)
+        session = open_session("torchscript", path, eager.signature)
+        wanted, found = eager.run(eager.example), session.run(eager.example)
+        assert list(found) == list(wanted)
+        assert all(np.allclose(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_the_compiler_cannot_read_is_a_capture_error_with_its_words(tmp_path: Path) -> None:
+    eager = EagerSession(Star().eval(), torch.ones(3, 2))
+    with pytest.raises(CaptureError, match="variable number of arguments"):
+        torchscript_emit.emit(eager.module, eager.calling, tmp_path, "script")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    eager = EagerSession(Branch().eval(), torch.ones(3, 8))
+    return torchscript_emit.emit(eager.module, eager.calling, tmp_path, "script")[0]
+
+
+def test_a_program_names_no_path_of_the_machine_that_made_it(program: Path) -> None:
+    with zipfile.ZipFile(program) as archive:
+        assert not [name for name in archive.namelist() if "debug" in name or "traced" in name]
+        content = b"".join(archive.read(name) for name in archive.namelist())
+    assert b"small_models" not in content
+    assert b"site-packages" not in content
+    assert "if bool" in script_archive.source(program)
+
+
+@pytest.mark.parametrize(
+    ("member", "change"),
+    [
+        ("code", lambda text: text.replace(b"torch.mul(", b"torch.from_file(")),
+        ("code", lambda text: text + b"  def more(self, x: Tensor) -> None:\n    x.save('pwned')\n"),
+        ("code", lambda text: text + b"  def more(self) -> None:\n    ops.mine.run()\n"),
+        ("code", lambda text: text + b"  def ("),
+        ("data.pkl", lambda _: b"cos\nsystem\n(S'touch pwned'\ntR."),
+        ("data.pkl", lambda _: b"\x80\x02c__torch__.torch.classes.mine Holder\n."),
+        ("extra/setup.py", lambda _: b"print()"),
+    ],
+)
+def test_an_archive_that_does_more_than_compute_is_refused_before_torch_reads_it(
+    program: Path, monkeypatch: pytest.MonkeyPatch, member: str, change: object
+) -> None:
+    with zipfile.ZipFile(program) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    target = next((name for name in found if name.endswith(".py" if member == "code" else member)), f"model/{member}")
+    found[target] = change(found.get(target, b""))  # type: ignore[operator]
+    with zipfile.ZipFile(program, "w") as archive:
+        for name, content in found.items():
+            archive.writestr(name, content)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("torch was given the archive"))
+    with pytest.raises(BundleError, match=r"model\.ts"):
+        open_session("torchscript", program, EagerSession(Branch().eval(), torch.ones(3, 8)).signature)
