@@ -13,6 +13,7 @@ from pathlib import Path
 import mar_worlds as worlds
 import pytest
 
+from trueline.cli import app
 from trueline.files import sha256_file
 from trueline.serve import archive
 from trueline.serve.archive import ArchiveError, Caps
@@ -190,6 +191,22 @@ def test_another_runtime_is_refused_in_torchserves_words(tmp_path: Path) -> None
 def test_a_configuration_that_is_code_or_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ArchiveError, match=r"'model-config\.yaml' is"):
         unpacked(worlds.mar(tmp_path / "a.mar", config=text), tmp_path)
+
+
+def test_an_archive_without_a_program_is_told_how_to_become_a_bundle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = worlds.mar(tmp_path / "a.mar", modelFile="model.py", serializedFile="w.pt")
+    assert app.run(["import", str(weights)]) == 2
+    said = capsys.readouterr().err
+    assert "holds weights and a model in Python (model.py), and no program" in said
+    assert "torch.load(..., weights_only=True)" in said
+    own = worlds.mar(tmp_path / "b.mar")
+    assert app.run(["import", str(own)]) == 2
+    assert "trueline serve --allow-code" in capsys.readouterr().err
+    elsewhere = worlds.mar(tmp_path / "c.mar", serializedFile="../../etc/passwd")
+    assert app.run(["import", str(elsewhere)]) == 2
+    assert app.run(["import", str(tmp_path / "none.mar")]) == 2
 
 
 def test_a_configuration_outside_the_archive_is_refused(tmp_path: Path) -> None:

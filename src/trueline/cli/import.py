@@ -13,6 +13,9 @@ from trueline.cli.options import json_option, quiet_option, say, verb
 _EXAMPLES = """
 trueline import resnet.mar --out resnet.bundle
     the archive's TorchScript or ONNX program becomes a bundle, proven against the file itself
+
+trueline import archives/densenet --overwrite
+    the same of an archive that is a folder, in place of densenet.bundle
 """
 
 
@@ -23,9 +26,9 @@ trueline import resnet.mar --out resnet.bundle
 @json_option
 @quiet_option
 def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet: bool) -> None:
-    """Turn a TorchServe archive into a bundle, where it holds a program.
+    """Turn a TorchServe archive into a bundle.
 
-    A TorchScript or ONNX file is wrapped as `trueline capture FILE` does. The handler's code stays behind: a
+    Its TorchScript or ONNX file is wrapped as `trueline capture FILE` does. The handler's code stays behind: a
     bundle takes tensors and gives tensors. An archive of weights and a model.py holds no program, and is told
     how to become one; nothing of its code is run. ARCHIVE is a .mar, a .tar.gz or a folder.
     """
