@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -72,7 +73,9 @@ class BaseHandler:
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         try:
-            return torch.jit.load(model_pt_path, map_location=self.device)  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r".*torch\.jit\.load")  # the archive was made long ago
+                return torch.jit.load(model_pt_path, map_location=self.device)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             name = os.path.basename(model_pt_path)
             raise RuntimeError(
