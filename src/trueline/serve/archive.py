@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import shutil
 import stat
 import tarfile
 import zipfile
@@ -369,8 +368,3 @@ def _config(folder: Path, manifest: Manifest) -> dict[str, Any]:
 def _shown(name: str) -> str:
     """An entry's name for a message: short, and without control characters."""
     return "".join(char if char.isprintable() else "?" for char in name[:128])
-
-
-def remove(folder: Path) -> None:
-    """Deletes what was laid out. What cannot be deleted is left to the machine's own cleaning of temporary files."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -51,6 +51,7 @@ class CodeNotAllowed(RequestError):
 
     code = "code_not_allowed"
     status = 403
+    torchserve_type = "ModelException"
 
     def __init__(self, source: str) -> None:
         super().__init__(
@@ -278,6 +279,11 @@ class Fleet:
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         return task
+
+    async def close(self) -> None:
+        """Ends the processes of archives' handlers: the server leaves."""
+        handled = [one for one in self.models.all() if isinstance(one, HandlerVersion)]
+        await asyncio.gather(*(one.close() for one in handled))
 
     # the wanted state
 

@@ -169,6 +169,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         )
     finally:
         sweeper.cancel()
+        await fleet.close()
         if calls is not None:
             await calls.drain(0.0)
         for port in ports:

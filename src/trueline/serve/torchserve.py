@@ -82,7 +82,8 @@ def error(found: RequestError, extra: bytes = b"", *, strict: bool = False) -> R
         message = f"Model version: {found.version} does not exist for model: {found.model}"
         return refusal(404, message, kind="ModelVersionNotFoundException")
     hint = f"; {found.hint}" if found.hint else ""
-    return refusal(found.status, found.message + hint, extra=extra)
+    kind: str | None = getattr(found, "torchserve_type", None)
+    return refusal(found.status, found.message + hint, kind=kind, extra=extra)
 
 
 def unexpected(path: str, error: Exception) -> Response:

@@ -22,6 +22,8 @@ from trueline.serve.handlers.outcome import Answer, StartFailed
 from trueline.serve.handlers.plan import MAX_WORKERS, backoff_s, gather
 from trueline.serve.handlers.worker import Ask, Launch, Worker
 
+MAX_QUEUE_BYTES = 256 * 2**20
+"""Of what waits for one model; a lone request is let in whatever its size."""
 OnBatch = Callable[[int, float, float], None]
 
 
@@ -176,13 +178,17 @@ class Pool:
         """Starts a worker and waits for its end: why, and whether it answered anything. Raises StartFailed."""
         gpus = self.launch.plan.gpus
         gpu = gpus[slot.number % len(gpus)] if gpus else None
-        worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics)
+        try:
+            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics)
+        except OSError as error:
+            raise StartFailed(f"no process could be started: {error.strerror}") from error
         slot.worker = worker
         try:
             await worker.started()
             events.emit("worker.ready", model=self.launch.model, worker=slot.number, pid=worker.pid)
-            if not slot.first.done():
-                slot.first.set_result(None)
+            if slot.first.done():
+                slot.first = self._loop.create_future()  # that it failed once is forgotten
+            slot.first.set_result(None)
             self._pump()
             return await asyncio.shield(worker.ended), worker.answered > 0
         finally:
@@ -208,8 +214,13 @@ class Pool:
         plan = self.launch.plan
         if not self._slots:
             raise NotReady(f"model '{self.launch.model}' has no worker")
-        if len(self._queue) >= plan.queue_size:
-            raise Overloaded(f"{len(self._queue)} requests wait for this model already", hint="come back later")
+        waiting_bytes = sum(job.ask.num_bytes for job in self._queue)
+        full = waiting_bytes + ask.num_bytes > MAX_QUEUE_BYTES and bool(self._queue)
+        if full or len(self._queue) >= plan.queue_size:
+            raise Overloaded(
+                f"{len(self._queue)} requests of {waiting_bytes} bytes wait for this model already",
+                hint="come back later",
+            )
         job = _Job(ask=ask, alone=alone, since=self._loop.time(), future=self._loop.create_future())
         self._queue.append(job)
         patience_s = plan.client_timeout_s or plan.response_timeout_s + plan.startup_timeout_s

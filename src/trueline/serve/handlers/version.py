@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -24,6 +23,7 @@ from trueline.serve.batcher import Policy
 from trueline.serve.handlers import plan as plans
 from trueline.serve.handlers.measures import Measures
 from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.worker import Ask, Launch, Limits
 from trueline.serve.models import NO_WORKER, Loaded, Version
@@ -55,7 +55,7 @@ class HandlerVersion(Version):
     archive: Archive | None = None
     measures: Measures | None = None
     _pool: Pool | None = None
-    _unpacked: Path | None = None
+    _place: Place | None = None
 
     @property
     def loaded(self) -> Loaded:
@@ -109,9 +109,9 @@ class HandlerVersion(Version):
 
         Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
         """
-        unpacked = Path(tempfile.mkdtemp(prefix="trueline-archive-"))
+        place = await in_thread(Place)
         try:
-            found: Archive = await in_thread(functools.partial(archive.unpack, path, unpacked))
+            found: Archive = await in_thread(functools.partial(archive.unpack, path, place.folder))
             if digest is not None and digest != found.digest:
                 raise archive.ArchiveError(
                     f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
@@ -119,9 +119,9 @@ class HandlerVersion(Version):
                 )
             await self._start(found, given, loop)
         except BaseException:
-            archive.remove(unpacked)
+            place.remove()
             raise
-        self.archive, self._unpacked, self.since = found, unpacked, time.time()
+        self.archive, self._place, self.since = found, place, time.time()
         self.state = "ready"
         return found.digest
 
@@ -175,14 +175,17 @@ class HandlerVersion(Version):
 
     async def retire(self) -> None:
         """Returns when the last request is answered, the workers are gone and the files deleted."""
-        pool = self._pool
-        if pool is not None:
-            await pool.emptied()
-            self.state = "retiring"
-            await pool.close()
+        if self._pool is not None:
+            await self._pool.emptied()
         self.state = "retiring"
-        if self._unpacked is not None:
-            archive.remove(self._unpacked)
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its workers at once and deletes the files: the server leaves."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._place is not None:
+            self._place.remove()
 
     def ask(self, inputs: Any, timeout_s: float | None = None) -> Any:
         """Raises NoTensors."""

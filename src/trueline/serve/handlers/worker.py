@@ -37,7 +37,7 @@ class Limits:
     """Bytes; 0: not bounded."""
     open_files: int = 1024
     max_bytes: int = 256 * 2**20
-    """Of one batch, and of its answers."""
+    """Of one request, and of its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,10 @@ class Ask:
     headers: Mapping[str, str]
     on_piece: Callable[[Answer], None] | None = None
     """Called with each piece that the handler sends before the whole answer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part[2]) for part in self.parts)
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -88,6 +92,7 @@ class Worker:
         gpu: int | None = None,
         on_metrics: Callable[[Any], None] | None = None,
     ) -> None:
+        """Starts the process. Raises OSError when the machine has no room for one."""
         self.since = time.time()
         self.ended: asyncio.Future[str] = loop.create_future()
         """Why it ended."""
@@ -119,7 +124,7 @@ class Worker:
                 stdout=2,  # standard output is the server's own word
                 pass_fds=[theirs.fileno()],
                 cwd=self._launch.folder,
-                env=environment(os.environ),
+                env=self._environment(),
                 start_new_session=True,
             )
         self._exit = os.pidfd_open(self._process.pid)
@@ -128,6 +133,16 @@ class Worker:
         self._loop.add_reader(self._exit, self._reap)
         self._loop.add_reader(ours.fileno(), self._read)
         self._arm(self._launch.plan.startup_timeout_s, "was not ready")
+
+    def _environment(self) -> dict[str, str]:
+        """The processor is shared out among the workers, unless the operator has said how."""
+        cores = len(os.sched_getaffinity(0))
+        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))} | environment(os.environ)
+
+    @property
+    def _frame_bytes(self) -> int:
+        """Of a whole batch, and of what its head says."""
+        return self._launch.limits.max_bytes * self._launch.plan.batch_size + 16 * 2**20
 
     def _told(self) -> dict[str, Any]:
         from importlib import metadata
@@ -143,7 +158,7 @@ class Worker:
             "server_version": metadata.version("trueline"),
             "address_space": launch.limits.address_space,
             "open_files": launch.limits.open_files,
-            "max_bytes": launch.limits.max_bytes,
+            "max_bytes": self._frame_bytes,
         }
 
     async def started(self) -> None:
@@ -232,7 +247,7 @@ class Worker:
     def _read(self) -> None:
         while self._sock.fileno() >= 0:
             try:
-                head, parts = frames.receive(self._sock, self._launch.limits.max_bytes)
+                head, parts = frames.receive(self._sock, self._frame_bytes)
             except BlockingIOError:
                 return
             except frames.Closed:
@@ -271,7 +286,7 @@ class Worker:
             self._settle(lambda answering: answering.set_exception(refusal))
         elif kind == "piece" and self._answering is not None:
             self._piece_bytes += len(parts[0])
-            if self._piece_bytes > self._launch.limits.max_bytes:
+            if self._piece_bytes > self._frame_bytes:
                 raise ValueError("pieces over the bytes of an answer")
             listener = self._asks[int(head["index"])].on_piece
             if listener is not None:
