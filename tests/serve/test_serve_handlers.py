@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from trueline.errors import RequestError, TooLarge
 from trueline.serve import archive
 from trueline.serve.archive import ArchiveError
 from trueline.serve.fleet import CodeNotAllowed, Fleet, Found
-from trueline.serve.handlers import body, entry, frames, plan
+from trueline.serve.handlers import body, entry, frames, place, plan
 from trueline.serve.handlers.measures import MAX_SERIES, Measures
 from trueline.serve.handlers.outcome import Answer, HandlerFailed
 from trueline.serve.handlers.worker import _answer
@@ -331,7 +332,22 @@ def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], t
         entry.load("json.py", tmp_path)
 
 
-# the store and the switch
+# the folder and the store
+
+
+def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path) -> None:
+    held = place.Place(tmp_path)
+    left = tmp_path / f"{place.PREFIX}left"
+    (left / "inner").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    os.symlink(tmp_path / "other", tmp_path / f"{place.PREFIX}link")
+    now = time.time()
+    assert place.sweep(tmp_path, now=now) == 0, "one that is young may be just beginning"
+    assert place.sweep(tmp_path, now=now + 100) == 1
+    assert (held.folder.is_dir(), left.exists(), (tmp_path / "other").is_dir()) == (True, False, True)
+    held.remove()
+    held.remove()
+    assert not held.folder.exists()
 
 
 def test_archives_stand_in_the_store_under_their_manifests_names(tmp_path: Path) -> None:
