@@ -8,6 +8,7 @@ code, a want of memory with 507.
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import sys
@@ -25,6 +26,11 @@ COMPAT = Path(__file__).parents[2] / "compat"
 LOAD_BYTES = 2**20
 
 
+def _ts(name: str) -> Any:
+    """A module of our `ts` package, which is on the path since `main`."""
+    return importlib.import_module(f"ts.{name}")
+
+
 class _Unserialisable(Exception):
     """An output that no body can be made of."""
 
@@ -34,13 +40,10 @@ class Service:
 
     def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
         """Loads and initializes. Raises whatever the handler raises."""
-        from ts.context import Context  # type: ignore[import-not-found]  # ours, on the path since main()
-        from ts.metrics.metrics_store import MetricsStore  # type: ignore[import-not-found]
-
         self._sock = sock
         folder = Path(told["folder"])
-        self._metrics = MetricsStore(told["model"])
-        self._context = Context(
+        self._metrics = _ts("metrics.metrics_store").MetricsStore(told["model"])
+        self._context = _ts("context").Context(
             told["model"],
             str(folder),
             json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes()),
@@ -57,17 +60,17 @@ class Service:
 
     def predict(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
         """Answers one batch: one frame, and those of its pieces before it."""
-        from ts.context import RequestProcessor
-
-        data, processors, at = [], [], 0
+        data: list[dict[str, Any]] = []
+        processors, at = [], 0
         for request in head["requests"]:
-            given, headers = {}, {}
+            given: dict[str, Any] = {}
+            headers: dict[str, Any] = {}
             for name, kind in request["parts"]:
                 given[name] = _decoded(parts[at], kind)
                 headers[name] = {"content-type": kind}
                 at += 1
             data.append(given)
-            processors.append(RequestProcessor(headers | request["headers"]))
+            processors.append(_ts("context").RequestProcessor(headers | request["headers"]))
         self._context.request_ids = {index: request["id"] for index, request in enumerate(head["requests"])}
         self._context.request_processor = processors
         began = time.perf_counter()
@@ -114,18 +117,17 @@ def _decoded(value: bytearray, kind: str) -> Any:
 
 def _bodies(found: Any, count: int) -> list[bytes | bytearray]:
     """The answers of a batch of `count`. Raises PredictionException with TorchServe's words."""
-    from ts.utils.util import PredictionException  # type: ignore[import-not-found]
-
+    refused = _ts("utils.util").PredictionException
     if not isinstance(found, list):
         print(f"the handler returned {type(found).__name__}, not a list", file=sys.stderr)  # noqa: T201 - the log
-        raise PredictionException("Invalid model predict output", 503)
+        raise refused("Invalid model predict output", 503)
     if len(found) != count:
         print(f"the handler returned {len(found)} answers to {count} requests", file=sys.stderr)  # noqa: T201
-        raise PredictionException("number of batch response mismatched", 503)
+        raise refused("number of batch response mismatched", 503)
     try:
         return [_encoded(one) for one in found]
     except _Unserialisable as error:
-        raise PredictionException("Unsupported model output data type.", 503) from error
+        raise refused("Unsupported model output data type.", 503) from error
 
 
 def _encoded(value: Any) -> bytes | bytearray:
@@ -148,11 +150,10 @@ def _encoded(value: Any) -> bytes | bytearray:
 
 def _refusal(error: Exception) -> tuple[int, str]:
     """Code and message of an answer that could not be made. The traceback goes to the log."""
-    from ts.utils.util import PredictionException
-
     traceback.print_exception(error)
-    if isinstance(error, PredictionException):
-        return int(error.error_code), str(error.message)
+    if isinstance(error, _ts("utils.util").PredictionException):
+        told: Any = error
+        return int(told.error_code), str(told.message)
     if isinstance(error, MemoryError) or "CUDA" in str(error) or "out of memory" in str(error).lower():
         return 507, "Out of resources"
     return 503, "Prediction failed"
