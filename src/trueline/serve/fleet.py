@@ -53,12 +53,6 @@ class CodeNotAllowed(RequestError):
     status = 403
     torchserve_type = "ModelException"
 
-    def __init__(self, source: str) -> None:
-        super().__init__(
-            f"'{source.rsplit('/', 1)[-1][:128]}' is a model archive whose handler is code, and this server runs none",
-            hint="start it with --allow-code if you trust what the store holds",
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -170,7 +164,10 @@ class Fleet:
         if not archive.is_archive(found.path):
             return Version(model=model, version=version, source=source)
         if self._handlers is None:
-            raise CodeNotAllowed(source)
+            raise CodeNotAllowed(
+                f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
+                hint="start it with --allow-code if you trust what the store holds",
+            )
         return HandlerVersion(model=model, version=version, source=source, limits=self._handlers)
 
     async def _start(self, made: HandlerVersion, found: Found, how: How, digest: str | None) -> WantedVersion:
