@@ -112,6 +112,8 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         assert (facts["runtime"], facts["minWorkers"], facts["batchSize"]) == ("python", 1, 1)
         assert facts["workers"][0]["pid"] != server.pid
         assert facts["workers"][0]["memoryUsage"] > 2**20
+        own = management.get("/models/echo", params={"customized": "true"}).json()[0]
+        assert own["customizedMetadata"]["names"] == [], "the handler is asked with the header `describe`"
         again = management.post("/models", params={"url": "second.mar"})
         assert (again.status_code, again.json()["type"]) == (409, "ConflictStatusException")
         broken = management.post("/models", params={"url": "broken.mar", "initial_workers": 1})

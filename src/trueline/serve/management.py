@@ -22,6 +22,7 @@ from trueline.errors import MethodNotAllowed, NotFound, RequestError
 from trueline.serve import canary, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.worker import Ask
 from trueline.serve.http import Request, Response
 from trueline.serve.models import UnknownVersion, Version
 from trueline.serve.store import Store, check_name
@@ -100,9 +101,9 @@ class Management:
             case "GET" | "HEAD", ["models"]:
                 return self._list(query)
             case "GET" | "HEAD", ["models", model]:
-                return self._describe(model, None)
+                return self._describe(model, None, query)
             case "GET" | "HEAD", ["models", model, version] if version != "traffic":
-                return self._describe(model, version)
+                return self._describe(model, version, query)
             case "PUT", ["models", model]:
                 return self._scale(model, self._models.default(model), query, named=False)
             case "PUT", ["models", model, "split"]:
@@ -247,12 +248,26 @@ class Management:
         ]
         return torchserve.reply(200, torchserve.pretty(page))
 
-    def _describe(self, model: str, version: str | None) -> Response:
+    def _describe(self, model: str, version: str | None, query: Mapping[str, str]) -> Response | _Later:
         if version == "all":
             names = self._models.versions(model)
         else:
             names = [version or self._models.default(model)]
-        told = [self._described(self._models.find(model, name)) for name in names]
+        versions = [self._models.find(model, name) for name in names]
+        if query.get("customized", "false").lower() == "true":
+            return _Later(self._customized(versions))
+        return torchserve.reply(200, torchserve.pretty([self._described(one) for one in versions]))
+
+    async def _customized(self, versions: list[Version]) -> Response:
+        """The description, with what each archive's handler says of itself."""
+        told = []
+        for one in versions:
+            facts = self._described(one)
+            if isinstance(one, HandlerVersion) and one.state == "ready":
+                asked = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
+                answer = await one.handle(asked, alone=True)
+                facts["customizedMetadata"] = _read(answer.body)
+            told.append(facts)
         return torchserve.reply(200, torchserve.pretty(told))
 
     def _described(self, version: Version) -> dict[str, Any]:
@@ -308,6 +323,14 @@ class Management:
         }
         found["jobQueueStatus"]["remainingCapacity"] = policy.max_requests - version.num_waiting
         return found | version.described() if isinstance(version, HandlerVersion) else found
+
+
+def _read(body: bytes | bytearray) -> Any:
+    """JSON as its value, else the text."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bytes(body).decode("utf-8", "replace")
 
 
 def _query(target: bytes) -> dict[str, str]:

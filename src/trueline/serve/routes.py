@@ -368,7 +368,7 @@ class Routes:
         began = perf_counter()
         ask = bodies.read(request, explain=explain, url_path=rest)
         version.stats.decode_s += perf_counter() - began
-        return self._later(request.path, version.handle(ask, explain=explain), torchserve.handled)
+        return self._later(request.path, version.handle(ask, alone=explain), torchserve.handled)
 
     def _explain(self, request: Request, model: str, version: str | None) -> Answer:
         allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)

@@ -191,8 +191,8 @@ class HandlerVersion(Version):
         """Raises NoTensors."""
         raise NoTensors(self.model)
 
-    def handle(self, ask: Ask, *, explain: bool = False) -> asyncio.Future[Answer]:
-        """The handler's answer, with the pieces that it sent before in front of it.
+    def handle(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
+        """The handler's answer, with the pieces that it sent before in front of it; `alone`: in a batch of its own.
 
         Raises NotReady, Overloaded; the future HandlerFailed, DeadlineExceeded, NotReady.
         """
@@ -202,7 +202,7 @@ class HandlerVersion(Version):
         began = time.perf_counter()
         pieces: list[bytes | bytearray] = []
         ask.on_piece = lambda piece: pieces.append(piece.body)
-        waiting = self.pool.submit(ask, alone=explain)
+        waiting = self.pool.submit(ask, alone=alone)
         whole: asyncio.Future[Answer] = waiting.get_loop().create_future()
         waiting.add_done_callback(lambda done: self._answered(began, done))
         waiting.add_done_callback(lambda done: _pass_on(done, pieces, whole))
