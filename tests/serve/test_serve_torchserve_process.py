@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         answer = client.post("/predictions/echo", json={"x": 1}, headers={"authorization": "Bearer secret"})
         assert answer.status_code == 200
         assert answer.json() == {"names": ["body"], "body": {"x": 1}, "explain": "False", "token": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import click
@@ -32,6 +31,8 @@ def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet
     bundle takes tensors and gives tensors. An archive of weights and a model.py holds no program, and is told
     how to become one; nothing of its code is run. ARCHIVE is a .mar, a .tar.gz or a folder.
     """
+    import tempfile
+
     from trueline.errors import UsageError
     from trueline.serve.archive import unpack
 
