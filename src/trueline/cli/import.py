@@ -34,7 +34,8 @@ def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet
     import tempfile
 
     from trueline.errors import UsageError
-    from trueline.serve.archive import unpack
+    from trueline.serve.archive import stem, unpack
+    from trueline.serve.store import NAME
 
     if not Path(archive).exists():
         raise UsageError(f"there is no archive {archive}")
@@ -56,7 +57,8 @@ def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet
             )
         from trueline.capture.from_file import capture_file
 
-        target = Path(out or f"{told.model}.bundle")
+        name = told.model if NAME.fullmatch(told.model) else stem(Path(archive).name)  # it may be a path to elsewhere
+        target = Path(out or f"{name}.bundle")
         captured = capture_file(program, target, overwrite=overwrite)
     lines = [f"{one.format}: {one.verdict}" for one in captured.programs]
     lines += [f"bundle: {captured.path}", f"left behind: the handler '{told.handler}' and its labels; send tensors"]
