@@ -20,6 +20,9 @@ trueline serve s3://models/digits.tlb#sha256:5f0c...
 trueline serve --model-store bundles --load all --state served.json
     serves every bundle of a folder; versions are added, made default and retired on port 8081, and a restart brings
     back what was served
+
+trueline serve --model-store archives --load all --allow-code
+    serves TorchServe's .mar archives with their own handlers, in processes of their own
 """
 
 
@@ -50,6 +53,9 @@ trueline serve --model-store bundles --load all --state served.json
 @click.option("--management-port", type=int, metavar="PORT", help="Port to manage versions on; 8081 with a store.")
 @click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
 @click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
+@click.option("--allow-code", is_flag=True, help="Run the handlers of TorchServe's model archives (.mar).")
+@click.option("--handler-memory", type=int, default=0, metavar="MIB", help="Address space of a handler's process.")
+@click.option("--torchserve-strict", is_flag=True, help="TorchServe's statuses also where ours are better.")
 @click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
 @click.option("--processes", type=click.IntRange(1, 64), default=1, help="Server processes that share the ports.")
 @click.option("--traces", metavar="URL", help="Send OpenTelemetry spans to this collector (OTLP over HTTP).")
@@ -75,6 +81,9 @@ def command(
     management_port: int | None,
     grpc_port: int | None,
     metrics_port: int | None,
+    allow_code: bool,
+    handler_memory: int,
+    torchserve_strict: bool,
     state: str | None,
     processes: int,
     traces: str | None,
@@ -115,4 +124,7 @@ def command(
             processes=processes,
             traces=traces,
             tracking_uri=tracking_uri,
+            allow_code=allow_code,
+            handler_memory_bytes=handler_memory * 2**20,
+            torchserve_strict=torchserve_strict,
         )

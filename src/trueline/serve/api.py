@@ -44,6 +44,9 @@ def serve(
     traces: str | None = None,
     tracking_uri: str | None = None,
     drain_s: float = 30.0,
+    allow_code: bool = False,
+    handler_memory_bytes: int = 0,
+    torchserve_strict: bool = False,
 ) -> None:
     """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes what is under way and returns.
 
@@ -79,6 +82,9 @@ def serve(
         traces=traces,
         tracking_uri=tracking_uri,
         drain_s=drain_s,
+        allow_code=allow_code,
+        handler_memory_bytes=handler_memory_bytes,
+        torchserve_strict=torchserve_strict,
     )
     run(settings)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Response
 from trueline.serve.models import Models, Version
 from trueline.serve.stats import BOUNDS_S, ServerStats
@@ -85,7 +86,10 @@ def _version(version: Version, share: float) -> dict[str, Any]:
         "rows": stats.rows,
         "runs": stats.batch_s.count,
     }
-    if version.state == "ready":
+    if isinstance(version, HandlerVersion):
+        if version.state == "ready":
+            found |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}
+    elif version.state == "ready":
         loaded = version.loaded
         found |= {
             "digest": loaded.digest,

@@ -11,6 +11,7 @@ from typing import Any
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.serve import oip
 from trueline.serve.batcher import PRIORITIES, USUAL
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models import Version
 
 EXTENSIONS = (
@@ -26,6 +27,8 @@ _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "ret
 
 def describe(found: Version, versions: list[str]) -> dict[str, Any]:
     """Model metadata; `parameters` says what was measured and chosen when the version was loaded."""
+    if isinstance(found, HandlerVersion):
+        return found.metadata(versions)
     loaded = found.loaded
     plan, signature = loaded.plan, loaded.session.signature
     return {

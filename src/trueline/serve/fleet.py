@@ -14,14 +14,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from trueline import events
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotReady, RequestError, TruelineError
-from trueline.serve import wanted
+from trueline.serve import archive, wanted
 from trueline.serve.batcher import Policy
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import MAX_LANES, Loaded, Models, Version, load, public_reason
 from trueline.serve.split import Split
 from trueline.serve.wanted import Wanted, WantedModel, WantedVersion
@@ -39,6 +44,14 @@ class Refused(RequestError):
 
     code = "refused"
     status = 400
+
+
+class CodeNotAllowed(RequestError):
+    """An archive brings code of its own, and the operator did not allow any."""
+
+    code = "code_not_allowed"
+    status = 403
+    torchserve_type = "ModelException"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,8 @@ class How:
     max_queue: int = 256
     workers: int | None = None
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+    given: Mapping[str, str] = field(default_factory=lambda: {"default_workers": "1"})
+    """What an archive's workers are to be like where its own configuration says otherwise, in TorchServe's words."""
 
 
 class Fleet:
@@ -71,19 +86,21 @@ class Fleet:
         self,
         models: Models,
         loop: asyncio.AbstractEventLoop,
-        in_thread: Callable[[Callable[[], Loaded]], Awaitable[Loaded]],
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         *,
         how: How | None = None,
         state: Path | None = None,
+        handlers: Limits | None = None,
     ) -> None:
         """`how` is for what says nothing of its own; `in_thread` runs what blocks; `state` is the file of the wanted
-        state, if it is to be kept.
+        state, if it is to be kept; `handlers` bounds the processes of archives' code, None: none is run.
         """
         self.models = models
         self.how = how or How()
         self._loop = loop
         self._in_thread = in_thread
         self._state = state
+        self._handlers = handlers
         self._locks: dict[str, asyncio.Lock] = {}
         self._wanted: dict[Version, WantedVersion] = {}
         self._kept: dict[str, WantedModel] = {}
@@ -118,26 +135,23 @@ class Fleet:
             before = self._at(model, version)
             if before is not None and before.state == "ready" and not replace_it:
                 raise Conflict(f"Model version {version} is already registered for model {model}")
-            made = Version(model=model, version=version, source=source)
+            made = self._new(found, model, version, source)
             fresh = before is None
             if fresh:
                 self.models.put(made)
             events.emit("version.loading", model=model, version=version)
             chosen = how or self.how
             try:
-                loaded = await self._in_thread(lambda: _load(found, chosen, digest))
-                self._open(made, loaded, chosen)
-                self._wanted[made] = WantedVersion(
-                    source=source,
-                    digest=loaded.digest,
-                    workers=made.policy.lanes,
-                    max_batch=None if chosen.max_batch == self.how.max_batch else chosen.max_batch,
-                    max_delay_s=None if chosen.max_delay_s == self.how.max_delay_s else chosen.max_delay_s,
-                )
+                if isinstance(made, HandlerVersion):
+                    self._wanted[made] = await self._start(made, found, chosen, digest)
+                else:
+                    self._wanted[made] = await self._prove(made, found, chosen, digest)
                 self.models.put(made)
                 self._keep()
             except BaseException as error:
                 self._wanted.pop(made, None)
+                if isinstance(made, HandlerVersion) and made.state == "ready":
+                    self._retire(made)
                 if fresh:
                     self.models.remove(model, version)
                 elif before is not None:
@@ -147,10 +161,38 @@ class Fleet:
                     events.emit("version.failed", model=model, version=version, why=reason)
                     raise Refused(f"model '{model}' version '{version}' is not served: {reason}") from error
                 raise
-            events.emit("version.ready", model=model, version=version, golden_cases=loaded.golden_cases)
+            events.emit("version.ready", model=model, version=version, digest=made.digest)
             if before is not None:
                 self._retire(before)
             return made
+
+    def _new(self, found: Found, model: str, version: str, source: str) -> Version:
+        """Raises CodeNotAllowed."""
+        if not archive.is_archive(found.path):
+            return Version(model=model, version=version, source=source)
+        if self._handlers is None:
+            raise CodeNotAllowed(
+                f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
+                hint="start it with --allow-code if you trust what the store holds",
+            )
+        return HandlerVersion(model=model, version=version, source=source, limits=self._handlers)
+
+    async def _start(self, made: HandlerVersion, found: Found, how: How, digest: str | None) -> WantedVersion:
+        """Makes an archive's handler ready. Raises ArchiveError, NotStarted."""
+        kept = await made.begin(found.path, how.given, self._in_thread, self._loop, digest or found.digest)
+        return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(how.given))
+
+    async def _prove(self, made: Version, found: Found, how: How, digest: str | None) -> WantedVersion:
+        """Makes a bundle's program ready. Raises BundleError, NotProven."""
+        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest))
+        self._open(made, loaded, how)
+        return WantedVersion(
+            source=made.source,
+            digest=loaded.digest,
+            workers=made.policy.lanes,
+            max_batch=None if how.max_batch == self.how.max_batch else how.max_batch,
+            max_delay_s=None if how.max_delay_s == self.how.max_delay_s else how.max_delay_s,
+        )
 
     def _at(self, model: str, version: str) -> Version | None:
         known = model in self.models.names() and version in self.models.versions(model)
@@ -199,7 +241,7 @@ class Fleet:
         kept = self._wanted.get(found)
         try:
             if kept is not None:
-                self._wanted[found] = _with_workers(kept, found.policy.lanes)
+                self._wanted[found] = msgspec.structs.replace(kept, workers=found.policy.lanes)
             self._keep()
         except TruelineError:
             found.scale(before)
@@ -241,6 +283,11 @@ class Fleet:
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         return task
+
+    async def close(self) -> None:
+        """Ends the processes of archives' handlers: the server leaves."""
+        handled = [one for one in self.models.all() if isinstance(one, HandlerVersion)]
+        await asyncio.gather(*(one.close() for one in handled))
 
     # the wanted state
 
@@ -297,6 +344,7 @@ class Fleet:
             workers=told.workers,
             max_batch=told.max_batch or self.how.max_batch,
             max_delay_s=self.how.max_delay_s if told.max_delay_s is None else told.max_delay_s,
+            given=told.given | {"initial_workers": str(told.workers)},
         )
 
     async def restore(self, state: Wanted, find: Callable[[str], Awaitable[Found]]) -> list[str]:
@@ -334,16 +382,6 @@ class _DefaultVersion(RequestError):
 
     code = "default_version"
     status = 403
-
-
-def _with_workers(one: WantedVersion, workers: int) -> WantedVersion:
-    return WantedVersion(
-        source=one.source,
-        digest=one.digest,
-        workers=workers,
-        max_batch=one.max_batch,
-        max_delay_s=one.max_delay_s,
-    )
 
 
 def _load(found: Found, how: How, digest: str | None) -> Loaded:

@@ -15,6 +15,12 @@ _STATUS_LINES = {
 }
 
 
+def _start(response: Response) -> bytes:
+    """Status line and content type of an answer whose status is its own invention, or that names no content type."""
+    line = _STATUS_LINES.get(response.status, b"HTTP/1.1 %d \r\ncontent-type: " % response.status)
+    return line + response.content_type if response.content_type else line.removesuffix(b"\r\ncontent-type: ")
+
+
 @dataclass(slots=True)
 class Request:
     """One whole request. Header names are lower-case."""
@@ -38,6 +44,7 @@ class Response:
     status: int
     body: bytes
     content_type: bytes = JSON
+    """Empty: the answer names none."""
     headers: bytes = b""
     """Further header lines, each ending in CRLF."""
     close: bool = False
@@ -72,9 +79,9 @@ def date_line() -> bytes:
 
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
-    head = b"%b%b\r\ncontent-length: %d\r\n%b%b" % (
-        _STATUS_LINES[response.status],
-        response.content_type,
+    line = _STATUS_LINES.get(response.status)
+    head = b"%b\r\ncontent-length: %d\r\n%b%b" % (
+        line + response.content_type if line is not None and response.content_type else _start(response),
         len(response.body),
         date,
         response.headers,

@@ -1,8 +1,8 @@
 """TorchServe's management API: register, scale, set the default, list, describe, unregister. Only translates.
 
-Source: TorchServe 0.12's ManagementRequestHandler, as the contract page has it. What is loaded are sealed bundles, so
-`handler`, `runtime` and `s3_sse_kms` of a request are read and have nothing to say. A worker here is one of the runs
-that may go on at the same time. Beyond TorchServe: `PUT /models/{m}/split?1=90&2=10`.
+Source: TorchServe 0.12's ManagementRequestHandler, as the contract page has it. Of a sealed bundle `handler` and
+`s3_sse_kms` have nothing to say, and a worker is one of the runs that may go on at the same time; of a model archive a
+worker is a process. Beyond TorchServe: `PUT /models/{m}/split?1=90&2=10`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import msgspec
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
 from trueline.serve import canary, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.worker import Ask
 from trueline.serve.http import Request, Response
 from trueline.serve.models import UnknownVersion, Version
 from trueline.serve.store import Store, check_name
@@ -28,6 +30,10 @@ from trueline.serve.tokens import Keys
 from trueline.serve.traffic import Traffic
 
 Find = Callable[[str], Awaitable[Found]]
+_OF_ARCHIVES = frozenset(
+    {"handler", "initial_workers", "batch_size", "max_batch_delay", "response_timeout", "startup_timeout"}
+)
+"""Parameters of a registration that say how an archive's handler is run."""
 PAGE = 100
 
 
@@ -95,9 +101,9 @@ class Management:
             case "GET" | "HEAD", ["models"]:
                 return self._list(query)
             case "GET" | "HEAD", ["models", model]:
-                return self._describe(model, None)
+                return self._describe(model, None, query)
             case "GET" | "HEAD", ["models", model, version] if version != "traffic":
-                return self._describe(model, version)
+                return self._describe(model, version, query)
             case "PUT", ["models", model]:
                 return self._scale(model, self._models.default(model), query, named=False)
             case "PUT", ["models", model, "split"]:
@@ -154,11 +160,16 @@ class Management:
         entry = self._entry(url)
         model = check_name("model", given.get("model_name") or found.name or (entry[0] if entry else ""))
         version = check_name("version", given.get("model_version") or found.version or (entry[1] if entry else "1"))
+        runtime = given.get("runtime") or "python"
+        if runtime not in ("python", "python2", "python3"):
+            raise RequestError(f"Invalid RuntimeType value: {runtime[:32]}")
         workers = _whole(given.get("initial_workers"), 0)
         delay_s = _whole(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None
         how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
-        how = replace(how, max_queue=self._fleet.how.max_queue, threads=self._fleet.how.threads)
-        await self._fleet.load(found, model, version, source=url, how=how)
+        told = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
+        how = replace(how, max_queue=self._fleet.how.max_queue, threads=self._fleet.how.threads, given=told)
+        made = await self._fleet.load(found, model, version, source=url, how=how)
+        workers = made.policy.lanes if isinstance(made, HandlerVersion) else workers
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
         if not workers:
             text += ". Use scale workers API to add workers for the model."
@@ -168,7 +179,7 @@ class Management:
         entries = self._store.entries() if self._store is not None else []
         return next(((one.model, one.version) for one in entries if one.source == url), None)
 
-    def _scale(self, model: str, version: str, query: Mapping[str, str], *, named: bool) -> Response:
+    def _scale(self, model: str, version: str, query: Mapping[str, str], *, named: bool) -> Response | _Later:
         least = _whole(query.get("min_worker"), 1)
         most = _whole(query.get("max_worker"), least)
         if least < 0 or most < 0:
@@ -178,6 +189,10 @@ class Management:
         workers = self._fleet.scale(model, version, most)
         if query.get("synchronous", "false").lower() != "true":
             return torchserve.status("Processing worker updates...", 202)
+        return _Later(self._scaled(model, version, workers, named=named))
+
+    async def _scaled(self, model: str, version: str, workers: int, *, named: bool) -> Response:
+        await self._models.find(model, version).settled()
         which = f", version: {version}" if named else ""
         return torchserve.status(f"Workers scaled to {workers} for model: {model}{which}")
 
@@ -233,12 +248,26 @@ class Management:
         ]
         return torchserve.reply(200, torchserve.pretty(page))
 
-    def _describe(self, model: str, version: str | None) -> Response:
+    def _describe(self, model: str, version: str | None, query: Mapping[str, str]) -> Response | _Later:
         if version == "all":
             names = self._models.versions(model)
         else:
             names = [version or self._models.default(model)]
-        told = [self._described(self._models.find(model, name)) for name in names]
+        versions = [self._models.find(model, name) for name in names]
+        if query.get("customized", "false").lower() == "true":
+            return _Later(self._customized(versions))
+        return torchserve.reply(200, torchserve.pretty([self._described(one) for one in versions]))
+
+    async def _customized(self, versions: list[Version]) -> Response:
+        """The description, with what each archive's handler says of itself."""
+        told = []
+        for one in versions:
+            facts = self._described(one)
+            if isinstance(one, HandlerVersion) and one.state == "ready":
+                asked = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
+                answer = await one.handle(asked, alone=True)
+                facts["customizedMetadata"] = _read(answer.body)
+            told.append(facts)
         return torchserve.reply(200, torchserve.pretty(told))
 
     def _described(self, version: Version) -> dict[str, Any]:
@@ -293,7 +322,15 @@ class Management:
             ],
         }
         found["jobQueueStatus"]["remainingCapacity"] = policy.max_requests - version.num_waiting
-        return found
+        return found | version.described() if isinstance(version, HandlerVersion) else found
+
+
+def _read(body: bytes | bytearray) -> Any:
+    """JSON as its value, else the text."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bytes(body).decode("utf-8", "replace")
 
 
 def _query(target: bytes) -> dict[str, str]:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models import Models
 from trueline.serve.stats import Histogram, ServerStats
 
@@ -29,6 +30,9 @@ class Collector:
         yield from self._server()
         yield from self._versions()
         yield from self._torchserve()
+        for version in self._models.all():
+            if isinstance(version, HandlerVersion) and version.measures is not None:
+                yield from version.measures.collect()
 
     def _server(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

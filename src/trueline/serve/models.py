@@ -20,6 +20,7 @@ from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
+from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Batcher, Policy
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
@@ -94,10 +95,29 @@ class Version:
     @property
     def loaded(self) -> Loaded:
         """What is loaded. Raises NotReady."""
-        if self._loaded is None or self.state != "ready":
-            why = f": {self.reason}" if self.reason else ""
-            raise NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+        if self._loaded is None:
+            raise self._not_ready()
+        self.check_ready()
         return self._loaded
+
+    def check_ready(self) -> None:
+        """Raises NotReady."""
+        if self.state != "ready":
+            raise self._not_ready()
+
+    def _not_ready(self) -> NotReady:
+        why = f": {self.reason}" if self.reason else ""
+        return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+
+    @property
+    def sick(self) -> bool:
+        """Whether it cannot answer, and will not by itself."""
+        return self.state == "failed"
+
+    @property
+    def digest(self) -> str:
+        """Of the bytes that it was loaded from. Raises NotReady."""
+        return self.loaded.digest
 
     @property
     def signature(self) -> Signature:
@@ -133,6 +153,9 @@ class Version:
         _ = self.loaded
         assert self._batcher is not None
         self._batcher.scale(min(lanes, MAX_LANES))
+
+    async def settled(self) -> None:
+        """Returns when what `scale` asked for is there."""
 
     async def retire(self) -> None:
         """Returns when the last request that it was asked is answered, and lets go of its program.
@@ -254,7 +277,7 @@ class Models:
 
     def set_default(self, model: str, version: str) -> None:
         """Requests without a version go to `version`; a split ends. Raises UnknownModel, UnknownVersion, NotReady."""
-        _ = self.find(model, version).loaded
+        self.find(model, version).check_ready()
         self._defaults[model] = version
         self._splits.pop(model, None)
 
@@ -264,7 +287,7 @@ class Models:
     def set_split(self, model: str, split: Split) -> None:
         """Requests without a version go by weight. Raises UnknownModel, UnknownVersion, NotReady."""
         for version in split.weights:
-            _ = self.find(model, version).loaded
+            self.find(model, version).check_ready()
         self._splits[model] = split
 
     def restore(self, model: str, default: str, split: Split | None) -> None:
@@ -342,7 +365,7 @@ def _load(bundle: Bundle, threads: int, max_batch: int) -> Loaded:
 
 def public_reason(error: TruelineError) -> str:
     """Why a version failed, in words that name no path."""
-    if isinstance(error, NotProven):
+    if isinstance(error, NotProven | ArchiveError):
         return error.message
     events.emit("version.refused", code=error.code, why=error.message)
     return f"the bundle was refused ({error.code}); the server's log says why"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trueline.bundle.signature import Signature, TensorSpec
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models import Version
 
 Document = dict[str, Any]
@@ -49,6 +50,8 @@ def data_plane(versions: Iterable[Version], version: str) -> Document:
 
 
 def _model(version: Version) -> Document:
+    if isinstance(version, HandlerVersion):
+        return _handler(version)
     signature, name = version.signature, version.model
     base = f"/v2/models/{name}/versions/{version.version}"
     infer = {"post": _operation(f"Asks {name}", _infer_answer(signature), _OIP_ERROR, body=_infer_request(signature))}
@@ -71,6 +74,19 @@ def _model(version: Version) -> Document:
         },
         f"/predictions/{name}": {"post": predict},
         f"/predictions/{name}/{version.version}": {"post": predict},
+    }
+
+
+def _handler(version: HandlerVersion) -> Document:
+    """A handler takes and gives what it likes."""
+    name = version.model
+    predict = {"post": _operation(f"Asks the handler of {name}", {}, _TS_ERROR, body={}, also=("503", "507"))}
+    explain = {"post": _operation(f"Asks the handler of {name} why", {}, _TS_ERROR, body={}, also=("503", "507"))}
+    return {
+        f"/v2/models/{name}/ready": _get(f"Whether {name} is ready", {"type": "object"}, also=("503",)),
+        f"/predictions/{name}": predict,
+        f"/predictions/{name}/{version.version}": predict,
+        f"/explanations/{name}": explain,
     }
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from trueline import events
-from trueline.errors import MethodNotAllowed, NotFound, NotReady, Overloaded, RequestError, UnsupportedMedia
+from trueline.errors import NotFound, NotReady, RequestError
 from trueline.serve import (
     binary,
     coding,
@@ -33,9 +33,12 @@ from trueline.serve import (
     torchserve,
     v1,
 )
+from trueline.serve.handlers import body as bodies
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Request, Response
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models, Version
+from trueline.serve.refusals import Method, allow, check_media, extra, face_of
 from trueline.serve.repository import Repository
 from trueline.serve.stats import ServerStats
 
@@ -46,25 +49,11 @@ if TYPE_CHECKING:
     Encode = Callable[[Outputs], Response]
 
 T = TypeVar("T")
-Face = Literal["oip", "torchserve"]
 _PREDICT_METHODS = ("POST", "PUT", "GET")
 KEY_HEADER = b"x-trueline-key"
 """Requests with one key go to one version of a model whose traffic is split."""
 PRIORITY_HEADER = b"x-trueline-priority"
 """How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
-
-
-class _Method(MethodNotAllowed):
-    """The path exists, and takes other methods."""
-
-    def __init__(self, message: str, allowed: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.allowed = ", ".join(allowed)
-
-
-def face_of(path: str) -> Face:
-    """Whose errors a path is answered with: `{"error": ...}`, or TorchServe's."""
-    return "oip" if path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/")) else "torchserve"
 
 
 def json(status: int, value: object, headers: bytes = b"") -> Response:
@@ -81,10 +70,14 @@ class Routes:
         *,
         body_bytes: int = Limits().body_bytes,
         loader: Repository | None = None,
+        strict: bool = False,
     ) -> None:
-        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one."""
+        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one; with
+        `strict` TorchServe's routes answer with its statuses also where ours are better.
+        """
         self.models = models
         self._repository = loader
+        self._strict = strict
         self._body_bytes = body_bytes
         self.stats = ServerStats()
         self.draining = False
@@ -113,11 +106,10 @@ class Routes:
     def _error(self, path: str, error: Exception) -> Response:
         face = face_of(path)
         if isinstance(error, RequestError):
-            extra = _extra(error)
             if face == "torchserve":
-                return torchserve.error(error, extra)
+                return torchserve.error(error, extra(error), strict=self._strict)
             hint = f"; {error.hint}" if error.hint else ""
-            return json(error.status, {"error": error.message + hint}, extra)
+            return json(error.status, {"error": error.message + hint}, extra(error))
         where = traceback.format_exception(error)[-1].strip()
         events.emit("request.failed", path=path[:200], why=where)
         logging.getLogger("trueline").debug("request failed", exc_info=error)
@@ -161,28 +153,32 @@ class Routes:
                 return self._infer(request, model, version)
             case ["predictions", model]:
                 return self._predict(request, model, None)
-            case ["predictions", model, version, *_]:
-                return self._predict(request, model, version)
+            case ["predictions", model, version, *rest]:
+                return self._predict(request, model, version, "/".join(rest))
+            case ["explanations", model]:
+                return self._explain(request, model, None)
+            case ["explanations", model, version]:
+                return self._explain(request, model, version)
             case ["v1", "models", *rest]:
                 return self._v1(request, rest)
             case ["v2", *rest]:
                 return self._oip(request, rest)
             case ["ping"]:
-                _allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
+                allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
                 return self._ping()
             case ["metrics"]:
-                _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return self._metrics(request)
             case ["dashboard", *rest] if rest in ([], ["state"]):
-                _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
             case ["openapi.json"] | ["api-description"]:
-                _allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return json(200, openapi.data_plane(self.models.all(), _version()))
             case [""] if request.method == "OPTIONS":
                 return json(200, openapi.data_plane(self.models.all(), _version()))
             case [""]:
-                raise _Method(torchserve.NO_METHOD, ("OPTIONS",))
+                raise Method(torchserve.NO_METHOD, ("OPTIONS",))
             case _:
                 raise NotFound(torchserve.NO_RESOURCE)
 
@@ -256,7 +252,7 @@ class Routes:
                 found = self._model_ready(model, version)
             case _:
                 raise NotFound("Not Found")
-        _allow(request, ("GET", "HEAD"), "Method Not Allowed")
+        allow(request, ("GET", "HEAD"), "Method Not Allowed")
         return found()
 
     # the Open Inference Protocol
@@ -302,7 +298,7 @@ class Routes:
         return lambda: json(200, extensions.configuration(self.models.find(model, version)))
 
     def _index(self, request: Request) -> Response:
-        _allow(request, ("POST",), "Method Not Allowed")
+        allow(request, ("POST",), "Method Not Allowed")
         try:
             asked = msgspec.json.decode(request.body or b"{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -310,7 +306,7 @@ class Routes:
         return json(200, extensions.index(self.models.all(), ready_only=asked.get("ready") is True))
 
     def _repository_act(self, request: Request, model: str, act: str) -> Answer:
-        _allow(request, ("POST",), "Method Not Allowed")
+        allow(request, ("POST",), "Method Not Allowed")
         given = repository.parameters(request.body)
         work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
         return self._later(request.path, work, lambda found: found)
@@ -325,10 +321,12 @@ class Routes:
     def _infer(self, request: Request, model: str, version: str | None) -> Answer:
         if request.method != "POST":
             self.models.find(model, version)
-            raise _Method("Method Not Allowed", ("POST",))
+            raise Method("Method Not Allowed", ("POST",))
         began = perf_counter()
         found = self._find(request, model, version)
-        _check_media(request)
+        if isinstance(found, HandlerVersion):
+            return self._handled(request, found)
+        check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
         call = oip.decode(request.body, found.signature, json_bytes)
@@ -351,15 +349,14 @@ class Routes:
     def _v1(self, request: Request, rest: list[str]) -> Answer:
         match rest:
             case [] | [""]:
-                _allow(request, ("GET", "HEAD"), "Method Not Allowed")
+                allow(request, ("GET", "HEAD"), "Method Not Allowed")
                 return json(200, {"models": self.models.names()})
             case [called] if called.endswith(":predict"):
                 return self._v1_predict(request, called.removesuffix(":predict"))
             case [called] if called.endswith(":explain"):
-                self.models.find(called.removesuffix(":explain"))
-                raise NotFound("no explainer is served for this model")
+                return self._explain(request, called.removesuffix(":explain"), None)
             case [model]:
-                _allow(request, ("GET", "HEAD"), "Method Not Allowed")
+                allow(request, ("GET", "HEAD"), "Method Not Allowed")
                 ready = self.models.find(model).state == "ready" and not self.draining
                 return json(200 if ready else 503, {"name": model, "ready": ready})
             case _:
@@ -367,9 +364,11 @@ class Routes:
 
     def _v1_predict(self, request: Request, model: str) -> Answer:
         began = perf_counter()
-        _allow(request, ("POST",), "Method Not Allowed")
+        allow(request, ("POST",), "Method Not Allowed")
         found = self._find(request, model, None)
-        _check_media(request)
+        if isinstance(found, HandlerVersion):
+            return self._handled(request, found)
+        check_media(request)
         call = v1.decode(request.body, found.signature)
         return self._ask(
             request, found, call.inputs, None, lambda outputs: Response(200, v1.encode(outputs, call)), began
@@ -378,14 +377,30 @@ class Routes:
     # TorchServe
 
     def _ping(self) -> Response:
-        sick = any(version.state == "failed" for version in self.models.all())
+        sick = any(version.sick for version in self.models.all())
         return torchserve.status("Unhealthy", 500) if sick else torchserve.status("Healthy")
 
-    def _predict(self, request: Request, model: str, version: str | None) -> Answer:
-        _allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+    def _handled(self, request: Request, version: HandlerVersion, *, explain: bool = False, rest: str = "") -> Answer:
+        """The answer of an archive's handler."""
+        began = perf_counter()
+        ask = bodies.read(request, explain=explain, url_path=rest)
+        version.stats.decode_s += perf_counter() - began
+        return self._later(request.path, version.handle(ask, alone=explain), torchserve.handled)
+
+    def _explain(self, request: Request, model: str, version: str | None) -> Answer:
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        found = self._find(request, model, version or None)
+        if isinstance(found, HandlerVersion):
+            return self._handled(request, found, explain=True)
+        raise NotFound("no explainer is served for this model")
+
+    def _predict(self, request: Request, model: str, version: str | None, rest: str = "") -> Answer:
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
         began = perf_counter()
         found = self._find(request, model, version or None)
-        _check_media(request)
+        if isinstance(found, HandlerVersion):
+            return self._handled(request, found, rest=rest)
+        check_media(request)
         given = records.decode(request.body, found.signature)
 
         def encode(outputs: Outputs) -> Response:
@@ -443,23 +458,3 @@ def _version() -> str:
 
 def _live() -> Response:
     return json(200, {"live": True})
-
-
-def _allow(request: Request, methods: tuple[str, ...], message: str) -> None:
-    if request.method not in methods:
-        raise _Method(message, methods)
-
-
-def _check_media(request: Request) -> None:
-    """Refuses bodies that are not JSON by their own word. A body that says nothing, or `curl -d`'s form, is tried."""
-    media = request.headers.get(b"content-type")
-    if media is not None and media.lower().startswith((b"multipart/", b"image/", b"audio/", b"video/")):
-        raise UnsupportedMedia(f"content-type '{media.decode('latin-1')[:64]}' is not read here; send JSON")
-
-
-def _extra(error: RequestError) -> bytes:
-    if isinstance(error, Overloaded):
-        return b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
-    if isinstance(error, _Method):
-        return b"allow: %b\r\n" % error.allowed.encode()
-    return b""

@@ -25,13 +25,14 @@ from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
-from trueline.serve import remote, tls, tokens, torchserve, tracing, wanted
+from trueline.serve import archive, remote, tls, tokens, torchserve, tracing, wanted
 from trueline.serve.child import revived
 from trueline.serve.connection import Server
 from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.follow import Follower
 from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
+from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.http import App, Request, Response
 from trueline.serve.limits import Limits
 from trueline.serve.listen import check_reach, listen
@@ -115,10 +116,14 @@ async def run(settings: Settings, announce: Announce) -> None:
         max_queue=settings.max_queue,
     )
     state = Path(settings.state) if settings.state is not None else None
-    fleet = Fleet(models, loop, lambda work: _in_thread(loop, work), how=how, state=state)
+    fleet = Fleet(
+        models, loop, lambda work: _in_thread(loop, work), how=how, state=state, handlers=handlers_of(settings)
+    )
     sources = _Sources(settings, store, loop)
     repository = Repository(fleet, store, loop) if store is not None else None
-    routes = Routes(models, loop, body_bytes=settings.max_body_bytes, loader=repository)
+    routes = Routes(
+        models, loop, body_bytes=settings.max_body_bytes, loader=repository, strict=settings.torchserve_strict
+    )
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
     secured = tls.certificates(settings.certificate, settings.private_key, settings.client_ca)
     management = Management(fleet, store, sources.allowed, loop, keys)
@@ -163,6 +168,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         await asyncio.gather(*chores, return_exceptions=True)  # a watch of the registry ends its process
         if tracer is not None:
             await loop.run_in_executor(None, tracer.shutdown)
+        await fleet.close()
         if calls is not None:
             await calls.drain(0.0)
         for port in ports:
@@ -182,6 +188,13 @@ def _following(
         alias = AliasFollower(fleet, settings.source, str(record["model"]), str(record["version"]))
         found.append(loop.create_task(alias.run(settings.tracking_uri, settings.follow_s)))
     return found
+
+
+def handlers_of(settings: Settings) -> HandlerLimits | None:
+    """What the processes of archives' handlers may take; None when there are to be none."""
+    if not settings.allow_code:
+        return None
+    return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
 def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
@@ -390,10 +403,17 @@ def _whole(source: str) -> str:
 
 
 def _bundle_name(path: Path) -> str:
-    """The name in a bundle's manifest. Raises BundleError."""
+    """The name in a bundle's or an archive's manifest. Raises BundleError."""
+    if archive.is_archive(path):
+        return archive.peek(path).model
     if path.is_dir() and (path / schema.MANIFEST).is_file():
         return schema.decode((path / schema.MANIFEST).read_bytes(), str(path)).name
     return open_bundle(path).name
+
+
+def _version_of(path: Path) -> str:
+    """The version of what no registry has numbered. Raises BundleError."""
+    return archive.peek(path).version if archive.is_archive(path) else "1"
 
 
 async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _Sources) -> dict[str, Field]:
@@ -404,14 +424,14 @@ async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _
     name = settings.name or found.name
     if name is None:
         name = await _in_thread(loop, lambda: _bundle_name(found.path))
-    version = settings.version or found.version or "1"
+    version = settings.version or found.version or await _in_thread(loop, lambda: _version_of(found.path))
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:
         raise error.__cause__ or error from error  # the operator may read everything
     if "@" in source:
         await _moved_meanwhile(fleet, found, name, version)
-    return {"model": name, "version": version, "digest": made.loaded.digest}
+    return {"model": name, "version": version, "digest": made.digest}
 
 
 async def _moved_meanwhile(fleet: Fleet, found: Found, name: str, version: str) -> None:

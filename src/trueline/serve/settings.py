@@ -68,6 +68,12 @@ class Settings:
     tracking_uri: str | None = None
     drain_s: float = 30.0
     """How long requests under way may take after SIGTERM."""
+    allow_code: bool = False
+    """Run the handlers of model archives, each in a process of its own. Without it archives are refused."""
+    handler_memory_bytes: int = 0
+    """Address space of one such process; 0: not bounded."""
+    torchserve_strict: bool = False
+    """TorchServe's statuses also where ours are better."""
     lifeline: bool = False
     """Stop when standard input ends: a child process that dies with its parent."""
 
@@ -103,6 +109,9 @@ class Options(TypedDict, total=False):
     traces: str | None
     tracking_uri: str | None
     drain_s: float
+    allow_code: bool
+    handler_memory_bytes: int
+    torchserve_strict: bool
 
 
 def to_arguments(settings: Settings) -> list[str]:

@@ -1,8 +1,9 @@
 """Where a name that a client gives may lead: the model store, and nowhere else.
 
 A store is a folder of bundles, sealed folders or packed files (`.tlb`): `NAME.bundle` is version 1 of NAME,
-`NAME/VERSION.bundle` a version of its own. A client names entries of it, never paths: what has a `..`, is absolute, or
-leaves the store by a link is refused (CVE-2024-35198 was such a hole).
+`NAME/VERSION.bundle` a version of its own. TorchServe's model archives may stand among them, named by their manifests.
+A client names entries of it, never paths: what has a `..`, is absolute, or leaves the store by a link is refused
+(CVE-2024-35198 was such a hole).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.errors import NotFound, RequestError
+from trueline.serve import archive
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MANIFEST = "bundle.json"
@@ -23,7 +25,7 @@ class NotInStore(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A bundle in the store. `source` is what a client calls it."""
+    """A bundle or an archive in the store. `source` is what a client calls it."""
 
     model: str
     version: str
@@ -67,9 +69,13 @@ class Store:
         for path in sorted(self._visible(self.folder)):
             if _is_bundle(path):
                 found.append(Entry(_stem(path), "1", path.name, path))
+            elif archive.is_archive(path):
+                found.append(_archived(path, path.name))
             elif path.is_dir():
                 inner = [one for one in self._visible(path) if _is_bundle(one)]
                 found += [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in sorted(inner)]
+                archives = [one for one in sorted(self._visible(path)) if archive.is_archive(one)]
+                found += [_archived(one, f"{path.name}/{one.name}") for one in archives]
         return found
 
     def of(self, model: str) -> list[Entry]:
@@ -84,6 +90,17 @@ class Store:
             for path in folder.iterdir()
             if NAME.fullmatch(path.name) and path.resolve().is_relative_to(self.folder)
         ]
+
+
+def _archived(path: Path, source: str) -> Entry:
+    """An archive under the name and version of its manifest; one that cannot be read under its file's name."""
+    try:
+        told = archive.peek(path)
+    except archive.ArchiveError:
+        return Entry(archive.stem(path.name), "1.0", source, path)
+    if NAME.fullmatch(told.model) and NAME.fullmatch(told.version):
+        return Entry(told.model, told.version, source, path)
+    return Entry(archive.stem(path.name), "1.0", source, path)
 
 
 def _stem(path: Path) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from trueline import events
-from trueline.errors import RequestError
+from trueline.errors import Overloaded, RequestError
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed
 from trueline.serve.http import JSON, Response
 from trueline.serve.models import UnknownModel, UnknownVersion
 
@@ -31,6 +32,7 @@ _TYPES = {
     429: "ServiceUnavailableException",
     500: "InternalServerException",
     503: "ServiceUnavailableException",
+    507: "InternalServerException",
     504: "RequestTimeoutException",
 }
 NO_METHOD = "Requested method is not allowed, please refer to API document."
@@ -59,15 +61,29 @@ def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = 
     return reply(code, pretty({"code": code, "type": name, "message": message}), extra)
 
 
-def error(found: RequestError, extra: bytes = b"") -> Response:
-    """The answer for a refused request."""
+def handled(answer: Answer) -> Response:
+    """What a handler answered. It has a content type only if the handler named one, as in TorchServe."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "content-type")
+    made = reply(answer.status, bytes(answer.body), lines.encode("latin-1", "replace"))
+    made.content_type = answer.headers.get("content-type", "").encode("latin-1", "replace")
+    return made
+
+
+def error(found: RequestError, extra: bytes = b"", *, strict: bool = False) -> Response:
+    """The answer for a refused request; `strict`: with TorchServe's status where ours is another."""
+    if isinstance(found, HandlerFailed):
+        code = 500 if strict and found.message == DIED else found.status
+        return refusal(code, found.message, kind="InternalServerException", extra=extra)
+    if strict and isinstance(found, Overloaded):
+        return refusal(503, found.message, extra=extra)
     if isinstance(found, UnknownModel):
         return refusal(404, f"Model not found: {found.model}", kind="ModelNotFoundException")
     if isinstance(found, UnknownVersion):
         message = f"Model version: {found.version} does not exist for model: {found.model}"
         return refusal(404, message, kind="ModelVersionNotFoundException")
     hint = f"; {found.hint}" if found.hint else ""
-    return refusal(found.status, found.message + hint, extra=extra)
+    kind: str | None = getattr(found, "torchserve_type", None)
+    return refusal(found.status, found.message + hint, kind=kind, extra=extra)
 
 
 def unexpected(path: str, error: Exception) -> Response:

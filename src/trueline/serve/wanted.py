@@ -25,6 +25,8 @@ class WantedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     workers: int = 1
     max_batch: int | None = None
     max_delay_s: float | None = None
+    given: dict[str, str] = {}
+    """What the call said of an archive's workers, in TorchServe's words."""
 
 
 class WantedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,0 +1,25 @@
+"""The decorator that measures the steps of a handler."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def timed(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Reports `ts_handler_NAME` in ms when model-config.yaml says `handler: {profile: true}`."""
+
+    @functools.wraps(func)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = getattr(self, "context", None)
+        told = getattr(context, "model_yaml_config", {}).get("handler")
+        if context is None or not isinstance(told, dict) or not told.get("profile"):
+            return func(self, *args, **kwargs)
+        began = time.perf_counter()
+        result = func(self, *args, **kwargs)
+        context.metrics.add_time(f"ts_handler_{func.__name__}", (time.perf_counter() - began) * 1e3)
+        return result
+
+    return measured

@@ -1,0 +1,1 @@
+"""Where older handlers find `send_intermediate_predict_response`."""

@@ -1,0 +1,5 @@
+"""Of TorchServe's wire protocol only what handlers call."""
+
+from ..handler_utils.utils import send_intermediate_predict_response
+
+__all__ = ["send_intermediate_predict_response"]

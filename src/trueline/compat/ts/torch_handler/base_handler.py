@@ -1,0 +1,179 @@
+"""Loads a model's file, and answers in three steps: preprocess, inference, postprocess.
+
+No file is unpickled: a TorchScript archive is loaded by torch.jit, a state dict by torch.load(weights_only=True). What
+is neither is refused in words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from ..handler_utils.timer import timed
+from ..utils.util import list_classes_from_module, load_label_mapping
+
+
+class BaseHandler:
+    """Derive from it and override what is different; `initialize` and `handle` are what the worker calls."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.mapping: dict[str, str] | None = None
+        self.device: torch.device = torch.device("cpu")
+        self.map_location = "cpu"
+        self.initialized = False
+        self.context: Any = None
+        self.manifest: dict[str, Any] = {}
+        self.model_yaml_config: dict[str, Any] = {}
+        self.model_pt_path: str | None = None
+        self.explain = False
+        self.target = 0
+
+    def initialize(self, context: Any) -> None:
+        """Loads the model and its labels. Raises RuntimeError for a file of no form that is loaded here."""
+        self.context = context
+        self.manifest = context.manifest
+        self.model_yaml_config = context.model_yaml_config
+        properties = context.system_properties
+        if properties["gpu_id"] is not None and torch.cuda.is_available():
+            self.map_location = "cuda"
+            self.device = torch.device(f"cuda:{properties['gpu_id']}")
+        model_dir = properties["model_dir"]
+        told = self.manifest["model"]
+        serialized, model_file = told.get("serializedFile"), told.get("modelFile")
+        self.model_pt_path = os.path.join(model_dir, serialized) if serialized else None
+        if model_file:
+            self.model = self._load_pickled_model(model_dir, model_file, self.model_pt_path)
+            self.model.to(self.device).eval()
+        elif self.model_pt_path is not None:
+            self.model = self._load_file(self.model_pt_path)
+        else:
+            raise RuntimeError("the manifest names neither a serializedFile nor a modelFile: there is no model to load")
+        self._compile()
+        self.mapping = load_label_mapping(os.path.join(model_dir, "index_to_name.json"))
+        self.initialized = True
+
+    def _load_file(self, path: str) -> Any:
+        name = os.path.basename(path)
+        if name.endswith((".pt", ".pth", ".ts")):
+            return self._load_torchscript_model(path).eval()
+        if name.endswith(".onnx"):
+            import onnxruntime
+
+            return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        raise RuntimeError(
+            f"{name} is not loaded here; .pt (TorchScript) and .onnx are, and a state dict with a modelFile"
+        )
+
+    def _load_torchscript_model(self, model_pt_path: str) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r".*torch\.jit\.load")  # the archive was made long ago
+                return torch.jit.load(model_pt_path, map_location=self.device)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            name = os.path.basename(model_pt_path)
+            raise RuntimeError(
+                f"{name} is no TorchScript archive ({str(error).splitlines()[0]}); a state dict needs a modelFile in "
+                "the manifest, and a pickled module is not loaded at all"
+            ) from error
+
+    def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
+        """The one class of the archive's model file, with the weights of its state dict."""
+        if not os.path.isfile(os.path.join(model_dir, model_file)):
+            raise RuntimeError(f"the manifest names the model file {model_file}, which the archive does not hold")
+        module = importlib.import_module(model_file.removesuffix(".py"))
+        classes = [one for one in list_classes_from_module(module) if issubclass(one, torch.nn.Module)]
+        leaves = [one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)]
+        if len(leaves) != 1:
+            names = ", ".join(one.__name__ for one in leaves) or "none"
+            raise ValueError(f"{model_file} is to define one model class; it defines {names}")
+        model = leaves[0]()
+        if model_pt_path is not None:
+            try:
+                state = torch.load(model_pt_path, map_location=self.device, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise RuntimeError(
+                    f"{os.path.basename(model_pt_path)} holds more than weights and is not unpickled; "
+                    "save it with torch.save(model.state_dict(), ...)"
+                ) from error
+            model.load_state_dict(state)
+        return model
+
+    def _compile(self) -> None:
+        """torch.compile where model-config.yaml asks for it under `pt2`."""
+        told = self.model_yaml_config.get("pt2")
+        options: dict[str, Any] | None = None
+        if isinstance(told, str):
+            options = {"backend": told}
+        elif isinstance(told, dict) and isinstance(told.get("compile"), dict):
+            chosen = dict(told["compile"])
+            options = chosen if chosen.pop("enable", False) else None
+        if options is not None:
+            self.model = torch.compile(self.model, **options)
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """The batch as a tensor."""
+        return torch.as_tensor(data, device=self.device)
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs."""
+        with torch.inference_mode():
+            return self.model(data.to(self.device), *args, **kwargs)
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """One answer for each request."""
+        return data.tolist()
+
+    def handle(self, data: Any, context: Any) -> Any:
+        """Answers one batch."""
+        began = time.perf_counter()
+        self.context = context
+        if self._is_describe():
+            output: Any = [self.describe_handle()]
+        else:
+            prepared = self.preprocess(data)
+            if self._is_explain():
+                output = self.explain_handle(prepared, data)
+            else:
+                output = self.postprocess(self.inference(prepared))
+        context.metrics.add_time("HandlerTime", (time.perf_counter() - began) * 1e3)
+        return output
+
+    def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
+        """What `get_insights` says of the first request; its parameter `target` names the class that is explained."""
+        row = raw_data[0] if raw_data else None
+        inputs, target = None, 0
+        if isinstance(row, dict):
+            inputs = row.get("data") or row.get("body")
+            target = row.get("target") or 0
+        return self.get_insights(data_preprocess, inputs, target)
+
+    def get_insights(self, tensor_data: Any, _: Any, target: Any = 0) -> Any:
+        """Override it to explain."""
+        raise NotImplementedError(f"{type(self).__name__} explains nothing: it has no get_insights")
+
+    def describe_handle(self) -> Any:
+        """Override it to describe."""
+        return None
+
+    def _asked(self, header: str) -> bool:
+        return bool(self.context is not None and self.context.get_request_header(0, header) == "True")
+
+    def _is_explain(self) -> bool:
+        self.explain = self._asked("explain")
+        return self.explain
+
+    def _is_describe(self) -> bool:
+        return self._asked("describe")
+
+    def get_device(self) -> torch.device:
+        return self.device

@@ -1,0 +1,370 @@
+"""TorchServe's model archives: read, checked, and laid out in a folder of the server's own. No code of theirs runs.
+
+An archive is a zip (`.mar`), a `.tar.gz` whose files may stand in one top folder, or a plain folder; in each
+`MAR-INF/MANIFEST.json` says what it holds. What could write elsewhere or fill the disk is refused by the name of its
+entry: paths that leave the folder (ZipUtils of TorchServe compared strings, so `../modelX` passed), links, devices,
+more entries or bytes than the caps, bytes that unpack out of proportion.
+Source: TorchServe 0.12's ModelArchive, Manifest and ModelConfig, as the contract page has them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import os
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import msgspec
+
+from trueline.errors import BundleError
+
+MANIFEST = "MAR-INF/MANIFEST.json"
+SUFFIXES = (".mar", ".tar.gz", ".tgz")
+_TEXT_BYTES = 2**20
+"""A manifest or a model-config.yaml is not larger."""
+_PIECE = 2**20
+
+
+class ArchiveError(BundleError):
+    """An archive that is torn, hostile, or of no form that is served; the message names the entry, never a path."""
+
+    code = "archive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """What an archive may unpack into."""
+
+    entries: int = 20_000
+    total_bytes: int = 16 * 2**30
+    ratio: float = 200.0
+    """Bytes unpacked by bytes packed, asked of archives that unpack into more than `ratio_from_bytes`."""
+    ratio_from_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What an archive says of itself. `raw` is the whole of it, for the handler."""
+
+    model: str
+    version: str
+    handler: str
+    serialized_file: str = ""
+    model_file: str = ""
+    config_file: str = ""
+    requirements_file: str = ""
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """An archive in a folder of the server's own; `config` is its model-config.yaml, {} when it has none."""
+
+    folder: Path
+    manifest: Manifest
+    config: Mapping[str, Any]
+    digest: str
+
+
+def is_archive(path: Path) -> bool:
+    """Whether `path` has the looks of an archive; whether it is one, `unpack` says."""
+    return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith(SUFFIXES)
+
+
+def stem(name: str) -> str:
+    """A file's name without the archive's ending.
+
+    >>> stem("resnet.mar"), stem("resnet.tar.gz"), stem("resnet")
+    ('resnet', 'resnet', 'resnet')
+    """
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name
+
+
+# reading
+
+
+def unpack(path: Path, into: Path, caps: Caps | None = None) -> Archive:
+    """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
+    placer = _Placer(into, caps or Caps())
+    with _readable(path.name):
+        if path.is_dir():
+            digest = _copy_folder(path, placer)
+        else:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                placer.packed_bytes = max(1, file.tell())
+                file.seek(0)
+                if zipfile.is_zipfile(file):
+                    _unzip(file, placer)
+                else:
+                    file.seek(0)
+                    _untar(file, placer)
+        folder = _root(into)
+        manifest = _manifest((folder / MANIFEST).read_bytes())
+    return Archive(folder=folder, manifest=manifest, config=_config(folder, manifest), digest=digest)
+
+
+def peek(path: Path) -> Manifest:
+    """The manifest of the archive at `path`; nothing is written. Raises ArchiveError."""
+    with _readable(path.name):
+        if path.is_dir():
+            return _manifest((path / MANIFEST).read_bytes())
+        with path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive, archive.open(MANIFEST) as entry:
+                    return _manifest(entry.read(_TEXT_BYTES + 1))
+            file.seek(0)
+            with _tar(file, Caps()) as archive:
+                for member in archive:
+                    if member.isfile() and _plain(member.name).endswith(MANIFEST):
+                        found = archive.extractfile(member)
+                        assert found is not None  # it is a file
+                        return _manifest(found.read(_TEXT_BYTES + 1))
+            raise KeyError(MANIFEST)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, FileNotFoundError) as error:
+        raise ArchiveError(
+            f"'{name}' has no {MANIFEST}: it is no model archive", hint="make it with torch-model-archiver"
+        ) from error
+    except (zipfile.BadZipFile, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise ArchiveError(f"'{name}' is torn, or neither a zip nor a tar.gz: {error}", hint="copy it again") from error
+    except (NotImplementedError, RuntimeError) as error:  # zipfile's words for a coding or a password
+        raise ArchiveError(f"'{name}' is packed in a way that is not read here: {error}") from error
+    except OSError as error:
+        raise ArchiveError(f"'{name}' cannot be read or laid out: {error.strerror or error}") from error
+
+
+class _Placer:
+    """Writes entries below one folder, and refuses those that lie elsewhere or are too much."""
+
+    def __init__(self, root: Path, caps: Caps) -> None:
+        self._root = root.resolve()
+        self.caps = caps
+        self._entries = 0
+        self._bytes = 0
+        self.packed_bytes = 0
+        """0: the source is not packed, and proportion says nothing."""
+
+    def folder(self, name: str) -> None:
+        """Makes the folder `name`. Raises ArchiveError."""
+        target = self._target(name)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ArchiveError(f"entry '{_shown(name)}' stands where another entry is a file") from error
+
+    def file(self, name: str, source: IO[bytes]) -> None:
+        """Writes the file `name`. Raises ArchiveError."""
+        target = self._target(name)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as out:
+                while piece := source.read(_PIECE):
+                    self._count(name, len(piece))
+                    out.write(piece)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ArchiveError(f"entry '{_shown(name)}' comes twice, or stands below a file") from error
+
+    def _target(self, name: str) -> Path:
+        self._entries += 1
+        if self._entries > self.caps.entries:
+            raise ArchiveError(f"entry '{_shown(name)}' is beyond the {self.caps.entries} that an archive may have")
+        parts = PurePosixPath(name).parts
+        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in parts or len(name) > 1024:
+            raise ArchiveError(f"entry '{_shown(name)}' leaves the archive's folder, or its name is no path")
+        target = self._root.joinpath(*parts)
+        if not Path(os.path.realpath(target)).is_relative_to(self._root):
+            raise ArchiveError(f"entry '{_shown(name)}' leaves the archive's folder")
+        return target
+
+    def _count(self, name: str, num: int) -> None:
+        self._bytes += num
+        caps = self.caps
+        if self._bytes > caps.total_bytes:
+            raise ArchiveError(f"with entry '{_shown(name)}' the archive is over {caps.total_bytes} bytes unpacked")
+        if self.packed_bytes and self._bytes > max(caps.ratio_from_bytes, caps.ratio * self.packed_bytes):
+            raise ArchiveError(
+                f"with entry '{_shown(name)}' the archive unpacks into more than {caps.ratio:g} times its own size"
+            )
+
+
+def _unzip(file: IO[bytes], placer: _Placer) -> None:
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            kind = stat.S_IFMT(info.external_attr >> 16)
+            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise ArchiveError(f"entry '{_shown(info.filename)}' is a link or a device; files and folders go")
+            if info.is_dir():
+                placer.folder(info.filename)
+                continue
+            with archive.open(info) as source:
+                placer.file(info.filename, source)
+
+
+class _Bounded:
+    """A decompressed stream that gives no more than it may: neither in all, nor at once (a header that says it is long
+    would be read whole).
+    """
+
+    def __init__(self, source: IO[bytes], total_bytes: int) -> None:
+        self._source = source
+        self._total_bytes = total_bytes
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _PIECE:
+            raise ArchiveError(f"a header of the tar asks for {size} bytes; it is torn, or made to fill the memory")
+        found = self._source.read(size)
+        if self._source.tell() > self._total_bytes:
+            raise ArchiveError(f"the archive is over {self._total_bytes} bytes unpacked")
+        return found
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._source.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+
+@contextmanager
+def _tar(file: IO[bytes], caps: Caps) -> Iterator[tarfile.TarFile]:
+    with gzip.GzipFile(fileobj=file, mode="rb") as opened:
+        bounded: Any = _Bounded(opened, caps.total_bytes + caps.entries * 2048)
+        with tarfile.open(fileobj=bounded, mode="r:") as archive:
+            yield archive
+
+
+def _untar(file: IO[bytes], placer: _Placer) -> None:
+    with _tar(file, placer.caps) as archive:
+        for member in archive:
+            name = _plain(member.name)
+            if member.isdir():
+                if name:
+                    placer.folder(name)
+            elif member.isreg() and not member.issparse():
+                source = archive.extractfile(member)
+                assert source is not None  # it is a file
+                placer.file(name, source)
+            else:
+                raise ArchiveError(f"entry '{_shown(member.name)}' is a link or a device; files and folders go")
+
+
+def _plain(name: str) -> str:
+    """A member's name without the `./` that `tar` puts before it; "" for the top folder itself."""
+    return "" if name in (".", "./") else name.removeprefix("./")
+
+
+def _copy_folder(path: Path, placer: _Placer) -> str:
+    """Copies the files of `path`; returns a digest of their names and contents."""
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted([*folders, *names]):
+            whole = Path(folder) / name
+            inner = whole.relative_to(path).as_posix()
+            mode = whole.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                placer.folder(inner)
+            elif stat.S_ISREG(mode):
+                with open(os.open(whole, os.O_RDONLY | os.O_NOFOLLOW), "rb") as source:
+                    digest.update(f"{inner}\0{hashlib.file_digest(source, 'sha256').hexdigest()}\n".encode())
+                    source.seek(0)
+                    placer.file(inner, source)
+            else:
+                raise ArchiveError(f"entry '{_shown(inner)}' is a link or a device; files and folders go")
+    return digest.hexdigest()
+
+
+def _root(into: Path) -> Path:
+    """Where the manifest's folder stands: here, or in the one folder that is here. Raises KeyError."""
+    if (into / MANIFEST).is_file():
+        return into
+    inner = list(into.iterdir())
+    if len(inner) == 1 and (inner[0] / MANIFEST).is_file():
+        return inner[0]
+    raise KeyError(MANIFEST)
+
+
+# what it says
+
+
+class _Model(msgspec.Struct):
+    modelName: str
+    handler: str
+    modelVersion: str | int | float | None = None
+    serializedFile: str | None = None
+    modelFile: str | None = None
+    configFile: str | None = None
+    requirementsFile: str | None = None
+
+
+class _Manifest(msgspec.Struct):
+    model: _Model
+    runtime: str = "python"
+
+
+def _manifest(text: bytes) -> Manifest:
+    if len(text) > _TEXT_BYTES:
+        raise ArchiveError(f"entry '{MANIFEST}' is over {_TEXT_BYTES} bytes; no manifest is")
+    try:
+        found = msgspec.json.decode(text, type=_Manifest)
+        raw = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArchiveError(f"entry '{MANIFEST}' is no manifest of an archive: {error}") from error
+    if found.runtime not in ("python", "python2", "python3"):
+        raise ArchiveError(f"Invalid RuntimeType value: {found.runtime[:32]}", hint="python handlers are run here")
+    model = found.model
+    return Manifest(
+        model=model.modelName,
+        version="1.0" if model.modelVersion is None else str(model.modelVersion),
+        handler=model.handler,
+        serialized_file=model.serializedFile or "",
+        model_file=model.modelFile or "",
+        config_file=model.configFile or "",
+        requirements_file=model.requirementsFile or "",
+        raw=raw,
+    )
+
+
+def _config(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The archive's model-config.yaml, as it is. Raises ArchiveError."""
+    if not manifest.config_file:
+        return {}
+    import yaml
+
+    name = manifest.config_file
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.is_file():
+        raise ArchiveError(f"the manifest names the configuration '{_shown(name)}', which the archive does not hold")
+    if path.stat().st_size > _TEXT_BYTES:
+        raise ArchiveError(f"entry '{_shown(name)}' is over {_TEXT_BYTES} bytes; no configuration is")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ArchiveError(f"entry '{_shown(name)}' is no YAML of plain values: {str(error)[:300]}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ArchiveError(f"entry '{_shown(name)}' is to map names to values, it is {type(found).__name__}")
+    return found
+
+
+def _shown(name: str) -> str:
+    """An entry's name for a message: short, and without control characters."""
+    return "".join(char if char.isprintable() else "?" for char in name[:128])

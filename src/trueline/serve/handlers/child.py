@@ -1,0 +1,194 @@
+"""The process of one handler: loads it, then answers batches until the server closes the socket.
+
+It runs code of an archive that the operator allowed; it holds neither the server's sockets nor its tokens. It imports
+torch only if the handler does. What the handler prints goes to the server's log. Outcomes are TorchServe's
+(ts/service.py, as the contract page has them): an exception fails the batch with 503, PredictionException with its own
+code, a want of memory with 507.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trueline.serve.handlers import entry, frames
+from trueline.serve.handlers.confine import confine
+
+COMPAT = Path(__file__).parents[2] / "compat"
+"""The folder that holds our own `ts` package."""
+LOAD_BYTES = 2**20
+
+
+def _ts(name: str) -> Any:
+    """A module of our `ts` package, which is on the path since `main`."""
+    return importlib.import_module(f"ts.{name}")
+
+
+class _Unserialisable(Exception):
+    """An output that no body can be made of."""
+
+
+class Service:
+    """One handler, loaded."""
+
+    def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
+        """Loads and initializes. Raises whatever the handler raises."""
+        self._sock = sock
+        folder = Path(told["folder"])
+        self._metrics = _ts("metrics.metrics_store").MetricsStore(told["model"])
+        self._context = _ts("context").Context(
+            told["model"],
+            str(folder),
+            json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes()),
+            told["batch_size"],
+            told["gpu"],
+            told["server_version"],
+            True,
+            self._metrics,
+            _config(folder, told["config_file"]),
+        )
+        self._context.send_piece = self._send_piece
+        self._answer, initialize = entry.load(told["handler"], folder)
+        initialize(self._context)
+
+    def predict(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
+        """Answers one batch: one frame, and those of its pieces before it."""
+        data: list[dict[str, Any]] = []
+        processors, at = [], 0
+        for request in head["requests"]:
+            given: dict[str, Any] = {}
+            headers: dict[str, Any] = {}
+            for name, kind in request["parts"]:
+                given[name] = _decoded(parts[at], kind)
+                headers[name] = {"content-type": kind}
+                at += 1
+            data.append(given)
+            processors.append(_ts("context").RequestProcessor(headers | request["headers"]))
+        self._context.request_ids = {index: request["id"] for index, request in enumerate(head["requests"])}
+        self._context.request_processor = processors
+        began = time.perf_counter()
+        try:
+            found = self._answer(data, self._context)
+            bodies = _bodies(found, len(data))
+        except Exception as error:  # noqa: BLE001 - blind on purpose: whatever the handler raises fails its batch
+            code, message = _refusal(error)
+            told = {"kind": "refused", "code": code, "message": message, "metrics": self._metrics.drain()}
+            frames.send(self._sock, told)
+            return
+        self._metrics.add_time("PredictionTime", (time.perf_counter() - began) * 1e3)
+        answers = [_head(one) for one in processors]
+        frames.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
+
+    def _send_piece(self, values: Sequence[Any], request_ids: Mapping[int, str], code: int) -> None:
+        """A piece of each answer, before the whole is there."""
+        for index, value in enumerate(values):
+            if index in request_ids:
+                told = _head(self._context.request_processor[index]) | {"status": code}
+                frames.send(self._sock, {"kind": "piece", "index": index, "answer": told}, [_encoded(value)])
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    if not name:
+        return {}
+    import yaml
+
+    found = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _decoded(value: bytearray, kind: str) -> Any:
+    """JSON as its value and text as str, where they can be read as such; else the bytes."""
+    try:
+        if kind.lower().startswith("application/json"):
+            return json.loads(value)
+        if kind.lower().startswith("text/"):
+            return value.decode("utf-8")
+    except (ValueError, RecursionError):
+        return value
+    return value
+
+
+def _bodies(found: Any, count: int) -> list[bytes | bytearray]:
+    """The answers of a batch of `count`. Raises PredictionException with TorchServe's words."""
+    refused = _ts("utils.util").PredictionException
+    if not isinstance(found, list):
+        print(f"the handler returned {type(found).__name__}, not a list", file=sys.stderr)  # noqa: T201 - the log
+        raise refused("Invalid model predict output", 503)
+    if len(found) != count:
+        print(f"the handler returned {len(found)} answers to {count} requests", file=sys.stderr)  # noqa: T201
+        raise refused("number of batch response mismatched", 503)
+    try:
+        return [_encoded(one) for one in found]
+    except _Unserialisable as error:
+        raise refused("Unsupported model output data type.", 503) from error
+
+
+def _encoded(value: Any) -> bytes | bytearray:
+    if isinstance(value, bytes | bytearray):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        import io
+
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+    try:
+        return json.dumps(value, indent=2).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _Unserialisable(str(error)) from error
+
+
+def _refusal(error: Exception) -> tuple[int, str]:
+    """Code and message of an answer that could not be made. The traceback goes to the log."""
+    traceback.print_exception(error)
+    if isinstance(error, _ts("utils.util").PredictionException):
+        told: Any = error
+        return int(told.error_code), str(told.message)
+    if isinstance(error, MemoryError) or "CUDA" in str(error) or "out of memory" in str(error).lower():
+        return 507, "Out of resources"
+    return 503, "Prediction failed"
+
+
+def _head(processor: Any) -> dict[str, Any]:
+    """Status and headers that the handler has set for one request."""
+    return {
+        "status": int(processor.get_response_status_code()),
+        "phrase": str(processor.get_response_status_phrase() or ""),
+        "headers": {str(name): str(value) for name, value in processor.get_response_headers().items()},
+    }
+
+
+def main(descriptor: int, parent: int) -> int:
+    """Loads the handler that the first frame names and serves it; returns the exit code."""
+    sock = socket.socket(fileno=descriptor)
+    told, _ = frames.receive(sock, LOAD_BYTES)
+    try:
+        confine(parent=parent, address_space=told["address_space"], open_files=told["open_files"])
+        sys.path[:0] = [told["folder"], str(COMPAT)]
+        service = Service(told, sock)
+    except Exception as error:  # noqa: BLE001 - blind on purpose: the server is told why
+        traceback.print_exception(error)
+        why = traceback.format_exception_only(error)[-1].strip()
+        frames.send(sock, {"kind": "failed", "why": why[:2000]})
+        return 1
+    frames.send(sock, {"kind": "ready"})
+    while True:
+        try:
+            head, parts = frames.receive(sock, told["max_bytes"])
+        except frames.Closed:
+            return 0
+        service.predict(head, parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,132 @@
+"""What the server and a handler's process say to each other: a JSON head and raw parts. Nothing is unpickled.
+
+One packet of a SOCK_SEQPACKET pair is one frame; the kernel keeps their bounds.
+
+    prefix   kind (0: the body follows, 1: it lies in the memory whose descriptor comes along), length of the head,
+             length of the body
+    body     the head, then its parts; the head's `sizes` are their lengths
+
+A body over INLINE_BYTES travels as a memfd: the bytes are copied once by each side and never through the socket. Both
+sides read it with pread, so that who shrinks a memory that the other reads gets a short read, not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+INLINE_BYTES = 64 * 2**10
+_PREFIX = struct.Struct("!BxxxIQ")
+_INLINE, _MEMORY = 0, 1
+
+Part = bytes | bytearray
+Head = dict[str, Any]
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+class Malformed(Exception):
+    """What came is no frame; who sent it is not to be listened to any more."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends, for two processes."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(sock: socket.socket, head: Head, parts: Sequence[Part] = ()) -> None:
+    """Sends one frame. Raises Closed; BlockingIOError when `sock` does not block and the other does not read."""
+    text = msgspec.json.encode({**head, "sizes": [len(part) for part in parts]})
+    total = len(text) + sum(len(part) for part in parts)
+    try:
+        if total <= INLINE_BYTES:
+            sock.send(b"".join((_PREFIX.pack(_INLINE, len(text), total), text, *parts)))
+            return
+        memory = os.memfd_create("frame", os.MFD_CLOEXEC)
+        try:
+            for piece in (text, *parts):
+                _write(memory, piece)
+            socket.send_fds(sock, [_PREFIX.pack(_MEMORY, len(text), total)], [memory])
+        finally:
+            os.close(memory)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise Closed from error
+
+
+def _write(memory: int, piece: Part) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[os.write(memory, left) :]
+
+
+def receive(sock: socket.socket, max_bytes: int) -> tuple[Head, list[bytearray]]:
+    """The next frame. Raises Closed, Malformed (also for a body over `max_bytes`), BlockingIOError."""
+    try:
+        data, descriptors, flags, _ = socket.recv_fds(sock, _PREFIX.size + INLINE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError as error:
+        raise Closed from error
+    try:
+        if not data:
+            raise Closed
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) < _PREFIX.size:
+            raise Malformed(f"a packet of {len(data)} bytes is no frame")
+        kind, head_bytes, total = _PREFIX.unpack_from(data)
+        if head_bytes > total or total > max_bytes:
+            raise Malformed(f"a frame of {total} bytes is over the {max_bytes} that may come")
+        if kind == _MEMORY and len(descriptors) == 1:
+            return _from_memory(descriptors[0], head_bytes, total)
+        if kind != _INLINE or descriptors or len(data) != _PREFIX.size + total:
+            raise Malformed("a frame's prefix does not fit its body")
+        return _from_packet(data, head_bytes)
+    finally:
+        for one in descriptors:
+            os.close(one)
+
+
+def _from_packet(data: bytes, head_bytes: int) -> tuple[Head, list[bytearray]]:
+    at = _PREFIX.size + head_bytes
+    head, sizes = _head(data[_PREFIX.size : at], len(data) - at)
+    parts = []
+    for size in sizes:
+        parts.append(bytearray(data[at : at + size]))
+        at += size
+    return head, parts
+
+
+def _from_memory(memory: int, head_bytes: int, total: int) -> tuple[Head, list[bytearray]]:
+    text = _read(memory, head_bytes, 0)
+    head, sizes = _head(bytes(text), total - head_bytes)
+    parts, at = [], head_bytes
+    for size in sizes:
+        parts.append(_read(memory, size, at))
+        at += size
+    return head, parts
+
+
+def _read(memory: int, size: int, at: int) -> bytearray:
+    found = bytearray(size)
+    view, done = memoryview(found), 0
+    while done < size:
+        count = os.preadv(memory, [view[done:]], at + done)
+        if not count:
+            raise Malformed("a frame's memory is shorter than its prefix says")
+        done += count
+    return found
+
+
+def _head(text: bytes, parts_bytes: int) -> tuple[Head, list[int]]:
+    try:
+        head = msgspec.json.decode(text, type=dict[str, Any])
+        sizes = msgspec.convert(head.pop("sizes"), list[int])
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"a frame's head is not understood: {error}") from error
+    if any(size < 0 for size in sizes) or sum(sizes) != parts_bytes:
+        raise Malformed("a frame's parts are not as long as its head says")
+    return head, sizes

@@ -1,0 +1,58 @@
+"""Where an archive is laid out: a folder of this server alone, gone with its version.
+
+The folder is locked for as long as its server lives; the kernel drops the lock of a server that is killed, and the next
+one deletes what it left. Source: flock(2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+PREFIX = "trueline-archive-"
+_YOUNG_S = 60.0
+"""A folder of this age may be one whose lock is just being taken."""
+
+
+class Place:
+    """An empty folder, held until `remove`."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        """Makes it, and deletes what dead servers of this user left beside it. Blocks. Raises OSError."""
+        parent = parent or Path(tempfile.gettempdir())
+        sweep(parent, now=time.time())
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Deletes the folder. Harmless when repeated; what cannot be deleted is left to the next server."""
+        if self._lock >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(parent: Path, *, now: float) -> int:
+    """Deletes the folders under `parent` that this user made and no living server holds; returns how many."""
+    count = 0
+    for folder in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another's, no folder, or gone already
+        try:
+            told = os.fstat(lock)
+            if told.st_uid == os.getuid() and now - told.st_mtime > _YOUNG_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                count += 1
+        except BlockingIOError:
+            continue  # its server lives
+        finally:
+            os.close(lock)
+    return count

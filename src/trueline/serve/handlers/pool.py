@@ -1,0 +1,308 @@
+"""The requests of one handler and the workers that answer them.
+
+    waiting ──gather──▶ an idle worker ──▶ answers          a worker that dies is started again after a pause that
+       │                     │                              grows; one that dies for `max_retry_s` is given up
+    full: 429          dies: 503 at once
+
+A request waits in one queue until a worker is idle and its batch is full or old enough. What is decided is in `plan`;
+here are the queue, the timers and the lives of the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trueline import events
+from trueline.errors import DeadlineExceeded, NotReady, Overloaded
+from trueline.serve.handlers.outcome import Answer, StartFailed
+from trueline.serve.handlers.plan import MAX_WORKERS, backoff_s, gather
+from trueline.serve.handlers.worker import Ask, Launch, Worker
+
+MAX_QUEUE_BYTES = 256 * 2**20
+"""Of what waits for one model; a lone request is let in whatever its size."""
+OnBatch = Callable[[int, float, float], None]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Job:
+    ask: Ask
+    alone: bool
+    since: float
+    future: asyncio.Future[Answer]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A place for one worker, and who holds it now."""
+
+    number: int
+    first: asyncio.Future[None]
+    """Done when its first worker is ready, or could not become it."""
+    worker: Worker | None = None
+    busy: bool = False
+    leaving: bool = False
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Pool:
+    """The workers of one version. All methods are called on the loop."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_batch: OnBatch | None = None,
+        on_metrics: Callable[[Any], None] | None = None,
+    ) -> None:
+        """`on_batch(requests, seconds, seconds waited by all)` is called after each batch that was answered."""
+        self.launch = launch
+        self._loop = loop
+        self._on_batch = on_batch
+        self._on_metrics = on_metrics
+        self._slots: list[_Slot] = []
+        self._numbers = 0
+        self._queue: list[_Job] = []
+        self._wake: asyncio.TimerHandle | None = None
+        self._emptied: list[asyncio.Future[None]] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._given_up = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are to be."""
+        return sum(not slot.leaving for slot in self._slots)
+
+    @property
+    def sick(self) -> bool:
+        """Whether a worker was given up and nobody has asked for others since."""
+        return self._given_up > 0
+
+    def workers(self) -> list[tuple[int, Worker]]:
+        """Those that are up, by number."""
+        return [(slot.number, slot.worker) for slot in self._slots if slot.worker is not None]
+
+    # how many
+
+    async def begin(self, workers: int) -> None:
+        """Starts the first workers and returns when all are ready. Raises StartFailed; none is then left."""
+        self.scale(workers)
+        try:
+            await self.settled()
+        except BaseException:
+            await self.close()
+            raise
+
+    def scale(self, workers: int) -> None:
+        """So many workers from now on; one that is to go answers what it was asked first."""
+        self._given_up = 0
+        staying = [slot for slot in self._slots if not slot.leaving]
+        for _ in range(min(workers, MAX_WORKERS) - len(staying)):
+            self._add()
+        for slot in sorted(staying, key=lambda one: one.busy)[: max(0, len(staying) - workers)]:
+            slot.leaving = True
+        self._trim()
+
+    def _trim(self) -> None:
+        """Lets those go that are to go. The last of all stay until the queue is empty."""
+        last = bool(self._queue) and not self.num_workers
+        for slot in [one for one in self._slots if one.leaving and not one.busy and not last]:
+            self._remove(slot)
+
+    async def settled(self) -> None:
+        """Returns when every worker that is wanted has been ready once. Raises StartFailed."""
+        firsts = [slot.first for slot in self._slots]
+        await asyncio.gather(*(asyncio.shield(one) for one in firsts))
+
+    def _add(self) -> None:
+        slot = _Slot(self._numbers, self._loop.create_future())
+        self._numbers += 1
+        self._slots.append(slot)
+        slot.task = self._loop.create_task(self._keep(slot))
+
+    def _remove(self, slot: _Slot) -> None:
+        self._slots.remove(slot)
+        assert slot.task is not None
+        self._ending.add(slot.task)
+        slot.task.add_done_callback(self._ending.discard)
+        slot.task.cancel()
+
+    async def close(self) -> None:
+        """Ends every worker, at once; returns when they are gone."""
+        self._fail_all("the model is unloaded")
+        for slot in list(self._slots):
+            self._remove(slot)
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._ending:
+            await asyncio.wait(set(self._ending))
+
+    # the life of a worker
+
+    async def _keep(self, slot: _Slot) -> None:
+        """Keeps a worker in `slot`: starts it again when it dies, later each time, until it is given up."""
+        deaths, failing_since = 0, 0.0
+        max_retry_s = self.launch.plan.max_retry_s
+        while True:
+            began = self._loop.time()
+            try:
+                why, answered = await self._one_life(slot)
+            except StartFailed as error:
+                why, answered = error.message, False
+                if not slot.first.done():
+                    slot.first.set_exception(error)
+                    slot.first.exception()
+            except asyncio.CancelledError:
+                slot.first.cancel()
+                raise
+            now = self._loop.time()
+            if not deaths or answered or now - began > max_retry_s > 0:
+                deaths, failing_since = 0, now
+            deaths += 1
+            if now - failing_since > max_retry_s:
+                self._give_up(slot, why)
+                return
+            pause_s = backoff_s(deaths)
+            events.emit("worker.died", model=self.launch.model, worker=slot.number, why=why, again_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _one_life(self, slot: _Slot) -> tuple[str, bool]:
+        """Starts a worker and waits for its end: why, and whether it answered anything. Raises StartFailed."""
+        gpus = self.launch.plan.gpus
+        gpu = gpus[slot.number % len(gpus)] if gpus else None
+        try:
+            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics)
+        except OSError as error:
+            raise StartFailed(f"no process could be started: {error.strerror}") from error
+        slot.worker = worker
+        try:
+            await worker.started()
+            events.emit("worker.ready", model=self.launch.model, worker=slot.number, pid=worker.pid)
+            if slot.first.done():
+                slot.first = self._loop.create_future()  # that it failed once is forgotten
+            slot.first.set_result(None)
+            self._pump()
+            return await asyncio.shield(worker.ended), worker.answered > 0
+        finally:
+            slot.worker = None
+            worker.kill("was stopped")
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(worker.ended)
+
+    def _give_up(self, slot: _Slot, why: str) -> None:
+        events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)
+        self._given_up += 1
+        self._slots.remove(slot)
+        if not self._slots:
+            self._fail_all("its workers died and were given up")
+
+    # requests
+
+    def submit(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
+        """A future of the answer; cancel it to withdraw. Raises Overloaded when the queue is full, NotReady.
+
+        The future raises HandlerFailed for what the handler refuses, DeadlineExceeded, NotReady.
+        """
+        plan = self.launch.plan
+        if not self._slots:
+            raise NotReady(f"model '{self.launch.model}' has no worker")
+        waiting_bytes = sum(job.ask.num_bytes for job in self._queue)
+        full = waiting_bytes + ask.num_bytes > MAX_QUEUE_BYTES and bool(self._queue)
+        if full or len(self._queue) >= plan.queue_size:
+            raise Overloaded(
+                f"{len(self._queue)} requests of {waiting_bytes} bytes wait for this model already",
+                hint="come back later",
+            )
+        job = _Job(ask=ask, alone=alone, since=self._loop.time(), future=self._loop.create_future())
+        self._queue.append(job)
+        patience_s = plan.client_timeout_s or plan.response_timeout_s + plan.startup_timeout_s
+        timer = self._loop.call_later(patience_s, self._expire, job, patience_s)
+        job.future.add_done_callback(lambda _: self._leave(job, timer))
+        self._pump()
+        return job.future
+
+    def _leave(self, job: _Job, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        if job in self._queue:
+            self._queue.remove(job)
+            self._trim()
+            self._tell_emptied()
+
+    def _expire(self, job: _Job, patience_s: float) -> None:
+        if job in self._queue or self.launch.plan.client_timeout_s:
+            self._fail(job, DeadlineExceeded(f"no answer within {patience_s:g} s"))
+
+    def _fail_all(self, why: str) -> None:
+        for job in list(self._queue):
+            self._fail(job, NotReady(f"model '{self.launch.model}' has no worker: {why}"))
+
+    @staticmethod
+    def _fail(job: _Job, error: Exception) -> None:
+        if not job.future.done():
+            job.future.set_exception(error)
+
+    def emptied(self) -> asyncio.Future[None]:
+        """Done when nobody waits and no worker is busy."""
+        found: asyncio.Future[None] = self._loop.create_future()
+        self._emptied.append(found)
+        self._tell_emptied()
+        return found
+
+    def _tell_emptied(self) -> None:
+        if self._emptied and not self._queue and not any(slot.busy for slot in self._slots):
+            waiters, self._emptied = self._emptied, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _pump(self) -> None:
+        """Gives idle workers what is due."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        staying = self.num_workers > 0
+        for slot in self._slots:
+            if slot.busy or (slot.leaving and staying) or slot.worker is None or not slot.worker.ready:
+                continue
+            waiting = [job for job in self._queue if not job.future.done()]
+            count, wake_at = gather(waiting, now=self._loop.time(), plan=self.launch.plan)
+            if wake_at is not None:
+                self._wake = self._loop.call_at(wake_at, self._pump)
+                return
+            if not count:
+                return
+            self._run(slot, slot.worker, waiting[:count])
+
+    def _run(self, slot: _Slot, worker: Worker, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            self._queue.remove(job)
+        slot.busy = True
+        began = self._loop.time()
+        answering = worker.ask([job.ask for job in jobs])
+        answering.add_done_callback(lambda done: self._answered(slot, jobs, began, done))
+
+    def _answered(self, slot: _Slot, jobs: Sequence[_Job], began: float, done: asyncio.Future[list[Answer]]) -> None:
+        slot.busy = False
+        failure = done.exception()
+        if failure is not None:
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(failure)
+        else:
+            for job, answer in zip(jobs, done.result(), strict=True):
+                if not job.future.done():
+                    job.future.set_result(answer)
+            if self._on_batch is not None:
+                waited_s = sum(began - job.since for job in jobs)
+                self._on_batch(len(jobs), self._loop.time() - began, waited_s)
+        self._pump()
+        self._trim()
+        self._tell_emptied()

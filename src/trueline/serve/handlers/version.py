@@ -1,0 +1,296 @@
+"""A version of a model that a handler of an archive answers, beside those that programs of bundles answer.
+
+It has no tensors and nothing was proven of it: its code runs because the operator said so (`--allow-code`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trueline import events
+from trueline.errors import NotReady, RequestError
+from trueline.serve import archive
+from trueline.serve.archive import Archive
+from trueline.serve.batcher import Policy
+from trueline.serve.handlers import plan as plans
+from trueline.serve.handlers.measures import Measures
+from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.place import Place
+from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.worker import Ask, Launch, Limits
+from trueline.serve.models import NO_WORKER, Loaded, Version
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class NoTensors(RequestError):
+    """The model is a handler: what it takes and gives is its own."""
+
+    code = "no_tensors"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model '{model}' is answered by a handler and declares no tensors; ask /predictions/{model}")
+
+
+class NotStarted(RequestError):
+    """TorchServe's answer when a model's workers do not come up."""
+
+    code = "workers_failed"
+    status = 500
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HandlerVersion(Version):
+    """One version, answered by workers."""
+
+    limits: Limits = field(default_factory=Limits)
+    archive: Archive | None = None
+    measures: Measures | None = None
+    _pool: Pool | None = None
+    _place: Place | None = None
+
+    @property
+    def loaded(self) -> Loaded:
+        """Raises NoTensors, NotReady."""
+        self.check_ready()
+        raise NoTensors(self.model)
+
+    @property
+    def pool(self) -> Pool:
+        """Raises NotReady."""
+        if self._pool is None:
+            raise self._not_ready()
+        return self._pool
+
+    @property
+    def digest(self) -> str:
+        """Raises NotReady."""
+        self.check_ready()
+        assert self.archive is not None
+        return self.archive.digest
+
+    @property
+    def num_waiting(self) -> int:
+        return self._pool.num_waiting if self._pool else 0
+
+    @property
+    def sick(self) -> bool:
+        return self.state == "failed" or (self._pool is not None and self._pool.sick)
+
+    @property
+    def policy(self) -> Policy:
+        """Its batching and workers in the server's own words. Raises NotReady."""
+        plan = self.pool.launch.plan
+        return Policy(
+            batch=plan.batch_size > 1,
+            max_batch=plan.batch_size,
+            max_delay_s=plan.max_batch_delay_s,
+            lanes=self.pool.num_workers,
+            max_requests=plan.queue_size,
+        )
+
+    async def begin(
+        self,
+        path: Path,
+        given: Mapping[str, str],
+        in_thread: InThread,
+        loop: asyncio.AbstractEventLoop,
+        digest: str | None = None,
+    ) -> str:
+        """Lays the archive out, starts its workers, and returns its digest.
+
+        Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
+        """
+        place = await in_thread(Place)
+        try:
+            found: Archive = await in_thread(functools.partial(archive.unpack, path, place.folder))
+            if digest is not None and digest != found.digest:
+                raise archive.ArchiveError(
+                    f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
+                    hint="it was exchanged; register it again",
+                )
+            await self._start(found, given, loop)
+        except BaseException:
+            place.remove()
+            raise
+        self.archive, self._place, self.since = found, place, time.time()
+        self.state = "ready"
+        return found.digest
+
+    async def _start(self, found: Archive, given: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
+        plan = plans.draw_up(found.manifest, found.config, given, gpus())
+        ignored = [key for key in plans.NOT_RUN if found.config.get(key)]
+        if ignored or found.manifest.requirements_file:
+            events.emit(
+                "archive.ignored",
+                model=self.model,
+                keys=",".join(ignored),
+                requirements=found.manifest.requirements_file,
+            )
+        self.measures = Measures(self.model, self.version)
+        launch = Launch(
+            model=self.model,
+            version=self.version,
+            folder=found.folder,
+            config_file=found.manifest.config_file,
+            plan=plan,
+            limits=self.limits,
+        )
+        pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add)
+        try:
+            await pool.begin(plan.workers)
+        except StartFailed as error:
+            raise NotStarted(
+                f"Failed to start workers for model {self.model} version: {self.version}: {error.message}"
+            ) from error
+        self._pool = pool
+
+    def _count(self, requests: int, took_s: float, waited_s: float) -> None:
+        self.stats.count_run(requests, requests, took_s, waited_s)
+
+    def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
+        """It becomes ready by `begin`."""
+        raise NoTensors(self.model)
+
+    def scale(self, lanes: int) -> None:
+        """So many workers from now on; with 0 requests are refused, after those that wait."""
+        self.pool.scale(lanes)
+
+    async def settled(self) -> None:
+        """Raises NotStarted."""
+        try:
+            await self.pool.settled()
+        except StartFailed as error:
+            raise NotStarted(
+                f"Failed to start workers for model {self.model} version: {self.version}: {error.message}"
+            ) from error
+
+    async def retire(self) -> None:
+        """Returns when the last request is answered, the workers are gone and the files deleted."""
+        if self._pool is not None:
+            await self._pool.emptied()
+        self.state = "retiring"
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its workers at once and deletes the files: the server leaves."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._place is not None:
+            self._place.remove()
+
+    def ask(self, inputs: Any, timeout_s: float | None = None) -> Any:
+        """Raises NoTensors."""
+        raise NoTensors(self.model)
+
+    def handle(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
+        """The handler's answer, with the pieces that it sent before in front of it; `alone`: in a batch of its own.
+
+        Raises NotReady, Overloaded; the future HandlerFailed, DeadlineExceeded, NotReady.
+        """
+        self.check_ready()
+        if not self.pool.num_workers:
+            raise NotReady(f'Model "{self.model}" {NO_WORKER}')
+        began = time.perf_counter()
+        pieces: list[bytes | bytearray] = []
+        ask.on_piece = lambda piece: pieces.append(piece.body)
+        waiting = self.pool.submit(ask, alone=alone)
+        whole: asyncio.Future[Answer] = waiting.get_loop().create_future()
+        waiting.add_done_callback(lambda done: self._answered(began, done))
+        waiting.add_done_callback(lambda done: _pass_on(done, pieces, whole))
+        whole.add_done_callback(lambda _: waiting.cancel())
+        return whole
+
+    def _answered(self, began: float, done: asyncio.Future[Answer]) -> None:
+        if done.cancelled():
+            return
+        failure = done.exception()
+        if failure is None:
+            self.stats.request_s.add(time.perf_counter() - began)
+            self.stats.last_at = time.time()
+        elif not isinstance(failure, HandlerFailed) or failure.status >= 500:
+            self.stats.failed += 1
+            self.stats.failed_s += time.perf_counter() - began
+
+    def metadata(self, versions: list[str]) -> dict[str, Any]:
+        """What the Open Inference Protocol says of a model without tensors."""
+        self.check_ready()
+        assert self.archive is not None
+        plan = self.pool.launch.plan
+        return {
+            "name": self.model,
+            "versions": versions,
+            "platform": "torchserve_archive",
+            "inputs": [],
+            "outputs": [],
+            "parameters": {
+                "digest": self.archive.digest,
+                "handler": plan.handler,
+                "max_batch": plan.batch_size,
+                "workers": self.pool.num_workers,
+            },
+        }
+
+    def described(self) -> dict[str, Any]:
+        """What TorchServe's description says of its workers."""
+        plan, workers = self.pool.launch.plan, self.pool.workers()
+        return {
+            "runtime": "python",
+            "minWorkers": self.pool.num_workers,
+            "maxWorkers": self.pool.num_workers,
+            "batchSize": plan.batch_size,
+            "maxBatchDelay": round(plan.max_batch_delay_s * 1e3),
+            "responseTimeout": round(plan.response_timeout_s),
+            "startupTimeout": round(plan.startup_timeout_s),
+            "maxRetryTimeoutInSec": round(plan.max_retry_s),
+            "clientTimeoutInMills": round(plan.client_timeout_s * 1e3),
+            "deviceType": "gpu" if plan.gpus else "cpu",
+            "workers": [
+                {
+                    "id": str(9000 + number),
+                    "startTime": time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(worker.since)),
+                    "status": "READY" if worker.ready else "UNLOADING",
+                    "memoryUsage": _resident(worker.pid),
+                    "pid": worker.pid,
+                    "gpu": bool(plan.gpus),
+                    "gpuUsage": "N/A",
+                }
+                for number, worker in workers
+            ],
+        }
+
+
+def _pass_on(done: asyncio.Future[Answer], pieces: Sequence[bytes | bytearray], whole: asyncio.Future[Answer]) -> None:
+    if whole.done():
+        return
+    if done.cancelled():
+        whole.cancel()
+    elif (failure := done.exception()) is not None:
+        whole.set_exception(failure)
+    else:
+        answer = done.result()
+        whole.set_result(replace(answer, body=b"".join((*pieces, answer.body))) if pieces else answer)
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory; 0 when the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def gpus() -> tuple[int, ...]:
+    """The NVIDIA devices of this machine, without asking a driver library."""
+    try:
+        return tuple(range(len(os.listdir("/proc/driver/nvidia/gpus"))))
+    except OSError:
+        return ()

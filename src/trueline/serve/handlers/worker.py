@@ -1,0 +1,318 @@
+"""One handler's process, seen from the server: started, asked one batch after the other, ended.
+
+Lives on the loop and never blocks it. A process that dies, hangs over its timeout or says what is no frame is ended
+with its whole process group; what it was asked fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trueline.errors import DeadlineExceeded
+from trueline.serve.handlers import frames
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.plan import Plan
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+_PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one process may take."""
+
+    address_space: int = 0
+    """Bytes; 0: not bounded."""
+    open_files: int = 1024
+    max_bytes: int = 256 * 2**20
+    """Of one request, and of its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the process is told when it starts."""
+
+    model: str
+    version: str
+    folder: Path
+    config_file: str
+    plan: Plan
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ask:
+    """One request for a handler: its parts (name, content type, bytes) and headers."""
+
+    request_id: str
+    parts: Sequence[tuple[str, str, bytes | bytearray]]
+    headers: Mapping[str, str]
+    on_piece: Callable[[Answer], None] | None = None
+    """Called with each piece that the handler sends before the whole answer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part[2]) for part in self.parts)
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment without what looks like a secret; the process starts in another folder, so that what
+    is relative in PYTHONPATH is made whole.
+
+    >>> environment({"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": "y"})
+    {'PATH': '/bin'}
+    """
+    kept = {name: value for name, value in own.items() if not _SECRET.search(name)}
+    if "PYTHONPATH" in kept:
+        folders = [os.path.abspath(folder) for folder in kept["PYTHONPATH"].split(os.pathsep) if folder]
+        kept["PYTHONPATH"] = os.pathsep.join(folders)
+    return kept
+
+
+class Worker:
+    """One process. `ended` is done when it is gone and reaped."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        gpu: int | None = None,
+        on_metrics: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Starts the process. Raises OSError when the machine has no room for one."""
+        self.since = time.time()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """Why it ended."""
+        self.ready = False
+        self.answered = 0
+        self._launch = launch
+        self._loop = loop
+        self._gpu = gpu
+        self._on_metrics = on_metrics
+        self._why = ""
+        self._starting: asyncio.Future[None] = loop.create_future()
+        self._answering: asyncio.Future[list[Answer]] | None = None
+        self._asks: Sequence[Ask] = ()
+        self._piece_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _begin(self) -> None:
+        ours, theirs = frames.pair()
+        command = [sys.executable, "-P", "-m", "trueline.serve.handlers.child", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is the server's own word
+                pass_fds=[theirs.fileno()],
+                cwd=self._launch.folder,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        self._exit = os.pidfd_open(self._process.pid)
+        self._sock: socket.socket = ours
+        ours.setblocking(False)
+        self._loop.add_reader(self._exit, self._reap)
+        self._loop.add_reader(ours.fileno(), self._read)
+        self._arm(self._launch.plan.startup_timeout_s, "was not ready")
+
+    def _environment(self) -> dict[str, str]:
+        """The processor is shared out among the workers, unless the operator has said how."""
+        cores = len(os.sched_getaffinity(0))
+        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))} | environment(os.environ)
+
+    @property
+    def _frame_bytes(self) -> int:
+        """Of a whole batch, and of what its head says."""
+        return self._launch.limits.max_bytes * self._launch.plan.batch_size + 16 * 2**20
+
+    def _told(self) -> dict[str, Any]:
+        from importlib import metadata
+
+        launch = self._launch
+        return {
+            "model": launch.model,
+            "folder": str(launch.folder),
+            "handler": launch.plan.handler,
+            "config_file": launch.config_file,
+            "batch_size": launch.plan.batch_size,
+            "gpu": self._gpu,
+            "server_version": metadata.version("trueline"),
+            "address_space": launch.limits.address_space,
+            "open_files": launch.limits.open_files,
+            "max_bytes": self._frame_bytes,
+        }
+
+    async def started(self) -> None:
+        """Returns when the handler is initialized. Raises StartFailed; the process is then gone."""
+        with contextlib.suppress(frames.Closed, BlockingIOError):  # then it ended already, and _starting says so
+            frames.send(self._sock, self._told())
+        try:
+            await asyncio.shield(self._starting)
+        except StartFailed:
+            self.kill("failed to start")
+            await asyncio.shield(self.ended)
+            raise
+
+    def ask(self, asks: Sequence[Ask]) -> asyncio.Future[list[Answer]]:
+        """The answers of one batch; one at a time. The future raises HandlerFailed, DeadlineExceeded."""
+        assert self._answering is None
+        assert self.ready
+        self._answering = answering = self._loop.create_future()
+        self._asks = asks
+        self._piece_bytes = 0
+        told = [
+            {"id": ask.request_id, "headers": ask.headers, "parts": [[name, kind] for name, kind, _ in ask.parts]}
+            for ask in asks
+        ]
+        self._arm(self._launch.plan.response_timeout_s, "gave no answer")
+        try:
+            frames.send(
+                self._sock, {"kind": "batch", "requests": told}, [part[2] for ask in asks for part in ask.parts]
+            )
+        except (frames.Closed, BlockingIOError, OSError) as error:
+            self.kill(f"takes no requests ({type(error).__name__})")
+        return answering
+
+    def kill(self, why: str) -> None:
+        """Ends the process and what it started; what it was asked fails. Harmless when repeated."""
+        self._fail(why, HandlerFailed(DIED))
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _arm(self, timeout_s: float, what: str) -> None:
+        self._timer = self._loop.call_later(timeout_s, self._late, timeout_s, what)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self, timeout_s: float, what: str) -> None:
+        text = f"{what} within {timeout_s:g} s"
+        self._fail(text, DeadlineExceeded(f"the handler {text}; its worker was ended"))
+        self.kill(text)
+
+    def _fail(self, why: str, error: Exception) -> None:
+        """Whatever waits for this process waits no more."""
+        self.ready = False
+        self._why = self._why or why
+        self._disarm()
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        if not self._starting.done():
+            self._starting.set_exception(StartFailed(f"its worker {why}"))
+            self._starting.exception()  # it may be that nobody waits for it
+        answering, self._answering = self._answering, None
+        if answering is not None and not answering.done():
+            answering.set_exception(error)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._exit)
+        os.close(self._exit)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+        code = self._process.wait()
+        self._read_rest()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._fail(f"ended with {how}", HandlerFailed(DIED))
+        if not self.ended.done():
+            self.ended.set_result(self._why)
+
+    def _read_rest(self) -> None:
+        """What it said before it ended: an answer that arrived is an answer."""
+        if self._sock.fileno() >= 0:
+            self._read()
+
+    def _read(self) -> None:
+        while self._sock.fileno() >= 0:
+            try:
+                head, parts = frames.receive(self._sock, self._frame_bytes)
+            except BlockingIOError:
+                return
+            except frames.Closed:
+                self._loop.remove_reader(self._sock.fileno())
+                if self._answering is not None or not self._starting.done():
+                    return  # its end says how, in a moment
+                self.kill("closed its socket")
+                return
+            except (frames.Malformed, OSError) as error:
+                self.kill(f"said what is no frame: {error}")
+                return
+            try:
+                self._hear(head, parts)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                self.kill(f"said what is not understood: {type(error).__name__}")
+                return
+
+    def _hear(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:
+        kind = head["kind"]
+        if "metrics" in head and self._on_metrics is not None:
+            self._on_metrics(head["metrics"])
+        if kind == "ready" and not self._starting.done():
+            self._disarm()
+            self.ready = True
+            self._starting.set_result(None)
+        elif kind == "failed" and not self._starting.done():
+            self._starting.set_exception(StartFailed(_PATHS.sub("", str(head["why"]))))
+            self._starting.exception()
+        elif kind == "answers" and self._answering is not None:
+            if len(head["answers"]) != len(self._asks) or len(parts) != len(self._asks):
+                raise ValueError("as many answers as requests")
+            found = [_answer(told, part) for told, part in zip(head["answers"], parts, strict=True)]
+            self._settle(lambda answering: answering.set_result(found))
+        elif kind == "refused" and self._answering is not None:
+            refusal = HandlerFailed(str(head["message"])[:2000], int(head["code"]))
+            self._settle(lambda answering: answering.set_exception(refusal))
+        elif kind == "piece" and self._answering is not None:
+            self._piece_bytes += len(parts[0])
+            if self._piece_bytes > self._frame_bytes:
+                raise ValueError("pieces over the bytes of an answer")
+            listener = self._asks[int(head["index"])].on_piece
+            if listener is not None:
+                listener(_answer(head["answer"], parts[0]))
+        else:
+            raise ValueError(f"nobody waits for '{kind}'")
+
+    def _settle(self, act: Callable[[asyncio.Future[list[Answer]]], None]) -> None:
+        self._disarm()
+        answering, self._answering = self._answering, None
+        self.answered += 1
+        assert answering is not None
+        if not answering.done():
+            act(answering)
+
+
+def _answer(told: Mapping[str, Any], body: bytearray) -> Answer:
+    """Raises ValueError for what cannot stand in an answer."""
+    headers = {str(name).lower(): str(value) for name, value in told["headers"].items()}
+    status = int(told["status"])
+    text = f"{told['phrase']}{''.join(headers)}{''.join(headers.values())}"
+    if any(ord(char) < 32 or ord(char) == 127 for char in text) or not 200 <= status <= 599:
+        raise ValueError("a header or status that cannot be sent")
+    kept = {name: value for name, value in headers.items() if name not in _OURS}
+    return Answer(body=body, status=status, phrase=str(told["phrase"])[:128], headers=kept)
+
+
+_OURS = frozenset({"content-length", "transfer-encoding", "connection", "date", "keep-alive", "upgrade"})
+"""Headers that frame the answer; a handler does not set them."""

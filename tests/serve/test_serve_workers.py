@@ -1,0 +1,272 @@
+"""Handlers' processes: every outcome, death, hang, limits, restarts. Real processes; the handlers are plain Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import mar_worlds as worlds
+import pytest
+
+from trueline.errors import DeadlineExceeded, NotReady, Overloaded
+from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.plan import Plan
+from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.worker import Ask, Launch, Limits
+
+pytestmark = pytest.mark.slow
+
+MANY = """
+    import os, signal, sys, time
+    from ts.utils.util import PredictionException
+    from ts.handler_utils.utils import send_intermediate_predict_response
+
+    class Many:
+        def initialize(self, context):
+            self.calls = 0
+            assert context.system_properties["gpu_id"] is None
+            assert context.manifest["model"]["modelName"] == "noop"
+            self.greeting = context.model_yaml_config["greeting"]
+
+        def handle(self, data, context):
+            self.calls += 1
+            act = data[0].get("act")
+            act = act.decode() if isinstance(act, bytearray) else act
+            if act == "fail":
+                raise ValueError("secret detail")
+            if act == "refuse":
+                raise PredictionException("no such breed", 404)
+            if act == "memory":
+                raise MemoryError
+            if act == "no list":
+                return {"a": 1}
+            if act == "short":
+                return []
+            if act == "odd":
+                return [object()]
+            if act == "exit":
+                os._exit(3)
+            if act == "sysexit":
+                sys.exit(4)
+            if act == "hang":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(600)
+            if act == "torch":
+                return ["torch" in sys.modules]
+            if act == "batch":
+                return [len(data)] * len(data)
+            if act == "large":
+                return [bytes(data[0]["body"])[::-1]]
+            if act == "pieces":
+                send_intermediate_predict_response([b"one"], context.request_ids, "", 200, context)
+                send_intermediate_predict_response(["two"], context.request_ids, "", 200, context)
+                return [b"three"]
+            context.metrics.add_counter("hits", len(data))
+            context.set_response_status(code=201, phrase="made", idx=0)
+            context.set_response_content_type(0, "text/plain")
+            return [{"greeting": self.greeting, "data": str(row), "explain": context.get_request_header(i, "explain")}
+                    for i, row in enumerate(data)]
+"""
+
+
+def launch(tmp_path: Path, code: str = MANY, limits: Limits | None = None, **plan: Any) -> Launch:
+    folder = tmp_path / "archive"
+    for name, content in worlds.files(code, config="greeting: hello").items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return Launch(
+        model="noop",
+        version="1.0",
+        folder=folder,
+        config_file="model-config.yaml",
+        plan=replace(Plan(handler="noop.py", max_batch_delay_s=0.0), **plan),
+        limits=limits or Limits(),
+    )
+
+
+def ask(act: str = "", content: bytes = b"", kind: str = "", **headers: str) -> Ask:
+    return Ask(request_id="r", parts=[("act", "text/plain", act.encode()), ("body", kind, content)], headers=headers)
+
+
+def in_pool(told: Launch, act: Callable[[Pool], Awaitable[None]], workers: int = 1, **options: Any) -> None:
+    async def whole() -> None:
+        pool = Pool(told, asyncio.get_running_loop(), **options)
+        await pool.begin(workers)
+        try:
+            await asyncio.wait_for(act(pool), 120)
+        finally:
+            await pool.close()
+
+    asyncio.run(whole())
+
+
+def test_every_outcome_of_a_handler_is_answered_as_torchserve_does(tmp_path: Path) -> None:
+    counted: list[Any] = []
+
+    async def act(pool: Pool) -> None:
+        pid = pool.workers()[0][1].pid
+        answer = await pool.submit(ask("", b'{"x": 1}', "application/json", explain="False"))
+        assert (answer.status, answer.phrase, answer.headers) == (201, "made", {"content-type": "text/plain"})
+        assert json.loads(answer.body) == {
+            "greeting": "hello",
+            "data": "{'act': '', 'body': {'x': 1}}",
+            "explain": "False",
+        }
+        raw = await pool.submit(ask("", b'{"x": ', "application/json"))
+        assert "bytearray" in json.loads(raw.body)["data"], "JSON that cannot be read is passed on as it came"
+        for what, status, words in [
+            ("fail", 503, "Prediction failed"),
+            ("refuse", 404, "no such breed"),
+            ("memory", 507, "Out of resources"),
+            ("no list", 503, "Invalid model predict output"),
+            ("short", 503, "number of batch response mismatched"),
+            ("odd", 503, "Unsupported model output data type."),
+        ]:
+            with pytest.raises(HandlerFailed) as failed:
+                await pool.submit(ask(what))
+            assert (failed.value.status, failed.value.message) == (status, words), what
+        large = os.urandom(3_000_000)
+        assert (await pool.submit(ask("large", large))).body == large[::-1]
+        assert (await pool.submit(ask("torch"))).body == b"false", "a handler without torch runs without torch"
+        pieces: list[Answer] = []
+        told = ask("pieces")
+        told.on_piece = pieces.append
+        assert (await pool.submit(told)).body == b"three"
+        assert [bytes(one.body) for one in pieces] == [b"one", b"two"]
+        assert pool.workers()[0][1].pid == pid, "no outcome costs the worker its life"
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        limits = Path(f"/proc/{pid}/limits").read_text()
+        assert [line.split()[4:6] for line in limits.splitlines() if line.startswith("Max core file")] == [["0", "0"]]
+        assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")] == ["1024"]
+
+    in_pool(launch(tmp_path), act, on_metrics=counted.extend)
+    assert ["hits", "counter", 1.0, {"ModelName": "noop", "Level": "Model"}] in counted
+    assert any(name == "PredictionTime" for name, *_ in counted)
+
+
+def test_requests_that_wait_are_answered_as_one_batch_and_an_explanation_alone(tmp_path: Path) -> None:
+    batches: list[int] = []
+
+    async def act(pool: Pool) -> None:
+        first = [pool.submit(ask("batch")) for _ in range(4)]
+        alone = pool.submit(ask("batch"), alone=True)
+        assert [(await one).body for one in first] == [b"4"] * 4
+        assert (await alone).body == b"1"
+        gone = pool.submit(ask("batch"))
+        gone.cancel()
+        assert (await pool.submit(ask("batch"))).body == b"1", "who goes away is left out"
+
+    told = launch(tmp_path, batch_size=4, max_batch_delay_s=0.2)
+    in_pool(told, act, on_batch=lambda requests, took_s, waited_s: batches.append(requests))
+    assert batches == [4, 1, 1]
+
+
+def test_a_worker_that_dies_fails_its_request_at_once_and_another_takes_its_place(tmp_path: Path) -> None:
+    async def act(pool: Pool) -> None:
+        for what in ("exit", "sysexit"):
+            before = pool.workers()[0][1].pid
+            dying, behind = pool.submit(ask(what)), pool.submit(ask("torch"))
+            with pytest.raises(HandlerFailed, match=r"Worker died\."):
+                await dying
+            assert (await behind).body == b"false", "who waited behind it is answered by the next worker"
+            assert pool.workers()[0][1].pid != before
+        asked = pool.submit(ask("hang"))
+        await asyncio.sleep(0)
+        os.kill(pool.workers()[0][1].pid, signal.SIGKILL)
+        with pytest.raises(HandlerFailed, match=r"Worker died\."):
+            await asked
+
+    in_pool(launch(tmp_path), act)
+
+
+def test_a_handler_that_hangs_is_killed_at_its_timeout_and_another_takes_its_place(tmp_path: Path) -> None:
+    async def act(pool: Pool) -> None:
+        pid = pool.workers()[0][1].pid
+        with pytest.raises(DeadlineExceeded, match=r"gave no answer within 1\.5 s; its worker was ended"):
+            await pool.submit(ask("hang"))
+        assert (await pool.submit(ask("torch"))).body == b"false"
+        assert not Path(f"/proc/{pid}").exists()
+
+    in_pool(launch(tmp_path, response_timeout_s=1.5), act)
+
+
+def test_a_full_queue_refuses_and_scaling_to_nothing_answers_those_that_wait(tmp_path: Path) -> None:
+    async def act(pool: Pool) -> None:
+        asked = [pool.submit(ask("torch")) for _ in range(3)]  # one runs, two wait
+        with pytest.raises(Overloaded):
+            pool.submit(ask("torch"))
+        pool.scale(0)
+        assert [(await one).body for one in asked] == [b"false"] * 3
+        await pool.emptied()
+        assert (pool.num_workers, pool.workers()) == (0, [])
+
+    in_pool(launch(tmp_path, queue_size=2), act)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def handle(data, context): raise RuntimeError('no weights in /srv/models/x.pt')", "no weights in"),
+        ("import os; os._exit(7)", "its worker ended with exit code 7"),
+        ("x = 1", "is to have a function handle"),
+    ],
+)
+def test_a_handler_that_does_not_come_up_says_why_and_names_no_path(tmp_path: Path, code: str, words: str) -> None:
+    async def act() -> None:
+        pool = Pool(launch(tmp_path, dedent(code)), asyncio.get_running_loop())
+        with pytest.raises(StartFailed, match=words) as failed:
+            await pool.begin(1)
+        assert "/srv" not in failed.value.message
+        assert pool.num_workers == 0
+
+    asyncio.run(act())
+
+
+def test_a_worker_that_keeps_dying_is_given_up_and_those_who_wait_are_told(tmp_path: Path) -> None:
+    code = """
+        import os
+        def handle(data, context):
+            if data is None and os.path.exists("died"):
+                os._exit(1)
+            if data is not None:
+                open("died", "w").close()
+                os._exit(1)
+    """
+
+    async def act(pool: Pool) -> None:
+        with pytest.raises(HandlerFailed):
+            await pool.submit(ask())
+        with pytest.raises(NotReady, match="has no worker"):
+            await pool.submit(ask())
+        assert pool.sick
+        assert pool.num_workers == 0
+
+    in_pool(launch(tmp_path, code, max_retry_s=0.0), act)
+
+
+def test_a_handler_that_fills_its_memory_is_bounded_and_the_next_request_is_answered(tmp_path: Path) -> None:
+    code = """
+        def handle(data, context):
+            if data and data[0]["act"] == "leak":
+                keep = []
+                while True:
+                    keep.append(bytearray(1 << 24))
+            return [b"fine"] * len(data or [])
+    """
+
+    async def act(pool: Pool) -> None:
+        with pytest.raises(HandlerFailed) as failed:
+            await pool.submit(ask("leak"))
+        assert (failed.value.status, failed.value.message) == (507, "Out of resources")
+        assert (await pool.submit(ask())).body == b"fine"
+
+    in_pool(launch(tmp_path, code, limits=Limits(address_space=2**29)), act)
