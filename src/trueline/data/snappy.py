@@ -118,7 +118,8 @@ def _moved(width: int) -> UInt32s:
     """What each single bit of a state becomes after `width` zero bytes."""
     if width == 1:
         table, bits = _table(), np.uint32(1) << np.arange(32, dtype=np.uint32)
-        return table[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8))
+        found: UInt32s = table[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8))
+        return found
     half = _moved(width // 2)
     found = _applied(half, half)
     return _applied(_moved(1), found) if width % 2 else found
