@@ -24,6 +24,8 @@ from trueline.recipe.load import load_recipe
 from trueline.runtime import onnx_emit
 from trueline.runtime.session import open_program, open_session
 
+pytestmark = pytest.mark.slow  # captures models
+
 
 class Mlp(nn.Module):
     def __init__(self) -> None:

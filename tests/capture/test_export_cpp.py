@@ -21,6 +21,8 @@ from trueline.errors import BundleError, UsageError
 from trueline.runtime import torchscript_emit
 from trueline.runtime.eager import EagerSession
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 class Scaled(torch.nn.Module):
     """A branch on values: only a script keeps both ways."""

@@ -18,6 +18,8 @@ from trueline.recipe.contract import Recipe
 from trueline.runtime import export, onnx_emit, submodules
 from trueline.runtime.eager import EagerSession
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 class Part(nn.Module):
     def __init__(self) -> None:

@@ -18,6 +18,8 @@ from trueline.cli import app
 from trueline.errors import BundleError, CaptureError, NotProven, RequestError, UsageError
 from trueline.runtime.session import open_program, replay
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 def onnx_file(path: Path, *, op: str = "MatMul", batch: int | str = "n", domain: str = "") -> Path:
     """x [n, 4] times a matrix."""

@@ -21,6 +21,8 @@ from trueline.errors import NotProven, RequestError, UsageError
 from trueline.runtime.session import open_program, replay
 from trueline.runtime.torchscript import undeprecated
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 class Words(nn.Module):
     """A table of ten rows; the length of what is asked is free."""

@@ -20,6 +20,8 @@ from trueline.recipe.contract import Recipe
 from trueline.runtime import draws
 from trueline.runtime.session import open_program, replay
 
+pytestmark = pytest.mark.slow  # asks models hundreds of times
+
 
 class Dropping(nn.Module):
     """Dropout left on."""

@@ -24,6 +24,8 @@ from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import prove
 from trueline.runtime.session import open_program, replay
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 class Mean(nn.Module):
     """A running mean and a counter, written in place."""

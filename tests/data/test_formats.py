@@ -26,6 +26,8 @@ from trueline.data.resident import Resident
 from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
 
+pytestmark = pytest.mark.slow  # hundreds of files
+
 GOLDEN = bytes.fromhex(
     "04030201b7d344cb010000005500000003000000ff060000734e6150705901080000d9c69c4305000000010900008aeeb9be48656c6c6f"
     "01080000d9c69c4305000000010900008aeeb9be48656c6c6f01080000d9c69c4305000000010900008aeeb9be48656c6c6f"

@@ -21,6 +21,8 @@ from trueline.data.records import Records
 from trueline.data.table import TableSource
 from trueline.errors import DataError
 
+pytestmark = pytest.mark.slow  # hundreds of files in each format
+
 COUNT = 230
 
 

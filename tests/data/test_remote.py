@@ -24,6 +24,8 @@ from trueline.data.records import FileRecords, Records
 from trueline.data.remote import Patience, Store, list_store, redacted, shown
 from trueline.errors import DataError
 
+pytestmark = pytest.mark.slow  # hundreds of files
+
 
 def rows_of(records: Records) -> list[Any]:
     return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]

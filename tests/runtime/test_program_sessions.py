@@ -20,6 +20,8 @@ from trueline.runtime.compare import compare
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 
+pytestmark = pytest.mark.slow  # exports programs
+
 EMITTERS = {"onnx": onnx_emit.emit, "torch_export": export.emit}
 FORMATS = ("eager", "onnx", "torch_export")
 

@@ -16,6 +16,8 @@ from trueline.runtime.compiled import CompiledSession
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
 
+pytestmark = pytest.mark.slow  # exports programs
+
 NAMES = ("eager", "compile", "onnx", "openvino", "torch_export", "torchscript")
 
 

@@ -19,6 +19,8 @@ from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 from trueline.runtime.settings import Settings
 
+pytestmark = pytest.mark.slow  # exports programs
+
 X = {"x": np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)}
 
 Programs = tuple[EagerSession, dict[str, Path]]

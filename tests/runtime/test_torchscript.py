@@ -19,6 +19,8 @@ from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import observe
 from trueline.runtime.session import open_session
 
+pytestmark = pytest.mark.slow  # exports programs
+
 
 class Halving(nn.Module):
     """A loop whose length depends on the values."""
