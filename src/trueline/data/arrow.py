@@ -50,7 +50,7 @@ class ArrowFormat:
 
     def _list_stream(self, file: File) -> Listed:
         """`at` and `end` are the bytes between which the batch's message lies."""
-        parts = []
+        parts: list[Part] = []
         with _mapped(file) as source:
             reader = pa.ipc.open_stream(source)
             schema = reader.schema

@@ -66,7 +66,7 @@ def _read(path: Path) -> Arrays | None:
 
 def _write(path: Path, arrays: Arrays) -> None:
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its stub takes names of arrays for its own option
     try:
         files.write_atomic(path, buffer.getvalue())
     except StorageError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -200,7 +200,8 @@ def dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
 def chunk(records: list[bytes], *, compressor: str = "snappy") -> bytes:
     """`records` as a chunk of ElasticDL's format."""
     payload = b"".join(len(record).to_bytes(4, "little") + record for record in records)
-    stored = {"none": bytes, "snappy": snappy.compress, "gzip": _gzipped}[compressor](payload)
+    ways: dict[str, Callable[[bytes], bytes]] = {"none": bytes, "snappy": snappy.compress, "gzip": _gzipped}
+    stored = ways[compressor](payload)
     return HEADER.pack(MAGIC, zlib.crc32(stored), COMPRESSORS[compressor], len(stored), len(records)) + stored
 
 

@@ -126,10 +126,10 @@ def peek(path: Path) -> Manifest:
                 with zipfile.ZipFile(file) as archive, archive.open(MANIFEST) as entry:
                     return _manifest(entry.read(_TEXT_BYTES + 1))
             file.seek(0)
-            with _tar(file, Caps()) as archive:
-                for member in archive:
+            with _tar(file, Caps()) as opened:
+                for member in opened:
                     if member.isfile() and _plain(member.name).endswith(MANIFEST):
-                        found = archive.extractfile(member)
+                        found = opened.extractfile(member)
                         assert found is not None  # it is a file
                         return _manifest(found.read(_TEXT_BYTES + 1))
             raise KeyError(MANIFEST)
@@ -223,7 +223,7 @@ class _Bounded:
     would be read whole).
     """
 
-    def __init__(self, source: IO[bytes], total_bytes: int) -> None:
+    def __init__(self, source: gzip.GzipFile, total_bytes: int) -> None:
         self._source = source
         self._total_bytes = total_bytes
 

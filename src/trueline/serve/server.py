@@ -184,7 +184,7 @@ def _following(
     if settings.watch and store is not None:
         bundles = StoreFollower(fleet, store, settings.load)
         found.append(loop.create_task(every(settings.follow_s, bundles.look)))
-    if settings.source is not None and "@" in settings.source and settings.follow_s > 0:
+    if settings.source is not None and _is_alias(settings.source) and settings.follow_s > 0:
         alias = AliasFollower(fleet, settings.source, str(record["model"]), str(record["version"]))
         found.append(loop.create_task(alias.run(settings.tracking_uri, settings.follow_s)))
     return found
@@ -397,6 +397,10 @@ def _named(load: str, store: Store) -> list[Entry]:
     return [entry for name in asked for entry in store.of(name)]
 
 
+def _is_alias(source: str) -> bool:
+    return source.startswith("models:/") and "@" in source
+
+
 def _whole(source: str) -> str:
     """`source` as the state file names it: what is no path from the root and no URL there is an entry of the store."""
     return source if source.startswith("models:/") or remote.is_url(source) else os.path.abspath(source)
@@ -424,12 +428,14 @@ async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _
     name = settings.name or found.name
     if name is None:
         name = await _in_thread(loop, lambda: _bundle_name(found.path))
-    version = settings.version or found.version or await _in_thread(loop, lambda: _version_of(found.path))
+    version = settings.version or found.version
+    if version is None:
+        version = await _in_thread(loop, lambda: _version_of(found.path))
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:
         raise error.__cause__ or error from error  # the operator may read everything
-    if "@" in source:
+    if _is_alias(source):
         await _moved_meanwhile(fleet, found, name, version)
     return {"model": name, "version": version, "digest": made.digest}
 

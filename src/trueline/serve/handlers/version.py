@@ -19,7 +19,7 @@ from trueline import events
 from trueline.errors import NotReady, RequestError
 from trueline.serve import archive
 from trueline.serve.archive import Archive
-from trueline.serve.batcher import Policy
+from trueline.serve.batcher import USUAL, Policy
 from trueline.serve.handlers import plan as plans
 from trueline.serve.handlers.measures import Measures
 from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
@@ -187,7 +187,7 @@ class HandlerVersion(Version):
         if self._place is not None:
             self._place.remove()
 
-    def ask(self, inputs: Any, timeout_s: float | None = None) -> Any:
+    def ask(self, inputs: Any, timeout_s: float | None = None, priority: int = USUAL) -> Any:
         """Raises NoTensors."""
         raise NoTensors(self.model)
 
