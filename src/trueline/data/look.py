@@ -72,8 +72,9 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
         except DataError as error:
             faults.append(Quarantined(unit.uri.rpartition("#")[0], unit.uri, unit.count, error.message))
         advanced(unit.offset + unit.count, total)
-    unchecked = isinstance(found, FileRecords) and found.format.name in _WITHOUT_CHECKSUMS
-    note = f"{found.format.name} has no checksums: a changed value would not show" if unchecked else ""
+    note = ""
+    if isinstance(found, FileRecords) and found.format.name in _WITHOUT_CHECKSUMS:
+        note = f"{found.format.name} has no checksums: a changed value would not show"
     return Verified(records, units, tuple(faults), note)
 
 
