@@ -55,8 +55,8 @@ class Curve:
     """t(n), as it is now.
 
     >>> curve = Curve({1: 0.010, 9: 0.018})
-    >>> curve.at(1), curve.at(5), round(curve.at(17), 3)
-    (0.01, 0.014, 0.026)
+    >>> [round(curve.at(rows), 3) for rows in (1, 5, 17)]
+    [0.01, 0.014, 0.026]
     """
 
     def __init__(self, seed: Mapping[int, float]) -> None:
