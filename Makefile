@@ -101,7 +101,7 @@ protos: $(STAMP)  ## generated code of the wire protos
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
 	  --mypy_out=. --mypy_grpc_out=. trueline/wire/train.proto
 	cd src && PATH="$(CURDIR)/$(BIN):$$PATH" ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
-	  trueline/wire/inference.proto
+	  trueline/wire/inference.proto trueline/wire/torchserve.proto
 
 clean:  ## the environment, caches and what the demo left here
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs mlruns mlartifacts mlflow.db

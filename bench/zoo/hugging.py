@@ -115,12 +115,6 @@ def _encoders() -> None:
         ("rembert", "RemBertModel", "RemBertConfig", {"input_embedding_size": 8, "output_embedding_size": 8}),
         ("megatron_bert", "MegatronBertModel", "MegatronBertConfig", {}),
         ("layoutlm", "LayoutLMModel", "LayoutLMConfig", {}),
-        (
-            "nystromformer",
-            "NystromformerModel",
-            "NystromformerConfig",
-            {"num_landmarks": 4, "segment_means_seq_len": 8},
-        ),
         ("esm", "EsmModel", "EsmConfig", {"mask_token_id": 3, "position_embedding_type": "rotary"}),
         ("squeezebert", "SqueezeBertModel", "SqueezeBertConfig", {"embedding_size": 16}),
     ):

@@ -63,6 +63,18 @@ class Remembering(nn.Module):
         return x * self.calls
 
 
+class Growing(nn.Module):
+    """Asked the same twice, it answers the same: the mean of two equal rows is the row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.mean((0, 1)))  # growth
+        return x + torch.stack(self.seen).mean(0)
+
+
 def never(*_: Any) -> Any:
     raise AssertionError("capture has no use for this blank")
 
@@ -131,6 +143,13 @@ def test_a_model_with_a_memory_is_called_so_with_the_line_that_stores(tmp_path: 
     with pytest.raises(NotProven, match="keeps a state") as refused:
         captured(Remembering, tmp_path / "b")
     assert line_of("memory") in refused.value.message
+
+
+def test_a_memory_that_shows_only_after_other_questions_is_called_so_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match=r"keeps a state in the Python attributes it stores \(seen\)") as refused:
+        captured(Growing, tmp_path / "b")
+    assert line_of("growth") in refused.value.message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_what_is_no_image_or_too_large_a_one_is_a_clients_fault(tmp_path: Path) 
     handler.initialize(context(tmp_path, serializedFile=scripted(tmp_path, Means())))
     header = b"IHDR" + (50_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
     bomb = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")
+    bomb += (64).to_bytes(4, "big") + b"IDAT"  # the decoder looks for it before it knows a PNG
     for content, status in [
         (b"no image", 400),
         (png((1, 2, 3))[:80], 400),

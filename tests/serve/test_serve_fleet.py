@@ -21,7 +21,7 @@ from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.http import Request, Response
 from trueline.serve.management import Management
-from trueline.serve.models import Loaded, Models
+from trueline.serve.models import Loaded, Models, Way
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.split import Split, place
@@ -35,7 +35,7 @@ class Office:
         self.loop = asyncio.new_event_loop()
         self.store = Store(folder)
         self.models = Models()
-        self.fleet = Fleet(self.models, self.loop, self._thread, how=How(threads=1), state=state)
+        self.fleet = Fleet(self.models, self.loop, self._thread, how=How(way=Way(threads=1)), state=state)
         self.management = Management(self.fleet, self.store, self.find, self.loop)
         self.routes = Routes(self.models, self.loop, loader=Repository(self.fleet, self.store, self.loop))
 

@@ -126,6 +126,15 @@ def test_each_part_of_a_form_is_a_parameter_by_its_name() -> None:
     assert [part[0] for part in curled.parts] == ["body"]
 
 
+def test_torchserves_older_routes_pass_the_query_on_as_parameters() -> None:
+    assert [part[0] for part in body.read(request(b"[1]"), explain=False).parts] == ["body"]
+    both = body.read(request(b"[1]", "application/json"), explain=False, query=True)
+    assert list(both.parts) == [("body", "application/json", b"[1]"), ("a", "", b"1")]
+    assert list(body.read(request(b""), explain=False, query=True).parts) == [("a", "", b"1")]
+    form = body.read(request(b"data=x", "application/x-www-form-urlencoded"), explain=False, query=True)
+    assert [part[0] for part in form.parts] == ["data", "a"]
+
+
 def test_forms_that_are_torn_or_endless_are_a_clients_fault() -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
     with pytest.raises(RequestError, match="needs the boundary"):

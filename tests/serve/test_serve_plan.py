@@ -14,7 +14,7 @@ from serve_worlds import spec
 
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import BundleError, NotProven
-from trueline.serve.models import load
+from trueline.serve.models import Way, load
 from trueline.serve.plan import batch_symbol, draw_up, fit, neighbours_matter
 
 
@@ -78,7 +78,7 @@ def test_the_batch_is_a_symbol_that_leads_everything_and_stands_nowhere_else() -
 
 
 def test_a_short_program_runs_on_the_loop_and_says_so(tmp_path: Path) -> None:
-    loaded = load(worlds.double_plus(tmp_path / "b"), threads=0, max_batch=64)
+    loaded = load(worlds.double_plus(tmp_path / "b"), Way(), max_batch=64)
     assert loaded.plan.inline_values >= 3
     assert loaded.golden_cases == 1
     assert loaded.platform == "onnxruntime_onnx"
@@ -86,9 +86,9 @@ def test_a_short_program_runs_on_the_loop_and_says_so(tmp_path: Path) -> None:
 
 def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="golden example '4'"):
-        load(worlds.double_plus(tmp_path / "b", wrong=True), threads=0, max_batch=64)
+        load(worlds.double_plus(tmp_path / "b", wrong=True), Way(), max_batch=64)
 
 
 def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="the registry names"):
-        load(worlds.double_plus(tmp_path / "b"), threads=0, max_batch=64, digest="0" * 64)
+        load(worlds.double_plus(tmp_path / "b"), Way(), max_batch=64, digest="0" * 64)

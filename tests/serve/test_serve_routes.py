@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batcher import Policy
 from trueline.serve.http import Request, Response
-from trueline.serve.models import Models, load
+from trueline.serve.models import Models, Way, load
 from trueline.serve.routes import Routes
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
@@ -32,7 +32,7 @@ class Desk:
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(1)
         self.models = Models()
-        loaded = load(worlds.double_plus(folder / "b", max_rows=8), threads=1, max_batch=64)
+        loaded = load(worlds.double_plus(folder / "b", max_rows=8), Way(threads=1), max_batch=64)
         if not inline:
             loaded = replace(loaded, plan=replace(loaded.plan, inline_values=0))
         self.tiny = self.models.add("tiny", "1")
@@ -65,6 +65,27 @@ def queued(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path, inline=False)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/invocations?model_name=tiny", "/models/tiny/invoke"])
+def test_older_clients_find_the_model_where_sagemaker_and_older_torchserves_had_it(desk: Desk, path: str) -> None:
+    assert json.loads(desk.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
+    assert desk.ask("DELETE", path).status == 405
+
+
+@pytest.mark.parametrize("path", ["/tiny/predict", "/tiny/1/predict"])
+def test_the_oldest_routes_answer_too(desk: Desk, path: str) -> None:
+    assert json.loads(desk.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
+    missing = desk.ask("POST", path.replace("tiny", "zzz"), b"[1, 2, 3]")
+    assert (missing.status, json.loads(missing.body)["message"]) == (404, "Model not found: zzz")
+
+
+def test_an_invocation_of_several_models_has_to_name_one(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.models.add("other", "1")
+    answer = desk.ask("POST", "/invocations", b"[1, 2, 3]")
+    assert (answer.status, json.loads(answer.body)["message"]) == (400, "Parameter model_name is required.")
+    desk.close()
 
 
 OIP_TABLE = [

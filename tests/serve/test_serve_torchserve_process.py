@@ -70,7 +70,10 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         assert form.json()["names"] == ["data", "target"]
         assert form.headers["x-seen"] == "extra/path"
         assert client.post("/explanations/echo", json={}).json()["explain"] == "True"
-        assert client.post("/predictions/echo", data={"act": "pieces"}).text == "one two"
+        with client.stream("POST", "/predictions/echo", data={"act": "pieces"}) as pieces:
+            assert pieces.headers["transfer-encoding"] == "chunked"
+            assert pieces.headers["ts_stream_next"] == "true"
+            assert b"".join(pieces.iter_raw()) == b"one two"
         assert client.post("/v1/models/echo:predict", json={"x": 2}).json()["body"] == {"x": 2}
         assert client.get("/v2/models/echo").json()["platform"] == "torchserve_archive"
         assert "/explanations/echo" in client.get("/openapi.json").json()["paths"]

@@ -26,7 +26,7 @@ from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
 from trueline.runtime.probes import LIMIT, Probe, make_probes
-from trueline.runtime.prove import Observation, Proof, judge, observe, parting
+from trueline.runtime.prove import Observation, Proof, hidden_state, judge, observe, parting
 from trueline.runtime.session import Format, open_session
 from trueline.runtime.shrink import shrink
 from trueline.runtime.submodules import NOBODY, Blame
@@ -75,6 +75,10 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
     exported, observations = _observed(subject, random=found is not None)
+    hidden = hidden_state(observations)
+    if hidden:  # asked twice it was the same: a state that shows only after other questions
+        found = steady.searched(subject.eager, hidden)
+        raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
     shared_s = time.monotonic() - started
     while True:
         rungs = [

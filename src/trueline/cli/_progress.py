@@ -48,6 +48,7 @@ _WORDS = {
     "checkpoint.failed": "  no checkpoint at step {step}: {why}",
     "page.opened": "  see it at {url}",
     "page.failed": "  {why}",
+    "config.ignored": "  {key} is not read: {why}",
     "job.restarted": "  {why}",
     "job.scaled": "  {workers} workers from now on ({why})",
     "job.halting": "  waiting up to {patience_s:.0f} s for a checkpoint",

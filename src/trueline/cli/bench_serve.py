@@ -22,6 +22,7 @@ trueline bench-serve digits.bundle --per-second 500 --max-batch 32 --json
 @click.option("--clients", type=click.IntRange(min=1), help="Clients that ask again once answered; 32 if left out.")
 @click.option("--per-second", type=float, metavar="RATE", help="Requests per second of strangers, instead of clients.")
 @click.option("--max-batch", type=int, default=64, show_default=True, help="Records that are run together at most.")
+@click.option("--program", default="", metavar="FORMAT", help="Which of a bundle's programs to run; its own choice.")
 @click.option("--threads", type=int, default=1, show_default=True, metavar="N", help="Threads of one run.")
 @tracking_option
 @json_option
@@ -30,6 +31,7 @@ def command(
     clients: int | None,
     per_second: float | None,
     max_batch: int,
+    program: str,
     threads: int,
     tracking_uri: str | None,
     as_json: bool,
@@ -51,5 +53,5 @@ def command(
 
         path = resolve(bundle, tracking_uri=tracking_uri).path
     load = Load(per_second=per_second) if per_second is not None else Load(clients=clients or 32, think_s=2e-4)
-    found = measure.bench_serve(path, load=load, max_batch=max_batch, threads=threads)
+    found = measure.bench_serve(path, load=load, max_batch=max_batch, threads=threads, program=program)
     say(measure.as_text(found), measure.as_dict(found), as_json=as_json)

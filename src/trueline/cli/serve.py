@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import click
 
+from trueline import events
 from trueline.cli._progress import progress
 from trueline.cli.options import quiet_option, tracking_option, verb
 
@@ -17,12 +22,18 @@ trueline serve models:/digits@champion --name digits --port 9000
 trueline serve s3://models/digits.tlb#sha256:5f0c...
     serves a bundle of an object store, if it is the one of this digest
 
+trueline serve digits.bundle --program openvino
+    runs another of its proven programs; golden examples are replayed by what will serve
+
 trueline serve --model-store bundles --load all --state served.json
     serves every bundle of a folder; versions are added, made default and retired on port 8081, and a restart brings
     back what was served
 
 trueline serve --model-store archives --load all --allow-code
     serves TorchServe's .mar archives with their own handlers, in processes of their own
+
+trueline serve --ts-config config.properties --allow-code
+    serves what a TorchServe of this configuration served, on the same ports
 """
 
 
@@ -35,15 +46,21 @@ trueline serve --model-store archives --load all --allow-code
 @click.option("--certificate", metavar="FILE", help="Speak TLS, with the chain in this PEM file.")
 @click.option("--private-key", metavar="FILE", help="Its key, if that is in a file of its own.")
 @click.option("--client-ca", metavar="FILE", help="Ask clients for a certificate of this authority.")
+@click.option("--program", default="", metavar="FORMAT", help="Which of a bundle's programs to run; its own choice.")
+@click.option("--device", default="", metavar="DEVICE", help="cuda, cuda:1, or OpenVINO's GPU; the CPU if left out.")
+@click.option("--precision", default="", metavar="NAME", help="bf16 or fp16, where the runtime computes in it.")
 @click.option("--threads", type=int, default=0, metavar="N", help="Threads of one run; 0 leaves it to the server.")
 @click.option("--max-batch", type=int, default=64, show_default=True, help="Records that are run together at most.")
-@click.option("--max-delay", type=float, metavar="SECONDS", help="Wait so long for others; learned if left out.")
+@click.option(
+    "--max-delay", "max_delay_s", type=float, metavar="SECONDS", help="Wait so long for others; learned if left out."
+)
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Requests that may wait for the model.")
 @click.option("--model-store", metavar="DIR", help="A folder of bundles that may be loaded by name.")
 @click.option("--load", default="", metavar="NAMES", help="What of the store to load at start: a,b or all.")
 @click.option("--watch", is_flag=True, help="Keep what --load names as the store has it, from now on.")
 @click.option(
     "--follow",
+    "follow_s",
     type=float,
     default=10.0,
     show_default=True,
@@ -51,7 +68,8 @@ trueline serve --model-store archives --load all --allow-code
     help="Between looks at the store or the alias; 0: never.",
 )
 @click.option("--management-port", type=int, metavar="PORT", help="Port to manage versions on; 8081 with a store.")
-@click.option("--grpc-port", type=int, metavar="PORT", help="Port of the Open Inference Protocol over gRPC.")
+@click.option("--grpc-port", type=int, metavar="PORT", help="Port of requests over gRPC, in both protocols.")
+@click.option("--grpc-management-port", type=int, metavar="PORT", help="Port of TorchServe's management over gRPC.")
 @click.option("--metrics-port", type=int, metavar="PORT", help="A further port that answers /metrics alone.")
 @click.option("--allow-code", is_flag=True, help="Run the handlers of TorchServe's model archives (.mar).")
 @click.option("--handler-memory", type=int, default=0, metavar="MIB", help="Address space of a handler's process.")
@@ -59,37 +77,11 @@ trueline serve --model-store archives --load all --allow-code
 @click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
 @click.option("--processes", type=click.IntRange(1, 64), default=1, help="Server processes that share the ports.")
 @click.option("--traces", metavar="URL", help="Send OpenTelemetry spans to this collector (OTLP over HTTP).")
+@click.option("--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here go first.")
 @tracking_option
 @quiet_option
-def command(
-    source: str | None,
-    name: str | None,
-    host: str,
-    port: int,
-    key_file: str | None,
-    certificate: str | None,
-    private_key: str | None,
-    client_ca: str | None,
-    threads: int,
-    max_batch: int,
-    max_delay: float | None,
-    max_queue: int,
-    model_store: str | None,
-    load: str,
-    watch: bool,
-    follow: float,
-    management_port: int | None,
-    grpc_port: int | None,
-    metrics_port: int | None,
-    allow_code: bool,
-    handler_memory: int,
-    torchserve_strict: bool,
-    state: str | None,
-    processes: int,
-    traces: str | None,
-    tracking_uri: str | None,
-    quiet: bool,
-) -> None:
+@click.pass_context
+def command(ctx: click.Context, source: str | None, ts_config: str | None, quiet: bool, **given: Any) -> None:
     """Answer requests from bundles until Ctrl-C or SIGTERM.
 
     A bundle's golden examples are replayed on this machine first; a version that fails them takes no
@@ -99,32 +91,22 @@ def command(
     """
     from trueline.serve.api import serve
 
+    given["handler_memory_bytes"] = given.pop("handler_memory") * 2**20
     with progress(quiet=quiet):
-        serve(
-            source,
-            name=name,
-            host=host,
-            port=port,
-            key_file=key_file,
-            certificate=certificate,
-            private_key=private_key,
-            client_ca=client_ca,
-            threads=threads,
-            max_batch=max_batch,
-            max_delay_s=max_delay,
-            max_queue=max_queue,
-            model_store=model_store,
-            load=load,
-            watch=watch,
-            follow_s=follow,
-            management_port=8081 if management_port is None and model_store is not None else management_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            state=state,
-            processes=processes,
-            traces=traces,
-            tracking_uri=tracking_uri,
-            allow_code=allow_code,
-            handler_memory_bytes=handler_memory * 2**20,
-            torchserve_strict=torchserve_strict,
-        )
+        if ts_config is not None:
+            given = _configured(ctx, ts_config, given)
+        if given["management_port"] is None and given["model_store"] is not None:
+            given["management_port"] = 8081
+        serve(source, **given)
+
+
+def _configured(ctx: click.Context, path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What the command line gives over what the file says, and what the environment says over both."""
+    from trueline.serve import properties
+
+    told = properties.read(Path(path), os.environ)
+    for key, why in told.ignored:
+        events.emit("config.ignored", key=key, why=why)
+    typed = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    typed |= {"handler_memory_bytes"}  # no key of the file says it
+    return given | told.options | {name: value for name, value in given.items() if name in typed} | told.forced

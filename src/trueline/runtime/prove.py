@@ -106,10 +106,7 @@ def _finite(array: Array) -> bool:
 
 
 def hidden_state(observations: Sequence[Observation]) -> str:
-    """Why the eager model is no function of its inputs;
-
-    empty when no probe shows it. Equal inputs, other answers.
-    """
+    """How the eager model answers otherwise to equal inputs; empty when no probe shows that it does."""
     answers: dict[str, Observation] = {}
     for seen in observations:
         earlier = answers.setdefault(_digest(seen.probe.inputs), seen)
@@ -117,7 +114,7 @@ def hidden_state(observations: Sequence[Observation]) -> str:
             continue
         found = compare.compare(earlier.outputs, seen.outputs)
         if not found.agrees:
-            return f"the model answers differently when it is asked the same again: {found.reason}"
+            return found.reason
     return ""
 
 
@@ -133,7 +130,8 @@ def judge(
     for done, seen in enumerate(observations, 1):
         evidence.append(_judge_one(program, seen, dict(versions or {}), draws.LEVEL / len(observations)))
         progress(done, len(observations))
-    reason, disagreeing = hidden_state(observations), ""
+    hidden, disagreeing = hidden_state(observations), ""
+    reason = f"the model answers differently when it is asked the same again: {hidden}" if hidden else ""
     wrong = [(_volume(seen.probe), one) for seen, one in zip(observations, evidence, strict=True) if _bad(one)]
     if wrong and not reason:
         _, worst = min(wrong, key=lambda pair: pair[0])

@@ -1,14 +1,17 @@
 """Is the model a function of its inputs? Asked twice the same, it has to answer the same; else the line is named.
 
 Random numbers are found where torch draws them (operators that are tagged as seeded), a memory in a buffer where an
-operator writes into it, and a memory in Python where user code stores into an attribute while it is called.
+operator writes into it, and a memory in Python where user code stores into an attribute while it is called, or where an
+attribute is another after the call (a list that grows, a dict that is filled).
 """
 
 from __future__ import annotations
 
 import dis
 import sys
+from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -96,15 +99,19 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
             )
     left = dict(users.named_buffers())
     kept = all(name in left and explicit.equal(value, left[name]) for name, value in before.items())
-    return None if found.agrees and kept else _searched(eager, found.reason)
+    return None if found.agrees and kept else searched(eager, found.reason)
 
 
-def _searched(eager: EagerSession, reason: str) -> Unsteady:
-    """Asks once more, to see whether random numbers are drawn, or something is written, and where."""
+def searched(eager: EagerSession, reason: str) -> Unsteady:
+    """Why a model that answers differently does so: asks once more, to see whether random numbers are drawn, or
+    something is written, and where.
+    """
     users = explicit.users_own(eager.module)
     watch = _Watch(list(users.buffers()))
+    held = _held(users)
     with paths.watching() as way, watch:
         eager.run(eager.example)
+    changed = [name for name, trace in _held(users).items() if held.get(name) != trace]
     if watch.draws and reason:
         operator, place = watch.draws[0]
         return Unsteady(
@@ -124,9 +131,10 @@ def _searched(eager: EagerSession, reason: str) -> Unsteady:
         )
         why = f"the model keeps a state in its buffers ({listed(buffers)}): {again}"
         return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
-    attributes = list(dict.fromkeys(name for name, _ in _stores_on(way)))
+    attributes = list(dict.fromkeys(name for name, _ in _stores_on(way))) or changed
     where = f" in the Python attributes it stores ({listed(attributes)})" if attributes else ""
-    return Unsteady(why=f"the model keeps a state{where}: {again}", place=_stored(way), hint=ATTRIBUTE_HINT)
+    place = _stored(way) or _named(way, {name.rpartition(".")[2] for name in changed})
+    return Unsteady(why=f"the model keeps a state{where}: {again}", place=place, hint=ATTRIBUTE_HINT)
 
 
 def _same_when_seeded(eager: EagerSession) -> bool:
@@ -139,27 +147,72 @@ def _same_when_seeded(eager: EagerSession) -> bool:
     return compare.compare(*answers).agrees
 
 
+_OWN = frozenset(vars(torch.nn.Module()))
+"""What every module has: no user's attribute."""
+_DEPTH, _WIDTH = 4, 1000
+
+
+def _held(module: torch.nn.Module) -> dict[str, object]:
+    """A trace of what each attribute holds, by its name; parameters, buffers and submodules are no attributes here.
+
+    >>> module = torch.nn.Module()
+    >>> module.seen = [1]
+    >>> before = _held(module)
+    >>> module.seen.append(2)
+    >>> before["seen"] == _held(module)["seen"]
+    False
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: _trace(value, _DEPTH)
+        for prefix, one in module.named_modules()
+        for name, value in vars(one).items()
+        if name not in _OWN
+    }
+
+
+def _trace(value: Any, depth: int) -> object:
+    """Something that is another when `value` has been written to, as far as it is looked into."""
+    if isinstance(value, int | float | str | bytes | None):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), tuple(value.shape), value._version
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes() if value.size <= _WIDTH else id(value)
+    if depth and isinstance(value, dict):
+        return len(value), [(str(key), _trace(one, depth - 1)) for key, one in islice(value.items(), _WIDTH)]
+    if depth and isinstance(value, list | tuple | set | frozenset | deque):
+        return len(value), [_trace(one, depth - 1) for one in islice(value, _WIDTH)]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) and not callable(value):
+        return id(value), _trace(vars(value), depth - 1)
+    return id(value)
+
+
 def _stored(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
     """The first line that stores into an attribute, one of `names` if they are given."""
     return next((place for name, place in _stores_on(way) if names is None or name in names), None)
 
 
-def _stores_on(way: Sequence[Event]) -> Iterator[tuple[str, Place]]:
-    """Attributes that were stored into, in order, and where."""
-    stores: dict[CodeType, dict[int, tuple[str, int]]] = {}
+def _named(way: Sequence[Event], names: set[str]) -> Place | None:
+    """The first line that takes an attribute of one of `names`."""
+    return next((place for name, place in _stores_on(way, "LOAD_ATTR") if name in names), None)
+
+
+def _stores_on(way: Sequence[Event], operation: str = "STORE_ATTR") -> Iterator[tuple[str, Place]]:
+    """Attributes that were stored into (or, by another operation, taken), in order, and where."""
+    known: dict[CodeType, dict[int, tuple[str, int]]] = {}
     for _, code, offset in way:
-        if code not in stores:
-            stores[code] = _stores(code)
-        if offset in stores[code]:
-            name, line = stores[code][offset]
+        if code not in known:
+            known[code] = _attributes(code, operation)
+        if offset in known[code]:
+            name, line = known[code][offset]
             yield name, Place(file=code.co_filename, line=line)
 
 
-def _stores(code: CodeType) -> dict[int, tuple[str, int]]:
+def _attributes(code: CodeType, operation: str) -> dict[int, tuple[str, int]]:
     found, line = {}, code.co_firstlineno
     lines = {start: number for start, _, number in code.co_lines() if number}
     for instruction in dis.get_instructions(code):
         line = lines.get(instruction.offset, line)
-        if instruction.opname == "STORE_ATTR":
+        if instruction.opname == operation:
             found[instruction.offset] = (str(instruction.argval), line)
     return found

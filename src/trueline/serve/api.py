@@ -27,17 +27,22 @@ def serve(
     certificate: str | Path | None = None,
     private_key: str | Path | None = None,
     client_ca: str | Path | None = None,
+    program: str = "",
+    device: str = "",
+    precision: str = "",
     threads: int = 0,
     max_batch: int = 64,
     max_delay_s: float | None = None,
     max_queue: int = 256,
     max_body_bytes: int = 64 * 2**20,
     model_store: str | Path | None = None,
+    models: str = "",
     load: str = "",
     watch: bool = False,
     follow_s: float = 10.0,
     management_port: int | None = None,
     grpc_port: int | None = None,
+    grpc_management_port: int | None = None,
     metrics_port: int | None = None,
     state: str | Path | None = None,
     processes: int = 1,
@@ -65,17 +70,22 @@ def serve(
         certificate=_text(certificate),
         private_key=_text(private_key),
         client_ca=_text(client_ca),
+        program=program,
+        device=device,
+        precision=precision,
         threads=threads,
         max_batch=max_batch,
         max_delay_s=max_delay_s,
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
         model_store=_text(model_store),
+        models=models,
         load=load,
         watch=watch,
         follow_s=follow_s,
         management_port=management_port,
         grpc_port=grpc_port,
+        grpc_management_port=grpc_management_port,
         metrics_port=metrics_port,
         state=_text(state),
         processes=processes,
@@ -119,6 +129,7 @@ class RunningServer:
     management_url: str | None
     metrics_url: str | None
     grpc_port: int | None
+    grpc_management_port: int | None
     _process: subprocess.Popen[bytes] = field(repr=False)
 
     def stop(self, timeout_s: float = 35.0) -> int:
@@ -167,6 +178,7 @@ def start(
         management_url=record.get("management_url"),
         metrics_url=record.get("metrics_url"),
         grpc_port=record.get("grpc_port"),
+        grpc_management_port=record.get("grpc_management_port"),
         _process=process,
     )
 

@@ -17,6 +17,7 @@ import httptools
 
 from trueline.serve.http import App, Request, Response, date_line, path_of, render
 from trueline.serve.limits import Limits, Waits, judge
+from trueline.serve.pieces import Pieces
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -36,6 +37,7 @@ class Connection(asyncio.Protocol):
         "_answering",
         "_app",
         "_body",
+        "_closes",
         "_continue_due",
         "_current",
         "_done_reading",
@@ -51,6 +53,7 @@ class Connection(asyncio.Protocol):
         "_receiving_since",
         "_server",
         "_silent_bytes",
+        "_streaming",
         "_target",
         "_transport",
         "_waiting",
@@ -65,6 +68,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request | Response] = deque()
         self._current: Request | None = None
         self._answering: asyncio.Future[Response] | None = None
+        self._streaming: Pieces | None = None
+        self._closes = False
         self._transport: asyncio.Transport | None = None
         self._done_reading = False
         self._reading_paused = False
@@ -96,6 +101,8 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self._answering is not None:
             self._answering.cancel()
+        if self._streaming is not None:
+            self._streaming.drop()
         self._server.forget(self)
 
     def data_received(self, data: bytes) -> None:
@@ -122,6 +129,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writing_since = None
+        if self._streaming is not None:
+            self._flow()
         self._advance()
 
     # parser
@@ -231,11 +240,46 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     def _finish(self, response: Response) -> None:
-        request, self._current = self._current, None
+        request = self._current
         assert request is not None
-        close = response.close or not request.keep_alive or self._server.draining
-        self._idle_since = self._loop.time()
+        streamed = response.pieces is not None
+        close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)
+        if response.pieces is None:
+            self._done(close=close)
+        elif request.method == "HEAD":
+            response.pieces.drop()
+            self._done(close=close)
+        else:
+            self._streaming, self._closes = response.pieces, close
+            self._streaming.listen(self._flowed)
+            self._flow()
+
+    def _flowed(self) -> None:
+        self._flow()
+        self._advance()
+
+    def _flow(self) -> None:
+        """Writes the pieces that are there, and their end; while the client reads slowly they wait."""
+        pieces, request = self._streaming, self._current
+        if pieces is None or request is None or self._transport is None or self._writing_since is not None:
+            return
+        for piece in pieces.take():
+            self._transport.write(bytes(piece) if request.http_1_0 else b"%x\r\n%b\r\n" % (len(piece), bytes(piece)))
+        if not pieces.over:
+            return
+        self._streaming = None
+        if pieces.torn:
+            self._transport.abort()  # the last chunk stays away: a client sees that this is not all
+            return
+        if not request.http_1_0:
+            self._transport.write(b"0\r\n\r\n")
+        self._done(close=self._closes or self._server.draining)
+
+    def _done(self, *, close: bool) -> None:
+        """The current request is answered."""
+        self._current = None
+        self._idle_since = self._loop.time()
         if close and self._transport is not None:
             self._done_reading = True
             self._waiting.clear()

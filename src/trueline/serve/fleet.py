@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,7 +27,7 @@ from trueline.serve import archive, wanted
 from trueline.serve.batcher import Policy
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import MAX_LANES, Loaded, Models, Version, load, public_reason
+from trueline.serve.models import MAX_LANES, Loaded, Models, Version, Way, load, public_reason
 from trueline.serve.split import Split
 from trueline.serve.wanted import Wanted, WantedModel, WantedVersion
 
@@ -68,15 +68,48 @@ class Found:
 class How:
     """How a version is to be run, where nothing else is said for it."""
 
-    threads: int = 0
+    way: Way = field(default_factory=Way)
     max_batch: int = 64
     max_delay_s: float | None = None
     """How long an idle model waits for company; None: as is learned to pay."""
     max_queue: int = 256
     workers: int | None = None
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+    usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
+    name for every archive."""
     given: Mapping[str, str] = field(default_factory=lambda: {"default_workers": "1"})
     """What an archive's workers are to be like where its own configuration says otherwise, in TorchServe's words."""
+
+    def usual_of(self, model: str, version: str) -> dict[str, Any]:
+        """What an archive's own configuration goes before."""
+        return {**self.usual.get("", {}), **self.usual.get(f"{model}/{version}", {})}
+
+    def of_bundle(self, model: str, version: str) -> How:
+        """The same for a bundle: batch, delay and workers are what is read. Raises Refused."""
+        own = self.usual.get(f"{model}/{version}", {})
+        try:
+            found = msgspec.convert({key: own[key] for key in _OF_BUNDLES if key in own}, _OfBundle)
+        except msgspec.ValidationError as error:
+            raise Refused(f"what is said of model '{model}' version '{version}' cannot be: {error}") from error
+        return replace(
+            self,
+            max_batch=found.batch_size or self.max_batch,
+            max_delay_s=self.max_delay_s if found.max_batch_delay is None else found.max_batch_delay / 1e3,
+            workers=self.workers if found.min_workers is None else found.min_workers,
+        )
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _OfBundle(msgspec.Struct, frozen=True, rename="camel"):
+    batch_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_batch_delay: _Count | None = None
+    min_workers: _Count | None = None
+
+
+_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers")
 
 
 class Fleet:
@@ -140,11 +173,11 @@ class Fleet:
             if fresh:
                 self.models.put(made)
             events.emit("version.loading", model=model, version=version)
-            chosen = how or self.how
             try:
                 if isinstance(made, HandlerVersion):
-                    self._wanted[made] = await self._start(made, found, chosen, digest)
+                    self._wanted[made] = await self._start(made, found, how or self.how, digest)
                 else:
+                    chosen = how or self.how.of_bundle(model, version)
                     self._wanted[made] = await self._prove(made, found, chosen, digest)
                 self.models.put(made)
                 self._keep()
@@ -179,7 +212,8 @@ class Fleet:
 
     async def _start(self, made: HandlerVersion, found: Found, how: How, digest: str | None) -> WantedVersion:
         """Makes an archive's handler ready. Raises ArchiveError, NotStarted."""
-        kept = await made.begin(found.path, how.given, self._in_thread, self._loop, digest or found.digest)
+        usual = self.how.usual_of(made.model, made.version)
+        kept = await made.begin(found.path, how.given, self._in_thread, self._loop, digest or found.digest, usual=usual)
         return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(how.given))
 
     async def _prove(self, made: Version, found: Found, how: How, digest: str | None) -> WantedVersion:
@@ -387,7 +421,7 @@ class _DefaultVersion(RequestError):
 def _load(found: Found, how: How, digest: str | None) -> Loaded:
     """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
     bundle = open_bundle(found.path)
-    loaded = load(bundle, threads=how.threads, max_batch=how.max_batch, digest=digest or found.digest)
+    loaded = load(bundle, how.way, max_batch=how.max_batch, digest=digest or found.digest)
     if how.max_delay_s:  # the operator wants requests to wait for company
         return replace(loaded, plan=replace(loaded.plan, inline_values=0))
     return loaded

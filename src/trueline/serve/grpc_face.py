@@ -8,20 +8,19 @@ grpc_service.proto; see wire/inference.proto.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from importlib import metadata
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import grpc.aio
 import numpy as np
 
 from trueline import events
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
-from trueline.errors import PortInUse, RequestError
-from trueline.serve import binary, extensions, oip, tensors
+from trueline.errors import RequestError
+from trueline.serve import binary, calls, extensions, oip, tensors
+from trueline.serve.calls import Context, header
 from trueline.serve.models import Version
 from trueline.serve.routes import KEY_HEADER, PRIORITY_HEADER, Routes
 from trueline.serve.tokens import Keys, Kind
@@ -31,19 +30,6 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 SERVICE = "inference.GRPCInferenceService"
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    405: grpc.StatusCode.UNIMPLEMENTED,
-    409: grpc.StatusCode.ALREADY_EXISTS,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    415: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -55,8 +41,6 @@ _CONTENTS = {
 }
 _OPEN = frozenset({"ServerLive", "ServerReady"})
 _MANAGED = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _text(parameter: Any) -> Any:
@@ -145,48 +129,15 @@ class Face:
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload),
         }
-        methods: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._answered(name, answer),
-                request_deserializer=kind.FromString,
-                response_serializer=lambda message: message.SerializeToString(),
-            )
-            for name, (kind, answer) in unary.items()
-        }
-        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            request_deserializer=pb.ModelInferRequest.FromString,
-            response_serializer=lambda message: message.SerializeToString(),
-        )
-        handler: grpc.GenericRpcHandler[Any, Any] = grpc.method_handlers_generic_handler(SERVICE, methods)
-        return handler
+        methods = {name: calls.unary(name, kind, answer, self._check) for name, (kind, answer) in unary.items()}
+        methods["ModelStreamInfer"] = calls.both_ways(pb.ModelInferRequest, self._stream)
+        return calls.service(SERVICE, methods)
 
     def _check(self, name: str, context: Context) -> None:
         if self._keys is None or name in _OPEN:
             return
         kind: Kind = "management" if name in _MANAGED else "inference"
-        self._keys.check(kind, _header(context, "authorization"))
-
-    def _answered(self, name: str, answer: Callable[[Any, Context], Awaitable[Any]]) -> Any:
-        async def call(request: Any, context: Context) -> Any:
-            try:
-                self._check(name, context)
-                return await answer(request, context)
-            except RequestError as error:
-                code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
-                hint = f"; {error.hint}" if error.hint else ""
-                await context.abort(code, error.message + hint)
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                if isinstance(error, grpc.aio.AbortError):
-                    raise
-                events.emit("request.failed", path=name, why=f"{type(error).__name__}: {error}")
-                await context.abort(
-                    grpc.StatusCode.INTERNAL, "the model failed on this request; the server's log says why"
-                )
-
-        return call
+        self._keys.check(kind, header(context, "authorization"))
 
     # requests
 
@@ -195,7 +146,7 @@ class Face:
 
     async def _ask(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         began = perf_counter()
-        key = _header(context, KEY_HEADER.decode())
+        key = header(context, KEY_HEADER.decode())
         version = self._models.find(
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
@@ -206,7 +157,7 @@ class Face:
         left_s = context.time_remaining()
         limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
         version.stats.decode_s += perf_counter() - began
-        given = parameters.get("priority", _header(context, PRIORITY_HEADER.decode()))
+        given = parameters.get("priority", header(context, PRIORITY_HEADER.decode()))
         found = version.ask(inputs, min(limits, default=None), oip.priority(given))
         outputs = found if isinstance(found, dict) else await found
         run = perf_counter()
@@ -228,7 +179,7 @@ class Face:
                 response.infer_response.id = request.id
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
                 events.emit("request.failed", path="ModelStreamInfer", why=f"{type(error).__name__}: {error}")
-                response.error_message = "the model failed on this request; the server's log says why"
+                response.error_message = calls.FAILED
                 response.infer_response.id = request.id
             yield response
 
@@ -309,13 +260,6 @@ class Face:
         return pb.RepositoryModelUnloadResponse()
 
 
-def _header(context: Context, name: str) -> bytes | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == name:
-            return value.encode("latin-1") if isinstance(value, str) else bytes(value)
-    return None
-
-
 def _filled(message: Any, told: dict[str, Any]) -> Any:
     """`told` as a protobuf message of the same names."""
     for name, value in told.items():
@@ -327,30 +271,3 @@ def _filled(message: Any, told: dict[str, Any]) -> Any:
         else:
             setattr(message, name, value)
     return message
-
-
-async def serve(
-    face: Face, host: str, port: int, *, body_bytes: int, credentials: Any = None, shared: bool = False
-) -> tuple[grpc.aio.Server, int]:
-    """A server that answers on `host` and `port` (0: a free one), and its port. Raises PortInUse.
-
-    With `credentials` it speaks TLS; a `shared` port is listened on by other processes too.
-    """
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", body_bytes),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", int(shared)),
-        ]
-    )
-    server.add_generic_rpc_handlers((face.handler(),))
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        found = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
-    except RuntimeError as error:
-        raise PortInUse(
-            f"port {port} on {host} is in use, or not for this user: gRPC cannot listen there",
-            hint="stop the process that listens there, or choose another port (0 takes a free one)",
-        ) from error
-    await server.start()
-    return server, found

@@ -7,8 +7,12 @@ import http
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Protocol
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
+from trueline.errors import RequestError
+from trueline.serve.pieces import Pieces
+
+MAX_PARAMETERS = 64
 JSON = b"application/json"
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: ".encode() for status in http.HTTPStatus
@@ -48,6 +52,8 @@ class Response:
     headers: bytes = b""
     """Further header lines, each ending in CRLF."""
     close: bool = False
+    pieces: Pieces | None = None
+    """What the body is made of as it comes; `body` is then empty."""
 
 
 class App(Protocol):
@@ -72,6 +78,19 @@ def path_of(target: bytes) -> str:
     return unquote(path, errors="replace") if "%" in path else path
 
 
+def query_of(target: bytes) -> dict[str, str]:
+    """The parameters in a request target, decoded; of one that comes twice the last.
+
+    >>> query_of(b"/invocations?model_name=a%20b&x=")
+    {'model_name': 'a b', 'x': ''}
+    """
+    text = target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS))
+    except ValueError as error:
+        raise RequestError(f"the query has more than {MAX_PARAMETERS} parameters") from error
+
+
 def date_line() -> bytes:
     """The Date header of this second."""
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
@@ -80,9 +99,13 @@ def date_line() -> bytes:
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
     line = _STATUS_LINES.get(response.status)
-    head = b"%b\r\ncontent-length: %d\r\n%b%b" % (
+    if response.pieces is None:
+        size = b"content-length: %d\r\n" % len(response.body)
+    else:  # an old client reads until the connection ends
+        size = b"" if request is not None and request.http_1_0 else b"transfer-encoding: chunked\r\n"
+    head = b"%b\r\n%b%b%b" % (
         line + response.content_type if line is not None and response.content_type else _start(response),
-        len(response.body),
+        size,
         date,
         response.headers,
     )

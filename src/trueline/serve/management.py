@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -23,7 +22,7 @@ from trueline.serve import canary, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
-from trueline.serve.http import Request, Response
+from trueline.serve.http import Request, Response, query_of
 from trueline.serve.models import UnknownVersion, Version
 from trueline.serve.store import Store, check_name
 from trueline.serve.tokens import Keys
@@ -93,7 +92,7 @@ class Management:
         return torchserve.unexpected(request.path, error)
 
     def _route(self, request: Request) -> Response | _Later:
-        query = _query(request.target)
+        query = query_of(request.target)
         parts = request.path.split("/")[1:]
         match request.method, parts:
             case "POST", ["models"]:
@@ -167,7 +166,7 @@ class Management:
         delay_s = _whole(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None
         how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
         told = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
-        how = replace(how, max_queue=self._fleet.how.max_queue, threads=self._fleet.how.threads, given=told)
+        how = replace(how, max_queue=self._fleet.how.max_queue, way=self._fleet.how.way, given=told)
         made = await self._fleet.load(found, model, version, source=url, how=how)
         workers = made.policy.lanes if isinstance(made, HandlerVersion) else workers
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
@@ -266,7 +265,8 @@ class Management:
             if isinstance(one, HandlerVersion) and one.state == "ready":
                 asked = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
                 answer = await one.handle(asked, alone=True)
-                facts["customizedMetadata"] = _read(answer.body)
+                said = answer.body if answer.pieces is None else await answer.pieces.whole()
+                facts["customizedMetadata"] = _read(said)
             told.append(facts)
         return torchserve.reply(200, torchserve.pretty(told))
 
@@ -331,11 +331,6 @@ def _read(body: bytes | bytearray) -> Any:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return bytes(body).decode("utf-8", "replace")
-
-
-def _query(target: bytes) -> dict[str, str]:
-    text = target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
-    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=64))
 
 
 def _json(request: Request) -> dict[str, str]:

@@ -46,14 +46,20 @@ class Report:
 
 
 def bench_serve(
-    source: str | Path, *, load: Load | None = None, max_batch: int = 64, threads: int = 1, requests: int = 2000
+    source: str | Path,
+    *,
+    load: Load | None = None,
+    max_batch: int = 64,
+    threads: int = 1,
+    requests: int = 2000,
+    program: str = "",
 ) -> Report:
     """Measures the bundle at `source`. Raises BundleError, NotProven, UsageError."""
     load = load or Load(clients=32, think_s=2e-4)
     if load.clients < 1 and load.per_second <= 0:
         raise UsageError("a load needs clients, or requests per second", hint="give --clients, or --per-second")
     bundle = open_bundle(Path(source))
-    session = open_program(bundle, threads=threads)
+    session = open_program(bundle, program or None, threads=threads)
     replay(bundle, session)
     seconds, why_alone = curve_of(bundle, session, max_batch=max_batch)
     bound = max(seconds)

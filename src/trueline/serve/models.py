@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from trueline import events
@@ -40,8 +40,15 @@ NO_WORKER = (
 )
 """TorchServe's words for a model that is scaled to nothing."""
 MAX_LANES = 32
-PLATFORMS = {"onnx": "onnxruntime_onnx"}
-"""Formats that run in this process, and what the protocol calls them."""
+PLATFORMS = {
+    "onnx": "onnxruntime_onnx",
+    "openvino": "openvino_onnx",
+    "offload": "pytorch_offload",
+    "torch_export": "pytorch_export",
+    "torchscript": "pytorch_libtorch",
+    "aotinductor": "pytorch_aotinductor",
+}
+"""What the protocol calls the formats of programs. Of `pytorch_` are those whose threads are the process's own."""
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
 
 
@@ -315,24 +322,37 @@ class Models:
         return all(version.state in fine for version in found) and (bool(found) or self.started)
 
 
-def load(bundle: Bundle, *, threads: int, max_batch: int, digest: str | None = None) -> Loaded:
-    """Opens, replays and measures the program of a verified bundle. Raises BundleError, NotProven.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Which of a bundle's programs is run, and by what."""
 
-    With `threads` 0 the program gets one thread when its runs are short, else as many as the runtime likes.
-    """
+    program: str = ""
+    """One of `runtime.session.FORMATS`; empty: the one that the bundle says."""
+    threads: int = 0
+    """Of one run; 0: one when runs are short, else as many as the runtime likes. torch has one number for all of its
+    programs, and 0 leaves it as it is."""
+    device: str = ""
+    precision: str = ""
+    native: bool = False
+    """Whether machine code may be opened."""
+
+
+def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:
+    """Opens, replays and measures a program of a verified bundle. Raises BundleError, NotProven, UsageError."""
     if digest is not None and digest != bundle.digest:
         raise BundleError(
             f"the registry names a bundle of digest {digest[:12]}, found is {bundle.digest[:12]}",
             hint="the registered files were exchanged; register the bundle again",
         )
-    if bundle.manifest.serve not in PLATFORMS:
-        raise BundleError(
-            f"the bundle serves its '{bundle.manifest.serve}' program, this server runs: {listed(PLATFORMS)}",
-            hint="capture it again with an ONNX program",
-        )
-    loaded = _load(bundle, threads or 1, max_batch)
-    if threads == 0 and not loaded.plan.inline_values and len(os.sched_getaffinity(0)) > 1:
-        loaded = _load(bundle, 0, max_batch)
+    entry = bundle.program(way.program or None)
+    way = replace(way, program=entry.format)
+    alone = not PLATFORMS[entry.format].startswith("pytorch_") and way.device in ("", "cpu")
+    if alone and way.threads == 0:
+        loaded = _load(bundle, replace(way, threads=1), max_batch)
+        if not loaded.plan.inline_values and len(os.sched_getaffinity(0)) > 1:
+            loaded = _load(bundle, way, max_batch)
+    else:
+        loaded = _load(bundle, way, max_batch)
     plan = loaded.plan
     events.emit(
         "plan.chosen",
@@ -344,8 +364,15 @@ def load(bundle: Bundle, *, threads: int, max_batch: int, digest: str | None = N
     return loaded
 
 
-def _load(bundle: Bundle, threads: int, max_batch: int) -> Loaded:
-    session = open_program(bundle, threads=threads)
+def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
+    session = open_program(
+        bundle,
+        way.program,
+        threads=way.threads,
+        native=way.native,
+        device=way.device,
+        precision=way.precision,
+    )
     began = time.perf_counter()
     replayed = replay(bundle, session)
     events.emit(
@@ -357,7 +384,7 @@ def _load(bundle: Bundle, threads: int, max_batch: int) -> Loaded:
     return Loaded(
         session=session,
         digest=bundle.digest,
-        platform=PLATFORMS[bundle.manifest.serve],
+        platform=PLATFORMS[way.program],
         golden_cases=len(replayed),
         plan=draw_up(session, bundle.golden(), max_batch=max_batch),
     )

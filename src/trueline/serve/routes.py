@@ -35,7 +35,7 @@ from trueline.serve import (
 )
 from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import JSON, Request, Response
+from trueline.serve.http import JSON, Request, Response, query_of
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models, Version
 from trueline.serve.refusals import Method, allow, check_media, extra, face_of
@@ -159,6 +159,12 @@ class Routes:
                 return self._explain(request, model, None)
             case ["explanations", model, version]:
                 return self._explain(request, model, version)
+            case ["invocations"]:
+                return self._invoke(request)
+            case ["models", model, "invoke"] | [model, "predict"]:
+                return self._predict(request, model, None, older=True)
+            case [model, version, "predict"]:
+                return self._predict(request, model, version, older=True)
             case ["v1", "models", *rest]:
                 return self._v1(request, rest)
             case ["v2", *rest]:
@@ -380,10 +386,18 @@ class Routes:
         sick = any(version.sick for version in self.models.all())
         return torchserve.status("Unhealthy", 500) if sick else torchserve.status("Healthy")
 
-    def _handled(self, request: Request, version: HandlerVersion, *, explain: bool = False, rest: str = "") -> Answer:
+    def _handled(
+        self,
+        request: Request,
+        version: HandlerVersion,
+        *,
+        explain: bool = False,
+        rest: str = "",
+        query: bool = False,
+    ) -> Answer:
         """The answer of an archive's handler."""
         began = perf_counter()
-        ask = bodies.read(request, explain=explain, url_path=rest)
+        ask = bodies.read(request, explain=explain, url_path=rest, query=query)
         version.stats.decode_s += perf_counter() - began
         return self._later(request.path, version.handle(ask, alone=explain), torchserve.handled)
 
@@ -394,12 +408,23 @@ class Routes:
             return self._handled(request, found, explain=True)
         raise NotFound("no explainer is served for this model")
 
-    def _predict(self, request: Request, model: str, version: str | None, rest: str = "") -> Answer:
+    def _invoke(self, request: Request) -> Answer:
+        """SageMaker's route: the model is named in the query, or the only one."""
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        names = self.models.names()
+        model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
+        if not model:
+            raise RequestError("Parameter model_name is required.")
+        return self._predict(request, model, None, older=True)
+
+    def _predict(
+        self, request: Request, model: str, version: str | None, rest: str = "", *, older: bool = False
+    ) -> Answer:
         allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
         began = perf_counter()
         found = self._find(request, model, version or None)
         if isinstance(found, HandlerVersion):
-            return self._handled(request, found, rest=rest)
+            return self._handled(request, found, rest=rest, query=older)
         check_media(request)
         given = records.decode(request.body, found.signature)
 

@@ -15,43 +15,41 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
-from trueline.serve import archive, remote, tls, tokens, torchserve, tracing, wanted
+from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.child import revived
-from trueline.serve.connection import Server
 from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.follow import Follower
 from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.http import App, Request, Response
-from trueline.serve.limits import Limits
-from trueline.serve.listen import check_reach, listen
 from trueline.serve.management import Management
-from trueline.serve.models import Models
+from trueline.serve.models import Models, Way
+from trueline.serve.ports import Field, Ports
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.settings import Settings
 from trueline.serve.stop import Stop
-from trueline.serve.store import Entry, Store
+from trueline.serve.store import Entry, Store, check_name
 from trueline.serve.tokens import Keys, Kind
 
-SWEEP_S = 1.0
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
 _RESOLVE_S = 300.0
 
 T = TypeVar("T")
-Field = str | int | float | bool | None
 Announce = Callable[[dict[str, Field]], None]
 
 
@@ -89,16 +87,6 @@ def find(source: str, tracking_uri: str | None) -> Found:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Port:
-    """One listener and its connections."""
-
-    what: str
-    server: Server
-    listener: asyncio.Server
-    number: int
-
-
 async def run(settings: Settings, announce: Announce) -> None:
     """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
     if settings.processes > 1:
@@ -110,10 +98,17 @@ async def run(settings: Settings, announce: Announce) -> None:
     store = _store(settings)
     models = Models()
     how = How(
-        threads=settings.threads,
+        way=Way(
+            program=settings.program,
+            threads=settings.threads,
+            device=settings.device,
+            precision=settings.precision,
+            native=settings.allow_code,
+        ),
         max_batch=settings.max_batch,
         max_delay_s=settings.max_delay_s,
         max_queue=settings.max_queue,
+        usual=_usual(settings),
     )
     state = Path(settings.state) if settings.state is not None else None
     fleet = Fleet(
@@ -125,43 +120,34 @@ async def run(settings: Settings, announce: Announce) -> None:
         models, loop, body_bytes=settings.max_body_bytes, loader=repository, strict=settings.torchserve_strict
     )
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
-    secured = tls.certificates(settings.certificate, settings.private_key, settings.client_ca)
     management = Management(fleet, store, sources.allowed, loop, keys)
     tracer = None if settings.traces is None else tracing.exporting(settings.traces)
     faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
-    apps: dict[str, tuple[App, int | None]] = {
+    apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
         "data": (_guarded(faced, keys, "inference"), settings.port),
         "management": (_guarded(management, keys, "management"), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
     }
     stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
-    ports: list[_Port] = []
-    calls: _Calls | None = None
-    chores = [loop.create_task(_sweep(ports))]
+    ports = Ports(settings, loop)
+    chores = [loop.create_task(ports.sweep())]
     try:
         for what, (app, number) in apps.items():
             if number is not None:
-                ports.append(await _open(what, app, number, settings, secured, loop))
-        if settings.grpc_port is not None:
-            calls = await _open_grpc(settings, routes, keys, secured)
+                await ports.open(what, app, number)
+        await _open_grpc(ports, settings, routes, management, keys)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, store, sources)))
         if record is not None:
             models.started = True
             if state is not None:
                 follower = Follower(fleet, state, sources.operator, keys)
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))
-            where = _places(settings.host, ports, secured) | ({} if calls is None else {"grpc_port": calls.port})
-            announce({"event": "server.ready", **where, **record})
+            announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, store, record)
             await stop.asked.wait()
-        for port in ports:
-            port.listener.close()
         routes.draining = True
-        drains = [port.server.drain() for port in ports]
-        await _drain(
-            [*drains, *([] if calls is None else [calls.drain(settings.drain_s)])], ports, stop, settings.drain_s
-        )
+        await _drain(ports, stop, settings.drain_s)
     finally:
         for chore in chores:
             chore.cancel()
@@ -169,10 +155,24 @@ async def run(settings: Settings, announce: Announce) -> None:
         if tracer is not None:
             await loop.run_in_executor(None, tracer.shutdown)
         await fleet.close()
-        if calls is not None:
-            await calls.drain(0.0)
-        for port in ports:
-            port.listener.close()
+        await ports.close()
+
+
+async def _open_grpc(
+    ports: Ports, settings: Settings, routes: Routes, management: Management, keys: Keys | None
+) -> None:
+    """The services that are asked for. Raises PortInUse, UsageError."""
+    if settings.grpc_port is None and settings.grpc_management_port is None:
+        return
+    from trueline.serve import grpc_face, torchserve_calls  # grpc takes time and memory: only who asks for it pays
+
+    strict = settings.torchserve_strict
+    if settings.grpc_port is not None:
+        asked = torchserve_calls.Inference(routes, keys, strict=strict)
+        await ports.open_grpc("grpc", [grpc_face.Face(routes, keys).handler(), asked.handler()], settings.grpc_port)
+    if settings.grpc_management_port is not None:
+        managed = torchserve_calls.Managed(management, keys, strict=strict)
+        await ports.open_grpc("grpc_management", [managed.handler()], settings.grpc_management_port)
 
 
 def _following(
@@ -220,71 +220,6 @@ def _store(settings: Settings) -> Store | None:
     return Store(Path(settings.model_store))
 
 
-async def _open(
-    what: str,
-    app: App,
-    number: int,
-    settings: Settings,
-    secured: tls.Certificates | None,
-    loop: asyncio.AbstractEventLoop,
-) -> _Port:
-    context = None if secured is None else tls.context(secured)
-    sock = listen(settings.host, number, guarded=guards(settings), shared=settings.shared)
-    limits = Limits(body_bytes=settings.max_body_bytes)
-    server = Server(app, limits, loop)
-    handshake_s = None if context is None else limits.receive_s
-    listener = await loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
-    found = sock.getsockname()[1]
-    events.emit("server.listening", what=what, host=settings.host, port=found)
-    return _Port(what, server, listener, found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The gRPC listener."""
-
-    server: Any
-    port: int
-
-    async def drain(self, grace_s: float) -> None:
-        """Takes no new calls; those under way have `grace_s`."""
-        await self.server.stop(grace_s)
-
-
-def guards(settings: Settings) -> bool:
-    """Whether clients have to say who they are: by a token, or by a certificate."""
-    return settings.key_file is not None or settings.client_ca is not None
-
-
-async def _open_grpc(settings: Settings, routes: Routes, keys: Keys | None, secured: tls.Certificates | None) -> _Calls:
-    from trueline.serve import grpc_face  # grpc takes time and memory: only who asks for it pays
-
-    check_reach(settings.host, guarded=guards(settings))
-    face = grpc_face.Face(routes, keys)
-    port = settings.grpc_port or 0
-    server, found = await grpc_face.serve(
-        face,
-        settings.host,
-        port,
-        body_bytes=settings.max_body_bytes,
-        credentials=None if secured is None else tls.grpc_credentials(secured),
-        shared=settings.shared,
-    )
-    events.emit("server.listening", what="grpc", host=settings.host, port=found)
-    return _Calls(server, found)
-
-
-def _places(host: str, ports: list[_Port], secured: tls.Certificates | None) -> dict[str, Field]:
-    found: dict[str, Field] = {}
-    for port in ports:
-        head = "" if port.what == "data" else f"{port.what}_"
-        found |= {
-            f"{head}url": url_of(host, port.number, "http" if secured is None else "https"),
-            f"{head}port": port.number,
-        }
-    return found
-
-
 class _MetricsOnly:
     """The metrics page and nothing else."""
 
@@ -324,15 +259,6 @@ class _Sources:
         if self._store is None or ":" in url:
             raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
         return Found(path=self._store.find(url))
-
-
-def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Where to ask.
-
-    >>> url_of("::1", 80)
-    'http://[::1]:80'
-    """
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
@@ -382,19 +308,37 @@ async def _begin(settings: Settings, fleet: Fleet, store: Store | None, sources:
                 continue
             await fleet.load(Found(path=entry.path), entry.model, entry.version, source=entry.source)
             fleet.set_default(entry.model, entry.version)  # the newest comes last
+        for name, own in fleet.how.usual.items():
+            model, _, version = name.partition("/")
+            if own.get("defaultVersion") is True and model in models.names() and version in models.versions(model):
+                fleet.set_default(model, version)
     gc.collect()
     gc.freeze()
     return record | {"models": ",".join(models.names())}
 
 
+def _usual(settings: Settings) -> dict[str, dict[str, Any]]:
+    try:
+        return msgspec.json.decode(settings.models or "{}", type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"what is said of models is no JSON by name: {error}") from error
+
+
 def _named(load: str, store: Store) -> list[Entry]:
     """The entries of the store that are loaded at start. Raises UsageError for a name that it does not hold."""
-    names = list(dict.fromkeys(entry.model for entry in store.entries()))
-    asked = names if load == "all" else [name for name in load.split(",") if name]
-    for name in asked:
-        if name not in names:
-            raise UsageError(f"the model store has no '{name}' (it has: {listed(names)})")
-    return [entry for name in asked for entry in store.of(name)]
+    entries = store.entries()
+    names = list(dict.fromkeys(entry.model for entry in entries))
+    found: list[Entry] = []
+    for asked in names if load == "all" else [one.strip() for one in load.split(",") if one.strip()]:
+        alias, _, source = asked.rpartition("=")
+        one = next((entry for entry in entries if entry.source == source), None)
+        if one is not None:
+            found.append(replace(one, model=check_name("model", alias)) if alias else one)
+        elif asked in names:
+            found += store.of(asked)
+        else:
+            raise UsageError(f"the model store has no '{asked}' (it has: {listed(names)})")
+    return found
 
 
 def _is_alias(source: str) -> bool:
@@ -449,18 +393,11 @@ async def _moved_meanwhile(fleet: Fleet, found: Found, name: str, version: str) 
     await fleet.retire(name, before)
 
 
-async def _drain(drains: list[Coroutine[Any, Any, None]], ports: list[_Port], stop: Stop, drain_s: float) -> None:
-    drained = asyncio.ensure_future(asyncio.wait([asyncio.ensure_future(one) for one in drains]))
+async def _drain(ports: Ports, stop: Stop, drain_s: float) -> None:
+    drained = asyncio.ensure_future(ports.drain(drain_s))
     hurried = asyncio.ensure_future(stop.hurried.wait())
     both: set[asyncio.Future[Any]] = {drained, hurried}
     await asyncio.wait(both, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    events.emit("server.stopped", dropped=sum(port.server.num_connections for port in ports))
+    events.emit("server.stopped", dropped=ports.num_connections)
     drained.cancel()
     hurried.cancel()
-
-
-async def _sweep(ports: list[_Port]) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        for port in ports:
-            port.server.sweep()

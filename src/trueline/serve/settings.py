@@ -32,6 +32,13 @@ class Settings:
     """PEM file of its key, if that is not in the same file."""
     client_ca: str | None = None
     """PEM file of the authority whose certificates clients have to show."""
+    program: str = ""
+    """Format of the program to run, of those that a bundle has; empty: the one that it says. `aotinductor` is machine
+    code and needs `allow_code`."""
+    device: str = ""
+    """`cpu`, `cuda`, `cuda:1`, or a device of OpenVINO's; empty: the CPU."""
+    precision: str = ""
+    """`bf16` or `fp16` where the runtime has it; a version that then fails its golden examples is refused."""
     threads: int = 0
     """Threads of one run; 0: one when runs are short, else as many as the runtime likes."""
     max_batch: int = 64
@@ -43,8 +50,11 @@ class Settings:
     max_body_bytes: int = 64 * 2**20
     model_store: str | None = None
     """Folder of bundles that clients of the management port may load by name."""
+    models: str = ""
+    """How versions run that say nothing of it themselves: JSON in model-config.yaml's words, by `MODEL/VERSION`, or
+    under an empty name for every archive."""
     load: str = ""
-    """What of the store is loaded at start: names with commas between, or `all`."""
+    """What of the store is loaded at start, with commas between: models, entries, `name=entry`; or `all`."""
     watch: bool = False
     """Keep what `load` names as the store has it: new bundles come, changed ones take over, removed ones leave."""
     follow_s: float = 10.0
@@ -52,7 +62,9 @@ class Settings:
     management_port: int | None = None
     """Where versions are managed; 0 takes a free one, None: nowhere."""
     grpc_port: int | None = None
-    """Where the protocol is spoken over gRPC; None: nowhere."""
+    """Where the protocol, and TorchServe's inference API, are spoken over gRPC; None: nowhere."""
+    grpc_management_port: int | None = None
+    """Where TorchServe's management API is spoken over gRPC; None: nowhere."""
     metrics_port: int | None = None
     """A further port that answers /metrics alone."""
     state: str | None = None
@@ -77,6 +89,11 @@ class Settings:
     lifeline: bool = False
     """Stop when standard input ends: a child process that dies with its parent."""
 
+    @property
+    def guarded(self) -> bool:
+        """Whether clients have to say who they are: by a token, or by a certificate."""
+        return self.key_file is not None or self.client_ca is not None
+
 
 _KINDS: dict[str, type] = {"int": int, "int | None": int, "float": float, "float | None": float}
 """How a field's annotation is read from a command line; all else is text."""
@@ -92,17 +109,22 @@ class Options(TypedDict, total=False):
     certificate: str | None
     private_key: str | None
     client_ca: str | None
+    program: str
+    device: str
+    precision: str
     threads: int
     max_batch: int
     max_delay_s: float | None
     max_queue: int
     max_body_bytes: int
     model_store: str | None
+    models: str
     load: str
     watch: bool
     follow_s: float
     management_port: int | None
     grpc_port: int | None
+    grpc_management_port: int | None
     metrics_port: int | None
     state: str | None
     processes: int

@@ -24,7 +24,6 @@ from trueline import events
 from trueline.errors import TruelineError
 from trueline.serve.child import revived
 from trueline.serve.listen import listen
-from trueline.serve.server import guards
 from trueline.serve.settings import Settings, to_arguments
 from trueline.serve.stop import Stop
 
@@ -62,7 +61,7 @@ def _fixed(settings: Settings) -> Iterator[Settings]:
     """The settings with every port a number, which stays ours, and a state file if versions are managed."""
     with contextlib.ExitStack() as held:
         fixed: dict[str, Any] = {}
-        for name in ("port", "management_port", "grpc_port"):
+        for name in ("port", "management_port", "grpc_port", "grpc_management_port"):
             wanted = getattr(settings, name)
             if wanted is not None:
                 fixed[name] = _hold(settings, wanted, held)
@@ -76,8 +75,8 @@ def _fixed(settings: Settings) -> Iterator[Settings]:
 def _hold(settings: Settings, port: int, held: contextlib.ExitStack) -> int:
     """The number of a port that nobody else can take; this process does not listen on it."""
     if port:  # in use by others? then say so now, in words
-        listen(settings.host, port, guarded=guards(settings)).close()
-    probe = listen(settings.host, port, guarded=guards(settings), shared=True)
+        listen(settings.host, port, guarded=settings.guarded).close()
+    probe = listen(settings.host, port, guarded=settings.guarded, shared=True)
     address, family = probe.getsockname(), probe.family
     held_one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
     held_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -64,8 +64,11 @@ def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = 
 def handled(answer: Answer) -> Response:
     """What a handler answered. It has a content type only if the handler named one, as in TorchServe."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "content-type")
+    if answer.pieces is not None:
+        lines += "ts_stream_next: true\r\n"
     made = reply(answer.status, bytes(answer.body), lines.encode("latin-1", "replace"))
     made.content_type = answer.headers.get("content-type", "").encode("latin-1", "replace")
+    made.pieces = answer.pieces
     return made
 
 

@@ -5,8 +5,8 @@
     application/x-www-form-urlencoded     each field; a body that is no form (`curl -d '[1, 2]'`) is the body
     anything else                         `body`
 
-As in TorchServe the query is not passed on, and the headers `explain` and `url_path` are added. The `authorization`
-header is the server's, and stays with it.
+As in TorchServe the query is passed on by its older routes alone, as further parameters, and the headers `explain` and
+`url_path` are added. The `authorization` header is the server's, and stays with it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from urllib.parse import parse_qsl
 
 from trueline.errors import RequestError, TooLarge
 from trueline.serve.handlers.worker import Ask
-from trueline.serve.http import Request
+from trueline.serve.http import Request, query_of
 
 MAX_PARTS = 256
 _KEPT_BACK = (b"authorization", b"proxy-authorization", b"cookie")
 _Parts = list[tuple[str, str, bytes | bytearray]]
 
 
-def read(request: Request, *, explain: bool, url_path: str = "") -> Ask:
+def read(request: Request, *, explain: bool, url_path: str = "", query: bool = False) -> Ask:
     """What the handler gets. Raises RequestError for a form that cannot be read."""
     said = request.headers.get(b"content-type", b"").decode("latin-1")
     kind = said.partition(";")[0].strip().lower()
@@ -33,8 +33,10 @@ def read(request: Request, *, explain: bool, url_path: str = "") -> Ask:
         parts = _multipart(said, request.body)
     elif kind == "application/x-www-form-urlencoded":
         parts = _form(request.body)
-    if not parts:
+    asked = query_of(request.target) if query else {}
+    if not parts and (request.body or not asked):
         parts = [("body", said, request.body)]
+    parts += [(name, "", value.encode()) for name, value in asked.items()]
     headers = {
         name.decode("latin-1"): value.decode("latin-1")
         for name, value in request.headers.items()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trueline.errors import RequestError, TruelineError
+from trueline.serve.pieces import Pieces
 
 DIED = "Worker died."
 """TorchServe's words for a request whose process ended under it."""
@@ -13,12 +14,16 @@ DIED = "Worker died."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request's answer, or one piece of it. Header names are lower-case; a content type is one of them."""
+    """One request's answer, or one piece of it. Header names are lower-case; a content type is one of them.
+
+    An answer that comes in pieces has them in `pieces`, and its head is that of the first.
+    """
 
     body: bytes | bytearray
     status: int = 200
     phrase: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: Pieces | None = None
 
 
 class HandlerFailed(RequestError):

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.worker import Ask, Launch, Limits
 from trueline.serve.models import NO_WORKER, Loaded, Version
+from trueline.serve.pieces import Pieces
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -104,8 +105,11 @@ class HandlerVersion(Version):
         in_thread: InThread,
         loop: asyncio.AbstractEventLoop,
         digest: str | None = None,
+        *,
+        usual: Mapping[str, Any] | None = None,
     ) -> str:
-        """Lays the archive out, starts its workers, and returns its digest.
+        """Lays the archive out, starts its workers, and returns its digest. The archive's configuration goes before
+        `usual`, and `given` before both.
 
         Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
         """
@@ -117,7 +121,7 @@ class HandlerVersion(Version):
                     f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
                     hint="it was exchanged; register it again",
                 )
-            await self._start(found, given, loop)
+            await self._start(found, given, usual or {}, loop)
         except BaseException:
             place.remove()
             raise
@@ -125,8 +129,14 @@ class HandlerVersion(Version):
         self.state = "ready"
         return found.digest
 
-    async def _start(self, found: Archive, given: Mapping[str, str], loop: asyncio.AbstractEventLoop) -> None:
-        plan = plans.draw_up(found.manifest, found.config, given, gpus())
+    async def _start(
+        self,
+        found: Archive,
+        given: Mapping[str, str],
+        usual: Mapping[str, Any],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        plan = plans.draw_up(found.manifest, {**usual, **found.config}, given, gpus())
         ignored = [key for key in plans.NOT_RUN if found.config.get(key)]
         if ignored or found.manifest.requirements_file:
             events.emit(
@@ -192,7 +202,7 @@ class HandlerVersion(Version):
         raise NoTensors(self.model)
 
     def handle(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
-        """The handler's answer, with the pieces that it sent before in front of it; `alone`: in a batch of its own.
+        """The handler's answer, or its head once the first piece was sent; `alone`: in a batch of its own.
 
         Raises NotReady, Overloaded; the future HandlerFailed, DeadlineExceeded, NotReady.
         """
@@ -200,14 +210,12 @@ class HandlerVersion(Version):
         if not self.pool.num_workers:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         began = time.perf_counter()
-        pieces: list[bytes | bytearray] = []
-        ask.on_piece = lambda piece: pieces.append(piece.body)
+        told = _Told()
+        ask.on_piece = told.piece
         waiting = self.pool.submit(ask, alone=alone)
-        whole: asyncio.Future[Answer] = waiting.get_loop().create_future()
+        told.follow(waiting)
         waiting.add_done_callback(lambda done: self._answered(began, done))
-        waiting.add_done_callback(lambda done: _pass_on(done, pieces, whole))
-        whole.add_done_callback(lambda _: waiting.cancel())
-        return whole
+        return told.answer
 
     def _answered(self, began: float, done: asyncio.Future[Answer]) -> None:
         if done.cancelled():
@@ -268,16 +276,47 @@ class HandlerVersion(Version):
         }
 
 
-def _pass_on(done: asyncio.Future[Answer], pieces: Sequence[bytes | bytearray], whole: asyncio.Future[Answer]) -> None:
-    if whole.done():
-        return
-    if done.cancelled():
-        whole.cancel()
-    elif (failure := done.exception()) is not None:
-        whole.set_exception(failure)
-    else:
-        answer = done.result()
-        whole.set_result(replace(answer, body=b"".join((*pieces, answer.body))) if pieces else answer)
+class _Told:
+    """What becomes of one request: an answer at once, or its head and then its pieces."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pieces: Pieces | None = None
+        self._waiting: asyncio.Future[Answer] | None = None
+
+    def follow(self, waiting: asyncio.Future[Answer]) -> None:
+        """`waiting` brings the end; a reader who goes away before cancels it."""
+        self._waiting = waiting
+        waiting.add_done_callback(self._end)
+        self.answer.add_done_callback(lambda answer: waiting.cancel() if answer.cancelled() else None)
+
+    def piece(self, piece: Answer) -> None:
+        """One piece; the first brings the head."""
+        if self._pieces is None:
+            if self.answer.done():
+                return
+            self._pieces = Pieces(self._stop)
+            self.answer.set_result(replace(piece, body=b"", pieces=self._pieces))
+        self._pieces.add(piece.body)
+
+    def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def _end(self, waiting: asyncio.Future[Answer]) -> None:
+        failure = None if waiting.cancelled() else waiting.exception()
+        if self._pieces is not None:
+            if not waiting.cancelled() and failure is None:
+                self._pieces.add(waiting.result().body)
+            self._pieces.end(torn=waiting.cancelled() or failure is not None)
+        elif self.answer.done():
+            return
+        elif waiting.cancelled():
+            self.answer.cancel()
+        elif failure is not None:
+            self.answer.set_exception(failure)
+        else:
+            self.answer.set_result(waiting.result())
 
 
 def _resident(pid: int) -> int:

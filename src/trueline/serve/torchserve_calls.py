@@ -1,0 +1,254 @@
+"""TorchServe's gRPC services, over what its HTTP routes use. Only translates; imported where it is asked for.
+
+    InferenceAPIsService   Ping, Predictions, StreamPredictions, StreamPredictions2
+    ManagementAPIsService  DescribeModel, ListModels, RegisterModel, ScaleWorker, SetDefault, UnregisterModel
+
+A field that the client did not set is as if it were not there, and has its default. Statuses are those of the protocol
+beside it (an unknown model is NOT_FOUND, a full queue RESOURCE_EXHAUSTED); with `strict` they are TorchServe's, which
+answers INTERNAL for an unknown model and one without workers. Source: TorchServe 0.12's inference.proto and
+management.proto, as the contract page has them; see wire/torchserve.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+from uuid import uuid4
+
+import grpc
+import msgspec
+
+from trueline import events
+from trueline.errors import RequestError
+from trueline.serve import calls
+from trueline.serve.calls import Context, header
+from trueline.serve.handlers.outcome import Answer, HandlerFailed
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.handlers.worker import Ask
+from trueline.serve.http import Request, Response
+from trueline.serve.management import Management
+from trueline.serve.models import Version
+from trueline.serve.pieces import Torn
+from trueline.serve.routes import KEY_HEADER, Routes
+from trueline.serve.tokens import Keys, Kind
+from trueline.wire import torchserve_pb2 as pb
+
+INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
+MANAGEMENT = "org.pytorch.serve.grpc.management.ManagementAPIsService"
+_WHOLE = ("data", "body")
+"""Names under which clients send what is the whole body over HTTP."""
+
+
+class _Refused(RequestError):
+    """What HTTP would have answered."""
+
+    code = "refused"
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Door:
+    """Who may call, and what a refusal is called."""
+
+    def __init__(self, keys: Keys | None, kind: Kind, *, strict: bool) -> None:
+        self._keys = keys
+        self._kind = kind
+        self._strict = strict
+
+    def check(self, name: str, context: Context) -> None:
+        if self._keys is not None and name != "Ping":
+            self._keys.check(self._kind, header(context, "authorization"))
+
+    def code(self, error: RequestError) -> grpc.StatusCode:
+        if not self._strict or isinstance(error, HandlerFailed):
+            return calls.code_of(error)
+        if error.status == 401:
+            return grpc.StatusCode.PERMISSION_DENIED
+        if self._kind == "inference" and error.status in (404, 503):
+            return grpc.StatusCode.INTERNAL
+        return calls.code_of(error)
+
+
+class Inference:
+    """What is asked of models."""
+
+    def __init__(self, routes: Routes, keys: Keys | None, *, strict: bool = False) -> None:
+        self._routes = routes
+        self._door = _Door(keys, "inference", strict=strict)
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The service under TorchServe's name."""
+        check, code = self._door.check, self._door.code
+        asked = pb.PredictionsRequest
+        return calls.service(
+            INFERENCE,
+            {
+                "Ping": calls.unary("Ping", pb.Nothing, self._ping, check, code),
+                "Predictions": calls.unary("Predictions", asked, self._predictions, check, code),
+                "StreamPredictions": calls.streamed("StreamPredictions", asked, self._stream, check, code),
+                "StreamPredictions2": calls.both_ways(asked, self._sequence),
+            },
+        )
+
+    async def _ping(self, request: pb.Nothing, context: Context) -> pb.HealthResponse:
+        sick = any(version.sick for version in self._routes.models.all())
+        return pb.HealthResponse(health="Unhealthy" if sick else "Healthy")
+
+    async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
+        answer = await self._ask(request, context)
+        body = bytes(answer.body) if answer.pieces is None else await _whole(answer)
+        return pb.PredictionResponse(prediction=body, sequence_id=request.sequence_id)
+
+    async def _stream(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
+        answer = await self._ask(request, context)
+        if answer.pieces is None:
+            yield pb.PredictionResponse(prediction=bytes(answer.body), sequence_id=request.sequence_id)
+            return
+        try:
+            async for piece in answer.pieces.each():
+                yield pb.PredictionResponse(prediction=bytes(piece), sequence_id=request.sequence_id)
+        except Torn as error:
+            raise HandlerFailed("the answer broke off: its handler failed") from error
+
+    async def _sequence(
+        self, requests: AsyncIterator[pb.PredictionsRequest], context: Context
+    ) -> AsyncIterator[pb.PredictionResponse]:
+        """The answers to each request, in order; one that fails does not end the stream."""
+        async for request in requests:
+            try:
+                self._door.check("StreamPredictions2", context)
+                async for response in self._stream(request, context):
+                    yield response
+            except RequestError as error:
+                yield _told(request, self._door.code(error), error.message)
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
+                events.emit("request.failed", path="StreamPredictions2", why=f"{type(error).__name__}: {error}")
+                yield _told(request, grpc.StatusCode.INTERNAL, calls.FAILED)
+
+    async def _ask(self, request: pb.PredictionsRequest, context: Context) -> Answer:
+        if not request.model_name:
+            raise RequestError("Parameter model_name is required.")
+        key = header(context, KEY_HEADER.decode())
+        found = self._routes.models.find(
+            request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
+        )
+        if isinstance(found, HandlerVersion):
+            parts = [(name, "", value) for name, value in request.input.items()]
+            headers = {"explain": "False"}
+            if request.sequence_id:
+                headers["ts_request_sequence_id"] = request.sequence_id
+            return await found.handle(Ask(request_id=str(uuid4()), parts=parts, headers=headers))
+        return await self._ask_bundle(found, request.input)
+
+    async def _ask_bundle(self, version: Version, given: Mapping[str, bytes]) -> Answer:
+        path = f"/predictions/{quote(version.model, safe='')}/{quote(version.version, safe='')}"
+        response = await _answered(self._routes.answer(Request("POST", path.encode(), {}, _body(given))))
+        return Answer(body=response.body)
+
+
+def _body(given: Mapping[str, bytes]) -> bytes:
+    """The body that says the same over HTTP: the only value, or an object of values by name.
+
+    >>> _body({"data": b"[1, 2]"}), _body({"x": b"[1]", "y": b"[2]"})
+    (b'[1, 2]', b'{"x":[1],"y":[2]}')
+    """
+    if len(given) == 1 and next(iter(given)) in _WHOLE:
+        return next(iter(given.values()))
+    return msgspec.json.encode({name: msgspec.Raw(value or b"null") for name, value in given.items()})
+
+
+async def _answered(found: Response | asyncio.Future[Response]) -> Response:
+    """Raises _Refused for an answer that is none."""
+    response = found if isinstance(found, Response) else await found
+    if response.status < 400:
+        return response
+    told = msgspec.json.decode(response.body, type=dict[str, Any])
+    raise _Refused(response.status, str(told.get("message") or told.get("error") or "refused"))
+
+
+async def _whole(answer: Answer) -> bytes:
+    assert answer.pieces is not None
+    try:
+        return await answer.pieces.whole()
+    except Torn as error:
+        raise HandlerFailed("the answer broke off: its handler failed") from error
+
+
+def _told(request: pb.PredictionsRequest, code: grpc.StatusCode, message: str) -> pb.PredictionResponse:
+    status = pb.Status(code=int(code.value[0]), message=message)
+    return pb.PredictionResponse(sequence_id=request.sequence_id, status=status)
+
+
+class Managed:
+    """What is done with models; each call is the request of the HTTP API that does the same."""
+
+    def __init__(self, management: Management, keys: Keys | None, *, strict: bool = False) -> None:
+        self._management = management
+        self._door = _Door(keys, "management", strict=strict)
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The service under TorchServe's name."""
+        methods = {
+            "DescribeModel": (pb.DescribeModelRequest, self._describe),
+            "ListModels": (pb.ListModelsRequest, self._list),
+            "RegisterModel": (pb.RegisterModelRequest, self._register),
+            "ScaleWorker": (pb.ScaleWorkerRequest, self._scale),
+            "SetDefault": (pb.SetDefaultRequest, self._set_default),
+            "UnregisterModel": (pb.UnregisterModelRequest, self._unregister),
+        }
+        check, code = self._door.check, self._door.code
+        made = {
+            name: calls.unary(name, kind, answer, check, code)
+            for name, (kind, answer) in methods.items()  # type: ignore[arg-type]
+        }
+        return calls.service(MANAGEMENT, made)
+
+    async def _describe(self, request: pb.DescribeModelRequest, context: Context) -> pb.ManagementResponse:
+        return await self._do("GET", _of(request), _given(request, {"customized"}))
+
+    async def _list(self, request: pb.ListModelsRequest, context: Context) -> pb.ManagementResponse:
+        return await self._do("GET", "/models", _given(request, {"limit", "next_page_token"}))
+
+    async def _register(self, request: pb.RegisterModelRequest, context: Context) -> pb.ManagementResponse:
+        return await self._do("POST", "/models", _given(request))
+
+    async def _scale(self, request: pb.ScaleWorkerRequest, context: Context) -> pb.ManagementResponse:
+        return await self._do("PUT", _of(request), _given(request, {"min_worker", "max_worker", "synchronous"}))
+
+    async def _set_default(self, request: pb.SetDefaultRequest, context: Context) -> pb.ManagementResponse:
+        if not request.model_version:
+            raise RequestError("Parameter model_version is required.")
+        return await self._do("PUT", f"{_of(request)}/set-default", {})
+
+    async def _unregister(self, request: pb.UnregisterModelRequest, context: Context) -> pb.ManagementResponse:
+        return await self._do("DELETE", _of(request), {})
+
+    async def _do(self, method: str, path: str, query: Mapping[str, str]) -> pb.ManagementResponse:
+        """What HTTP answers: its status line of words, or the whole description."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        response = await _answered(self._management.answer(Request(method, target.encode(), {}, b"")))
+        told = msgspec.json.decode(response.body)
+        if isinstance(told, dict) and set(told) == {"status"}:
+            return pb.ManagementResponse(msg=told["status"])
+        return pb.ManagementResponse(msg=response.body.decode())
+
+
+def _of(request: Any) -> str:
+    """The path of the model that a request names. Raises RequestError."""
+    if not request.model_name:
+        raise RequestError("Parameter model_name is required.")
+    path = f"/models/{quote(request.model_name, safe='')}"
+    return f"{path}/{quote(request.model_version, safe='')}" if request.model_version else path
+
+
+def _given(request: Any, names: set[str] | None = None) -> dict[str, str]:
+    """The fields that the client set, as a query has them."""
+    found = {}
+    for field, value in request.ListFields():
+        if names is None or field.name in names:
+            found[field.name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found

@@ -1,0 +1,92 @@
+"""Schemathesis asks every operation of every OpenAPI document what it allows and what it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import serve_worlds as worlds
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from trueline import serve
+from trueline.serve import RunningServer
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
+
+INSIDES = re.compile(r"Traceback|File \"|\.py\b|/site-packages|/tmp/|/home/|/root/")
+EXAMPLES = 25
+"""For each operation and each kind of request."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = tmp_path_factory.mktemp("store")
+    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=8)
+    worlds.double_plus(store / "tiny" / "2.bundle", max_rows=8)
+    worlds.double_plus(store / "other.bundle")
+    with serve.start(model_store=str(store), load="all", management_port=0) as running:
+        yield running
+
+
+def operations(url: str) -> list[Any]:
+    """Those of the document at `url`."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def is_refusal(path: str, body: Any) -> bool:
+    """Whether an error has the form of its face, and says something."""
+    if path.startswith(("/v1", "/v2")):
+        return set(body) == {"error"} and isinstance(body["error"], str) and bool(body["error"])
+    return set(body) == {"code", "type", "message"} and isinstance(body["message"], str) and bool(body["message"])
+
+
+def check(case: Any, response: Any) -> None:
+    told = f"{case.method} {response.url} {case.body!r} -> {response.status_code} {response.text[:300]}"
+    assert response.status_code < 500, told
+    assert not INSIDES.search(response.text), told
+    if response.status_code >= 400 and case.method != "HEAD":
+        assert response.headers["content-type"] == "application/json", told
+        assert is_refusal(case.formatted_path, json.loads(response.text)), told
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize("face", ["data", "management"])
+def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form(
+    server: RunningServer, face: str, mode: str
+) -> None:
+    url = server.url if face == "data" else server.management_url
+    assert url is not None
+    asked = 0
+    for operation in operations(url):
+        if mode == "negative" and not (operation.body or list(operation.iter_parameters())):
+            continue  # what takes nothing cannot be given a wrong one
+        strategy = operation.as_strategy(generation_mode=getattr(schemathesis.GenerationMode, mode.upper()))
+
+        @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case=strategy)
+        def ask(case: Any) -> None:
+            nonlocal asked
+            asked += 1
+            check(case, case.call(base_url=url, timeout=60))
+
+        with suppress(Unsatisfiable) if mode == "negative" else nullcontext():  # every text is a name: none is wrong
+            ask()
+    assert asked > 5 * EXAMPLES, "most operations take parameters or a body"
+
+
+def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(server: RunningServer) -> None:
+    paths = {operation.path for operation in operations(server.url)}
+    assert {"/v2/models/tiny/infer", "/v1/models/other:predict", "/predictions/tiny/2", "/ping"} <= paths
+    for operation in operations(server.url):
+        if operation.method.upper() == "GET":
+            case = operation.Case()
+            response = case.call(base_url=server.url, timeout=60)
+            case.validate_response(response)
