@@ -1,6 +1,6 @@
 """Draws docs/img/order.png: how far records move, and how many units a batch touches, for windows of several sizes.
 
-python bench/order_quality.py
+python -m bench.order_quality
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from bench._table import report
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,9 +54,16 @@ def main() -> None:
     left.set_yscale("log")
     figure.tight_layout()
     figure.savefig(Path(__file__).parents[1] / "docs" / "img" / "order.png", dpi=100)
-    for window, one, other in zip(windows, spread, touched, strict=True):
-        print(f"{window:>8} {one:8.3f} {other:8.1f}")
-    print(f"    full {best:8.3f} {most:8.1f}")
+    rows = [
+        [str(window), f"{one:.2f}", f"{other:.1f}"] for window, one, other in zip(windows, spread, touched, strict=True)
+    ]
+    rows.append(["full", f"{best:.2f}", f"{most:.1f}"])
+    found = {str(window): round(one, 3) for window, one in zip(windows, spread, strict=True)}
+    report(
+        ["records in a window", "spread of classes", "row groups a batch"],
+        rows,
+        {"spread": found, "full": round(best, 3)},
+    )
 
 
 if __name__ == "__main__":

@@ -136,7 +136,6 @@ class Stream(IterableDataset[int]):
         (Stream(), "can be iterated but not indexed"),
         ((tensors(), tensors()), "returned tuple"),
         ({"train": tensors()}, "returned dict"),
-        ("train.parquet", "there is no feed"),
     ],
 )
 def test_what_is_no_source_is_a_recipe_error_that_says_what_was_found(found: Any, words: str) -> None:

@@ -15,7 +15,8 @@ from conformance import COUNT, SourceConformance
 
 from trueline.data import parquet
 from trueline.data.parquet import ParquetSource
-from trueline.data.source import Source, as_source
+from trueline.data.source import Source, as_source, blocks_of
+from trueline.data.table import TableSource
 from trueline.errors import DataError
 
 
@@ -173,3 +174,46 @@ def test_listing_needs_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_prefetched_is_read_once_and_what_is_not_asked_for_is_let_go_of(tmp_path: Path) -> None:
+    source = as_source(str(write(tmp_path / "one.parquet")), mode="training", feed=feed, recipe="r")
+    assert isinstance(source, TableSource)
+    taken: list[list[int]] = []
+    take = source._tables.take
+
+    def noted(indices: Any) -> pa.Table:
+        taken.append(np.asarray(indices).tolist())
+        return take(indices)
+
+    source._tables.take = noted  # type: ignore[method-assign]
+    one, two, three = (np.array(ids) for ids in ([3, 1], [9], [5]))
+    source.prefetch(one)
+    source.prefetch(one)
+    assert source.read(one).labels.tolist() == [3, 1]
+    assert taken == [[3, 1]]
+    for expected in (one, two, three):
+        source.prefetch(expected)
+    assert source.read(np.array([7])).labels.tolist() == [7]
+    assert not source._coming, "other records were asked for: nothing is kept"
+    assert [5] not in taken, "two batches ahead at most"
+
+
+def test_a_prefetch_of_what_cannot_be_read_fails_where_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet")
+    source = as_source(str(path), mode="training", feed=feed, recipe="r")
+    assert isinstance(source, TableSource)
+    path.unlink()
+    source.prefetch(np.array([1, 2]))
+    with pytest.raises(DataError, match=r"one\.parquet"):
+        source.read(np.array([1, 2]))
+
+
+def test_an_order_keeps_row_groups_together_and_cuts_what_can_be_read_in_part(tmp_path: Path) -> None:
+    rows = as_source(str(write(tmp_path / "one.parquet", group=7)), mode="training", feed=feed, recipe="r")
+    assert blocks_of(rows) == tuple(unit.count for unit in rows.units)
+    lines = tmp_path / "one.csv"
+    lines.write_text("a,b,label\n" + "1,2,3\n" * 40_000)
+    cut = as_source(str(lines), mode="training", feed=feed, recipe="r")
+    assert sum(blocks_of(cut)) == 40_000
+    assert max(blocks_of(cut)) <= 16384 < max(unit.count for unit in cut.units) or len(cut.units) > 1

@@ -21,7 +21,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
 INSIDES = re.compile(r"Traceback|File \"|\.py\b|/site-packages|/tmp/|/home/|/root/")
-EXAMPLES = 25
+EXAMPLES = 15
 """For each operation and each kind of request."""
 
 
@@ -49,12 +49,13 @@ def is_refusal(path: str, body: Any) -> bool:
 
 
 def check(case: Any, response: Any) -> None:
-    told = f"{case.method} {response.url} {case.body!r} -> {response.status_code} {response.text[:300]}"
+    asked, said = response.request, response.content.decode("utf-8", "replace")
+    told = f"{asked.method} {asked.url} {asked.body!r} -> {response.status_code} {said[:300]}"
     assert response.status_code < 500, told
-    assert not INSIDES.search(response.text), told
-    if response.status_code >= 400 and case.method != "HEAD":
-        assert response.headers["content-type"] == "application/json", told
-        assert is_refusal(case.formatted_path, json.loads(response.text)), told
+    assert not INSIDES.search(said), told
+    if response.status_code >= 400:
+        assert response.headers["content-type"] == ["application/json"], told
+        assert is_refusal(asked.path_url, json.loads(said)), told
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
@@ -79,7 +80,7 @@ def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form
 
         with suppress(Unsatisfiable) if mode == "negative" else nullcontext():  # every text is a name: none is wrong
             ask()
-    assert asked > 5 * EXAMPLES, "most operations take parameters or a body"
+    assert asked > 3 * EXAMPLES, "of most operations something can be asked in this way"
 
 
 def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(server: RunningServer) -> None:

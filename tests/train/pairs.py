@@ -26,7 +26,7 @@ class _Fellow(Solo):
         super().__init__()
         self.ref, self._rank, self._size, self._stores = f"worker-{rank}.0", rank, size, stores
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+    def ready(self, store: str, **facts: Any) -> None:
         members = [f"worker-{rank}.0" for rank in range(self._size)]
         self._store, self._view = store, pb.View(generation=1, members=members, cut_below=1)
 

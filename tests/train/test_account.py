@@ -8,6 +8,7 @@ import pytest
 from trueline.data import order
 from trueline.train import ledger
 from trueline.train.account import Account
+from trueline.train.plan import order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -72,6 +73,21 @@ def test_a_job_that_stops_early_is_complete_with_the_records_of_its_steps():
     left_out = int(ids(1, 2)[0])
     books = account(signed(0), signed(1, steps=2, out=(left_out,), low=0), evaluations=stop)
     assert (books.faults(JOB, {left_out: "odd"}), len(books.faults(JOB))) == ([], 1)
+
+
+def test_the_part_of_an_epoch_in_windows_is_known_from_the_blocks_that_workers_report():
+    blocks = (4, 3, 3)
+    way = order_of(RECORDS, blocks, seed=JOB.seed)
+    applied = way.at(np.arange(2 * JOB.global_batch), epoch=0)
+    part = pb.Certificate(epoch=0, steps=2, records=8, digest=ledger.digest(applied), tally_min=0, tally_max=1)
+    found = Account()
+    (row,) = found.accept(RECORDS, STEPS * JOB.epochs, 0, blocks)[1]
+    found = Account([row])  # as a master that comes back
+    assert found.accept(RECORDS, STEPS * JOB.epochs, 0, blocks) == ("", [])
+    assert "in other blocks (2 blocks, the others 3)" in found.accept(RECORDS, STEPS * JOB.epochs, 0, (5, 5))[0]
+    found.report(pb.Progress(ref="w", certificates=[part], evaluations=[evaluation(2, stop=True)]))
+    assert found.faults(JOB) == []
+    assert set(applied.tolist()) != set(ids(0, 2).tolist()), "another order than the full one"
 
 
 def test_a_stop_at_the_end_of_an_epoch_needs_no_part_of_the_next():

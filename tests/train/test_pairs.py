@@ -7,12 +7,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 from pairs import together
 from torch.utils.data import TensorDataset
 
+from trueline.data.source import as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import ledger as books
 from trueline.train.elastic import Elastic
@@ -222,3 +226,37 @@ def test_the_copy_that_joiners_fetch_is_dropped_when_everybody_holds_the_state()
             job._healing._offer.put(1, job._replica.snapshot())
         job.step(model(step.inputs).mean())
         assert job._healing._offer._offered is None
+
+
+def columns(records, mode):
+    return tuple(torch.from_numpy(records[name].to_numpy().astype(np.float32))[:, None] for name in ("x", "y"))
+
+
+def test_in_windows_of_row_groups_two_workers_arrive_where_one_does_and_each_decodes_fewer_of_them(tmp_path):
+    table = pa.table({"x": np.random.default_rng(0).normal(size=400), "y": np.arange(400) % 7 / 7.0})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=20)
+
+    def run() -> tuple[list[Any], Any, list[int], int]:
+        torch.manual_seed(0)
+        model, chosen = torch.nn.Linear(1, 1), Options(shuffle="windows")
+        source = as_source(str(tmp_path / "rows.parquet"), mode="training", feed=columns, recipe="r")
+        read: list[int] = []
+        taken, ahead = source._tables.take, source.prefetch
+        source._tables.take = lambda indices: (read.extend(indices.tolist()), taken(indices))[1]
+        expected: list[bytes] = []
+        source.prefetch = lambda indices: (expected.append(indices.tobytes()), ahead(indices))[1]
+        job = Elastic(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), source, global_batch=40, epochs=2, options=chosen
+        )
+        for step in job:
+            job.step(((model(step.inputs) - step.labels) ** 2).mean())
+        facts = [(one["records"], one["tally_min"], one["tally_max"]) for one in job.certificates]
+        return [value.tolist() for value in model.parameters()], facts, read, len(expected)
+
+    (alone,), pair = together(1, run), together(2, run)
+    for weights, certificates, read, prefetched in (alone, *pair):
+        torch.testing.assert_close(torch.tensor(weights[0]), torch.tensor(alone[0][0]), rtol=1e-5, atol=1e-6)
+        assert certificates == [(400, 1, 1), (400, 1, 1)]
+        assert prefetched == 19, "every step but the first of twenty"
+        assert len(read) in (400, 800), "what was prefetched is not read again"
+    assert sorted(pair[0][2] + pair[1][2]) == sorted([*range(400), *range(400)])

@@ -53,3 +53,42 @@ def test_records_that_were_set_aside_are_in_no_step_and_all_others_stay_where_th
     after = [plan.records(step).tolist() for step in range(plan.epoch_steps)]
     assert after == [[record for record in records if record not in (3, 17)] for records in before]
     assert plan.digest(0) == JobPlan(num_records=100, global_batch=8, epochs=1, seed=0, set_aside=(3, 17)).digest(0)
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.integers(1, 70),
+    st.integers(1, 6),
+    st.sampled_from([0, 5]),
+)
+def test_in_windows_of_blocks_every_record_is_trained_once_an_epoch_too(blocks, global_batch, workers, micro_batch):
+    plan = JobPlan(
+        num_records=sum(blocks),
+        global_batch=global_batch,
+        epochs=2,
+        seed=3,
+        blocks=tuple(blocks),
+        micro_batch=min(micro_batch, global_batch),
+    )
+    for epoch in range(2):
+        steps = range(epoch * plan.epoch_steps, (epoch + 1) * plan.epoch_steps)
+        shares = [records for step in steps for rank in range(workers) for records in part(plan, step, rank, workers)]
+        assert sorted(np.concatenate(shares).tolist()) == list(range(sum(blocks)))
+
+
+def test_a_member_of_four_reads_less_than_half_of_the_blocks_of_a_window():
+    blocks = (1000,) * 160
+    plan = JobPlan(num_records=160_000, global_batch=256, epochs=1, seed=0, blocks=blocks)
+    steps = range(200)  # well within the first window of 65,536 records
+    touched = [{record // 1000 for step in steps for record in part(plan, step, rank, 4)[0]} for rank in range(4)]
+    assert max(len(one) for one in touched) < 33, "a quarter, and what the cuts of a step of 256 wander"
+    assert len(set().union(*touched)) == 66
+    full = JobPlan(num_records=160_000, global_batch=256, epochs=1, seed=0)
+    assert len({record // 1000 for step in steps for record in part(full, step, 0, 4)[0]}) == 160
+
+
+def test_a_window_has_eight_blocks_or_more_however_large_they_are():
+    plan = JobPlan(num_records=3_200_000, global_batch=1000, epochs=1, seed=0, blocks=(100_000,) * 32)
+    first = {record // 100_000 for step in range(700) for record in plan.records(step)}
+    assert len(first) == 8
+    assert len({record // 100_000 for record in plan.records(0)}) == 8, "a step mixes all blocks of its window"

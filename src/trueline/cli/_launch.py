@@ -40,6 +40,11 @@ result_options = _all(
     _result("--seed", type=int, metavar="N", help="Decides the order of the records and the first weights."),
     _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
     _result(
+        "--shuffle",
+        type=click.Choice(["full", "windows"]),
+        help="windows: whole row groups are shuffled, and records inside windows of them.",
+    ),
+    _result(
         "--bitwise", is_flag=True, default=None, help="The same weights to the last bit for any number of workers."
     ),
     _result("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of forward and loss (autocast)."),

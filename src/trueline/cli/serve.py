@@ -81,7 +81,7 @@ trueline serve --ts-config config.properties --allow-code
 @tracking_option
 @quiet_option
 @click.pass_context
-def command(ctx: click.Context, source: str | None, ts_config: str | None, quiet: bool, **given: Any) -> None:
+def command(ctx: click.Context, /, source: str | None, ts_config: str | None, quiet: bool, **given: Any) -> None:
     """Answer requests from bundles until Ctrl-C or SIGTERM.
 
     A bundle's golden examples are replayed on this machine first; a version that fails them takes no

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trueline.data.source import Batch, Source
+from trueline.data.source import Batch, Prefetching, Source
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class SeededReader:
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source, self._seed = source, seed
+        self._ahead = source if isinstance(source, Prefetching) else None
         self.drawing = False
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
@@ -92,6 +93,15 @@ class SeededReader:
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
                 hint="reading draws random numbers, so each record is read alone; give all records equal shapes",
             ) from error
+
+    def prefetch(self, indices: Indices) -> None:
+        """Gets the records ready for the next `read` of just these, if the source can."""
+        if self._ahead is not None and not self.drawing:
+            self._ahead.prefetch(indices)
+
+    @property
+    def prefetches(self) -> bool:
+        return self._ahead is not None and not self.drawing
 
     def _one(self, index: int, epoch: int) -> Batch:
         seed_all(self._seed, epoch, index)

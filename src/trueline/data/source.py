@@ -63,24 +63,61 @@ class Source(Protocol):
         ...
 
 
-def as_source(found: Any, *, mode: Mode, feed: Callable[..., Any] | None, recipe: str) -> Source:
-    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset or a URI with `feed`.
+@runtime_checkable
+class Prefetching(Protocol):
+    """A Source that can begin to read before it is asked."""
 
-    A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot be
-    listed.
+    def prefetch(self, indices: Indices) -> None:
+        """Gets `indices` ready for the next `read` of just these, and returns at once. Harmless if it never comes."""
+        ...
+
+
+@runtime_checkable
+class Blocked(Protocol):
+    """A Source that says what an order keeps together, where that is something else than its units."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """How many records each block has, in the order in which they lie."""
+        ...
+
+
+def blocks_of(source: Source) -> tuple[int, ...]:
+    """How many records lie together, block after block."""
+    if isinstance(source, Blocked):
+        return tuple(source.blocks)
+    return tuple(unit.count for unit in source.units) or (source.num_records,)
+
+
+def as_source(
+    found: Any,
+    *,
+    mode: Mode,
+    feed: Callable[..., Any] | None,
+    recipe: str,
+    vocabulary: Callable[[], Any] | None = None,
+    tokenizer: Callable[[], Any] | None = None,
+) -> Source:
+    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, or the URI of records.
+
+    These become tensors by `feed`, or, without it, by their columns (`feeds`), texts by `vocabulary()` or
+    `tokenizer()`. A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot
+    be listed, or whose columns make no tensors.
     """
     if isinstance(found, Source):
         return found
     uris = _uris(found)
     if uris:
-        if feed is None:
-            raise RecipeError(
-                f"recipe {recipe}: dataset('{mode}') returns the URI '{uris[0]}', and there is no feed",
-                hint="define feed(records, mode) -> (inputs, labels); records is a pyarrow.Table",
-            )
         from trueline.data.open import open_source
 
-        return open_source(uris, feed, mode=mode)
+        if feed is not None:
+            return open_source(uris, feed, mode=mode)
+        from trueline.data.feeds import DefaultFeed
+
+        usual = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
+        source = open_source(uris, usual, mode=mode)
+        usual.check(source.records.schema, mode)
+        return source
     indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
     if indexed and not isinstance(found, tuple | dict):
         from trueline.data.dataset import DatasetSource

@@ -6,19 +6,24 @@ Nothing here knows a format. torch is imported when the first batch is fed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from trueline.data.records import Records
 from trueline.data.resident import Tables
 from trueline.data.source import Batch, Unit, check_indices
+from trueline.data.windows import BLOCK_RECORDS, blocks_of
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
     from trueline.data.source import Indices, Mode
 
 CACHE_BYTES = 256 * 2**20
+AHEAD = 2
+"""Batches that are decoded before they are asked for, at most."""
 
 
 class TableSource:
@@ -40,6 +45,8 @@ class TableSource:
         self._mode = mode
         self._where = where
         self._tables = Tables(records, cache_bytes)
+        self._coming: dict[bytes, Future[pa.Table]] = {}
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def num_records(self) -> int:
@@ -50,13 +57,37 @@ class TableSource:
     def units(self) -> Sequence[Unit]:
         return self.records.units
 
+    @property
+    def blocks(self) -> list[int]:
+        """Whole units, which are decoded whole; where a few records of a unit can be read alone, pieces of it."""
+        counts = np.array([unit.count for unit in self.units], np.int64)
+        found: list[int] = (blocks_of(counts, BLOCK_RECORDS)[1] if self.records.ranged else counts).tolist()
+        return found
+
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, self._where)
         return self._fed(self.table(indices))
 
     def table(self, indices: Indices) -> pa.Table:
         """The records `indices` as they lie in the files, in that order. Raises DataError."""
+        coming = self._coming.pop(indices.tobytes(), None) if self._coming else None
+        if coming is not None:
+            return coming.result()
+        for other in self._coming.values():  # what was expected did not come: the members changed
+            other.cancel()
+        self._coming.clear()
         return self._tables.take(indices)
+
+    def prefetch(self, indices: Indices) -> None:
+        """Decodes `indices` in a thread meanwhile, for a `read` of just these. `feed` is called by `read`, where random
+        numbers are the reader's own. What is not read is let go of; an error waits for the read.
+        """
+        key = indices.tobytes()
+        if len(self._coming) >= AHEAD or key in self._coming or not len(indices):
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._coming[key] = self._thread.submit(self._tables.take, indices)
 
     def fingerprint(self) -> str:
         return self.records.fingerprint()
@@ -65,6 +96,8 @@ class TableSource:
         what = f"feed(records, '{self._mode}')"
         try:
             found = self._feed(table, self._mode)
+        except DataError:
+            raise
         except Exception as error:
             raise DataError(
                 f"{what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "

@@ -34,7 +34,7 @@ _OPTIONAL_CUTOFF = 0.85
 error anyway; a helper that merely sounds like an optional one must not be."""
 
 
-_CHOICES = {"precision": ("fp32", "bf16", "fp16")}
+_CHOICES = {"precision": ("fp32", "bf16", "fp16"), "shuffle": ("full", "windows")}
 _BELOW = {"ema": 1.0}
 _OTHER_NAMES = {
     "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",
@@ -105,7 +105,7 @@ def _defined(blank: Blank, values: Mapping[str, Any]) -> tuple[Any, str | None]:
 def _absent(blank: Blank, found: Found) -> Iterator[Problem]:
     cutoff = _REQUIRED_CUTOFF if blank.required else _OPTIONAL_CUTOFF
     candidates = dict(_own_functions(found))
-    near = _nearest(blank, candidates, cutoff)
+    near = _nearest(blank, candidates, cutoff) if blank.guessed else None
     want = f"`{blank.form}` ({blank.meaning})"
     if near:
         at = _place(candidates[near])

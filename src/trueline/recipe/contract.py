@@ -34,6 +34,8 @@ class Blank:
     meaning: str
     aliases: tuple[str, ...] = ()
     """ElasticDL's spellings, accepted as they are."""
+    guessed: bool = True
+    """Whether a function of nearly this name is taken for a misspelling: not where helpers are called so."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ BLANKS: tuple[Blank, ...] = (
     Blank(
         name="dataset",
         required=True,
-        form="dataset(mode) -> map-style Dataset, or the URI of records together with feed",
+        form="dataset(mode) -> map-style Dataset, or the URI of records",
         meaning="the records for mode 'training', 'evaluation' or 'prediction'",
         aliases=("dataset_fn",),
     ),
@@ -73,7 +75,21 @@ BLANKS: tuple[Blank, ...] = (
         name="feed",
         required=False,
         form="feed(records, mode) -> (inputs, labels)",
-        meaning="turns a table of records (pyarrow.Table) into tensors; needed when dataset returns a URI",
+        meaning="turns a table of records (pyarrow.Table) into tensors; by their columns when it is left out",
+    ),
+    Blank(
+        name="vocabulary",
+        required=False,
+        form="vocabulary() -> {column: [word, ...]}",
+        meaning="the words of text columns, for records without a feed; a word is its place in the list",
+        guessed=False,
+    ),
+    Blank(
+        name="tokenizer",
+        required=False,
+        form="tokenizer() -> function(texts) -> Tensor or dict of them",
+        meaning="makes tensors of a list of texts, for records without a feed",
+        guessed=False,
     ),
     Blank(
         name="metrics",
@@ -135,6 +151,9 @@ class Defaults:
     """True when some parameters take no part in some steps (as torch's DDP names it)."""
     micro_batch: int = 0
     """Records of one forward; 0: a worker's whole share of the step."""
+    shuffle: str = "full"
+    """`full`: any record may stand anywhere in an epoch; `windows`: the source's units are shuffled, and the records in
+    windows of them, so that large Parquet files are decoded once an epoch."""
     precision: str = "fp32"
     """`fp32`, or autocast to `bf16` or `fp16` (the latter with a GradScaler)."""
     clip_norm: float = 0.0
@@ -165,6 +184,8 @@ class Recipe:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     dataset: Callable[[Mode], Any]
     feed: Callable[[Any, Mode], tuple[Any, Any]] | None = None
+    vocabulary: Callable[[], Mapping[str, Sequence[str]]] | None = None
+    tokenizer: Callable[[], Callable[[list[str]], Any]] | None = None
     metrics: Callable[[], Mapping[str, Callable[[Any, Any], Any]]] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     examples: Callable[[], Any] | None = None
@@ -178,7 +199,14 @@ class Recipe:
         """The records for `mode` as a Source. Raises RecipeError or DataError."""
         from trueline.data.source import as_source
 
-        return as_source(self.dataset(mode), mode=mode, feed=self.feed, recipe=self.name)
+        return as_source(
+            self.dataset(mode),
+            mode=mode,
+            feed=self.feed,
+            recipe=self.name,
+            vocabulary=self.vocabulary,
+            tokenizer=self.tokenizer,
+        )
 
 
 Names = Sequence[str]

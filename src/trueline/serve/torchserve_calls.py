@@ -12,7 +12,7 @@ management.proto, as the contract page has them; see wire/torchserve.proto.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import uuid4
@@ -192,7 +192,7 @@ class Managed:
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
-        methods = {
+        methods: dict[str, tuple[type[Any], Callable[[Any, Context], Awaitable[Any]]]] = {
             "DescribeModel": (pb.DescribeModelRequest, self._describe),
             "ListModels": (pb.ListModelsRequest, self._list),
             "RegisterModel": (pb.RegisterModelRequest, self._register),
@@ -201,10 +201,7 @@ class Managed:
             "UnregisterModel": (pb.UnregisterModelRequest, self._unregister),
         }
         check, code = self._door.check, self._door.code
-        made = {
-            name: calls.unary(name, kind, answer, check, code)
-            for name, (kind, answer) in methods.items()  # type: ignore[arg-type]
-        }
+        made = {name: calls.unary(name, kind, answer, check, code) for name, (kind, answer) in methods.items()}
         return calls.service(MANAGEMENT, made)
 
     async def _describe(self, request: pb.DescribeModelRequest, context: Context) -> pb.ManagementResponse:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from trueline.data import order
 from trueline.events import Field
 from trueline.train import ledger
 from trueline.train.journal import Row
+from trueline.train.plan import order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -47,6 +47,8 @@ class Account:
         self.num_records = 0
         self.total_steps = 0
         self.shard_records = 0
+        self.blocks: tuple[int, ...] = ()
+        """How many records lie together in the source, where the order is one of windows."""
         self.logged = 0
         """Steps in the log: the next step to be logged."""
         self.loss = 0.0
@@ -68,6 +70,7 @@ class Account:
             case "FACTS":
                 self.num_records, self.total_steps = body["num_records"], body["total_steps"]
                 self.shard_records = body["shard_records"]
+                self.blocks = tuple(body.get("blocks", ()))
             case "COMMIT":
                 self.logged, self.loss = body["step"] + 1, body["loss"]
                 self._remember(body["step"], body["digest"])
@@ -81,13 +84,21 @@ class Account:
             case "VIEW":
                 self.regrouping(body["generation"], body["reason"])
 
-    def accept(self, num_records: int, total_steps: int, shard_records: int) -> tuple[str, list[Row]]:
+    def accept(
+        self, num_records: int, total_steps: int, shard_records: int, blocks: tuple[int, ...] = ()
+    ) -> tuple[str, list[Row]]:
         """Checks a worker's view of data and model against the others'.
 
         Returns the fault in words (empty: none) and rows for the journal.
         """
         if not self.total_steps:
-            facts = {"num_records": num_records, "total_steps": total_steps, "shard_records": shard_records}
+            facts: dict[str, Any] = {
+                "num_records": num_records,
+                "total_steps": total_steps,
+                "shard_records": shard_records,
+            }
+            if blocks:
+                facts["blocks"] = list(blocks)
             self.apply("FACTS", facts)
             return "", [("FACTS", facts)]
         if (num_records, total_steps) != (self.num_records, self.total_steps):
@@ -96,6 +107,9 @@ class Account:
         if shard_records != self.shard_records:
             cut = f"{_shards(shard_records)}, the others {_shards(self.shard_records)}"
             return f"a worker takes steps {cut}: its model differs or its trial of a forward failed", []
+        if blocks != self.blocks:
+            seen = f"{len(blocks)} blocks, the others {len(self.blocks)}"
+            return f"a worker finds the records in other blocks ({seen}): its files are others, or written anew", []
         return "", []
 
     def regrouping(self, generation: int, reason: str) -> None:
@@ -194,7 +208,7 @@ class Account:
                 continue
             steps = min(epoch_steps, self.last_step - epoch * epoch_steps)
             out = sorted(set(certificate.get("set_aside", ())))
-            planned = planned_records(job, self.num_records, epoch=epoch, steps=steps, named=out)
+            planned = planned_records(job, self.num_records, self.blocks, epoch=epoch, steps=steps, named=out)
             wrong = certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside)
             found += [f"epoch {epoch}: {fault}" for fault in wrong]
         return found
@@ -243,15 +257,21 @@ class Planned:
 
 
 def planned_records(
-    job: JobSettings, num_records: int, *, epoch: int, steps: int, named: Sequence[int] = ()
+    job: JobSettings,
+    num_records: int,
+    blocks: Sequence[int] = (),
+    *,
+    epoch: int,
+    steps: int,
+    named: Sequence[int] = (),
 ) -> Planned:
     count = min(steps * job.global_batch, num_records)
     if count == num_records:
         return Planned(num_records, ledger.digest_of_all(num_records), True, tuple(named))
-    digest, out = 0, list[int]()
+    digest, out, way = 0, list[int](), order_of(num_records, blocks, seed=job.seed)
     for start in range(0, count, 1 << 20):
         positions = np.arange(start, min(start + (1 << 20), count))
-        ids = order.record_at(positions, seed=job.seed, epoch=epoch, num_records=num_records)
+        ids = way.at(positions, epoch=epoch)
         digest += ledger.digest(ids)
         out += ids[np.isin(ids, named)].tolist() if named else []
     return Planned(count, digest % (1 << ledger.DIGEST_BITS), False, tuple(sorted(out)))

@@ -14,7 +14,7 @@ cut anew. See docs/concepts/generation.md for the protocol and its failure cases
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 
 from trueline import events
 from trueline.data.seeded import SeededReader, seed_all
-from trueline.data.source import Batch, Source, as_source
+from trueline.data.source import Batch, Source, as_source, blocks_of
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
 from trueline.train import belongings, nature
 from trueline.train import ledger as books
@@ -77,7 +77,12 @@ class Elastic:
         kind = kind or nature.known(model)
         shard = options.shard_records(global_batch, needed=kind.needs_shards)
         self._plan = JobPlan(
-            num_records=source.num_records, global_batch=global_batch, epochs=epochs, seed=seed, micro_batch=shard
+            num_records=source.num_records,
+            global_batch=global_batch,
+            epochs=epochs,
+            seed=seed,
+            micro_batch=shard,
+            blocks=blocks_of(source) if options.shuffle == "windows" else (),
         )
         self._source, self._reader = source, SeededReader(source, seed)
         self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate
@@ -131,8 +136,14 @@ class Elastic:
     def __iter__(self) -> Iterator[StepBatch]:
         store, address = start_store()
         plan = self._plan
-        facts = {"num_records": plan.num_records, "total_steps": plan.total_steps, "shard_records": plan.micro_batch}
-        self._link.ready(address, state=self._healing.address, **facts)
+        self._link.ready(
+            address,
+            state=self._healing.address,
+            num_records=plan.num_records,
+            total_steps=plan.total_steps,
+            shard_records=plan.micro_batch,
+            blocks=plan.blocks,
+        )
         self._regroup()
         while True:
             if self._wishes:
@@ -204,11 +215,21 @@ class Elastic:
             if self._batch is None:
                 return
             self._part.digest += piece.digest
+            if self._reader.prefetches:
+                self._prefetch(step, pieces[number:])
             yield self._batch
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             if self._failed:
                 return
+
+    def _prefetch(self, step: int, left: Sequence[Piece]) -> None:
+        """What comes next is decoded while this batch is computed, if the members stay as they are."""
+        if not left and step + 1 < self.total_steps:
+            fellows = self._fellows
+            left = self._plan.pieces(step + 1, rank=fellows.position, weights=fellows.dealt)
+        for piece in left[:1]:
+            self._reader.prefetch(piece.records)
 
     def _read(self, step: int, piece: Piece, *, last: bool) -> StepBatch | None:
         """The batch of a piece; None when a record in it cannot be read and the group has regrouped without it."""

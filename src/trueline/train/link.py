@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -35,10 +35,20 @@ class Link(Protocol):
     """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
     those that it does not get within a second: the one that leads may be dead."""
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+    def ready(
+        self,
+        store: str,
+        *,
+        state: str,
+        num_records: int,
+        total_steps: int,
+        shard_records: int,
+        blocks: Sequence[int] = (),
+    ) -> None:
         """Says that this worker can train; views arrive from now on.
 
-        `state`: where its state can be fetched; `shard_records`: of a shard into which it cuts steps, 0: it cuts none.
+        `state`: where its state can be fetched; `shard_records`: of a shard into which it cuts steps, 0: it cuts none;
+        `blocks`: how many of its records lie together, where the order is one of windows.
         """
         ...
 
@@ -120,10 +130,19 @@ class MasterLink:
         self._wake = threading.Event()
         self._closed = False
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+    def ready(
+        self,
+        store: str,
+        *,
+        state: str,
+        num_records: int,
+        total_steps: int,
+        shard_records: int,
+        blocks: Sequence[int] = (),
+    ) -> None:
         hello = pb.Hello(
             ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps,
-            shard_records=shard_records,
+            shard_records=shard_records, blocks=blocks,
         )  # fmt: skip
         threading.Thread(target=self._watch, args=(hello,), name="views", daemon=True).start()
         threading.Thread(target=self._report, name="reports", daemon=True).start()
@@ -274,7 +293,16 @@ class Solo:
         self.steps: list[pb.Applied] = []
         self.evaluations: list[pb.Evaluation] = []
 
-    def ready(self, store: str, *, state: str, num_records: int, total_steps: int, shard_records: int) -> None:
+    def ready(
+        self,
+        store: str,
+        *,
+        state: str,
+        num_records: int,
+        total_steps: int,
+        shard_records: int,
+        blocks: Sequence[int] = (),
+    ) -> None:
         self._store = store
         self._view = pb.View(generation=1, members=[self.ref], cut_below=1, reason="alone")
 

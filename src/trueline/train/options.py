@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trueline.errors import UsageError
+from trueline.train.settings import Shuffle
 
 SHARDS = 8
 """Shards of a step for a model that needs them, when nobody says how many records one has."""
@@ -20,6 +21,9 @@ class Options:
 
     micro_batch: int = 0
     """Records of one forward (gradient accumulation); 0: a worker's whole share of the step."""
+    shuffle: Shuffle = "full"
+    """`full`: any record may stand anywhere; `windows`: units of the source (row groups, chunks) are shuffled, and the
+    records inside windows of them, so that each is decoded once an epoch."""
     bitwise: bool = False
     """Gradients summed in an order that does not depend on the number of workers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -34,6 +38,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.micro_batch < 0:
             raise UsageError(f"micro_batch is {self.micro_batch}, expected 0 (none) or a number of records")
+        if self.shuffle not in get_args(Shuffle):
+            raise UsageError(f"shuffle is '{self.shuffle}', expected {' or '.join(get_args(Shuffle))}")
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"precision is '{self.precision}', expected fp32, bf16 or fp16")
         if not 0.0 <= self.ema < 1.0:

@@ -1,8 +1,9 @@
 """The plan of a job: which records form step k, and which of them are whose.
 
-A pure function of (seed, step, global_batch), of the records that were set aside, and for the split of the members'
-weights; who computes it, and how often, changes nothing. Plans of neighbouring steps are computed together because
-numpy's cost is per call.
+A pure function of (seed, step, global_batch), of the source's blocks, of the records that were set aside, and for the
+split of the members' weights; who computes it, and how often, changes nothing. Plans of neighbouring steps are computed
+together because numpy's cost is per call. The order is a permutation of all records, or, with blocks, of those and of
+the records in windows of them (docs/concepts/order.md).
 
 A **shard** is a fixed run of at most `micro_batch` records of a step, all of nearly one length: a short last step must
 not end in a shard of one record, which normalization layers refuse. Without shards a member's part is one slice.
@@ -10,7 +11,7 @@ not end in a shard of one record, which normalization layers refuse. Without sha
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -18,15 +19,43 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data import order
+from trueline.data.orders import Order, Permuted
+from trueline.data.windows import WINDOW_RECORDS, WindowOrder
 from trueline.train import ledger
 
 Ints = npt.NDArray[np.int64]
 _TOGETHER = 64
+WINDOW_BLOCKS = 8
+"""Blocks of a window at the least, whatever their size: fewer mix badly."""
 
 
 @lru_cache(maxsize=256)
 def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
     return order.split(count, weights)
+
+
+def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
+    """The order of a job's records: any of them anywhere, or, with `blocks`, those within windows of some eight."""
+    if not blocks:
+        return Permuted(num_records, seed=seed)
+    window = max(WINDOW_RECORDS, WINDOW_BLOCKS * num_records // len(blocks))
+    return WindowOrder([Block(count) for count in blocks], seed=seed, window_records=window, block_records=num_records)
+
+
+def _gather(ids: Ints, global_batch: int) -> None:
+    """Sorts the records of each step, in place: a step is the same sum in any order, and a member's slice of it then
+    lies in few blocks, the same ones for all steps of a window. Shards stay as they were drawn: what looks at its
+    neighbours would see records of one block only.
+    """
+    for start in range(0, len(ids), global_batch):
+        ids[start : start + global_batch].sort()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Records that an order keeps together, as far as it cares."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +77,11 @@ class JobPlan:
     seed: int
     micro_batch: int = 0
     """Most records of a shard; 0: no shards."""
+    blocks: tuple[int, ...] = ()
+    """How many records lie together in the source, for an order in windows of them; empty: any record anywhere."""
     set_aside: tuple[int, ...] = ()
     """Records that are in no step any more."""
+    _order: Order | None = None
     _first: int = -1
     _records: list[Ints] = field(default_factory=list)
     _left_out: list[list[int]] = field(default_factory=list)
@@ -97,9 +129,11 @@ class JobPlan:
     def _compute(self, step: int) -> None:
         epoch, start, _ = order.locate(step, num_records=self.num_records, global_batch=self.global_batch)
         stop = min(start + _TOGETHER * self.global_batch, self.num_records)
-        ids = order.record_at(
-            np.arange(start, stop, dtype=np.int64), seed=self.seed, epoch=epoch, num_records=self.num_records
-        )
+        if self._order is None:
+            self._order = order_of(self.num_records, self.blocks, seed=self.seed)
+        ids = self._order.at(np.arange(start, stop, dtype=np.int64), epoch=epoch)
+        if self.blocks and not self.micro_batch:
+            _gather(ids, self.global_batch)
         parts = ledger.mixed(ids)
         self._first = step
         steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]

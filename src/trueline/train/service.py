@@ -49,7 +49,9 @@ class Service(pb_grpc.MasterServicer):
         if master.job.script and not master.job.epochs:
             master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
         newcomer = request.ref not in master.state.members
-        fault, rows = master.account.accept(request.num_records, request.total_steps, request.shard_records)
+        fault, rows = master.account.accept(
+            request.num_records, request.total_steps, request.shard_records, tuple(request.blocks)
+        )
         master.log(*rows)
         if fault:
             master.fail("data", fault, "every worker must see the same records and build the same model")

@@ -16,6 +16,7 @@ Phase = Literal[
     "entering", "forming", "healing", "observing", "evaluating", "saving", "finishing",
 ]  # fmt: skip
 Precision = Literal["fp32", "bf16", "fp16"]
+Shuffle = Literal["full", "windows"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Newest checkpoints that stay; the best one stays beside them."""
     micro_batch: int = 0
     """Records of one forward; 0: a worker's whole share. See `shards` in docs/concepts/generation.md."""
+    shuffle: Shuffle = "full"
+    """`full`: any record may stand anywhere in an epoch; `windows`: see docs/concepts/order.md."""
     bitwise: bool = False
     """Weights that do not depend on the number of workers in a single bit."""
     precision: Precision = "fp32"

@@ -11,7 +11,7 @@ import msgspec
 
 from trueline.errors import UsageError, closest
 from trueline.recipe.contract import Defaults
-from trueline.train.settings import JobSettings, Precision
+from trueline.train.settings import JobSettings, Precision, Shuffle
 
 
 class Wanted(TypedDict, total=False):
@@ -24,6 +24,7 @@ class Wanted(TypedDict, total=False):
     global_batch: int | None
     seed: int | None
     micro_batch: int | None
+    shuffle: Shuffle | None
     bitwise: bool | None
     precision: Precision | None
     clip_norm: float | None
@@ -42,7 +43,8 @@ class Wanted(TypedDict, total=False):
     page_port: int | None
 
 
-MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "bitwise", "precision", "clip_norm", "ema")
+MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitwise", "precision", "clip_norm",
+               "ema")  # fmt: skip
 """What a job's result depends on: the same for its whole life."""
 _LEAST = {
     "epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s": 1, "seed": 0, "micro_batch": 0,

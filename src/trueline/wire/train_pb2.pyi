@@ -33,6 +33,7 @@ class Hello(_message.Message):
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     SHARD_RECORDS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     store: _builtins.str
     """host:port of the worker's own rendezvous store"""
@@ -42,6 +43,10 @@ class Hello(_message.Message):
     """host:port where joiners fetch this worker's state"""
     shard_records: _builtins.int
     """records of a shard into which it cuts steps; 0: it cuts none"""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """how many of its records lie together, where the order is one of windows"""
+
     def __init__(
         self,
         *,
@@ -51,10 +56,11 @@ class Hello(_message.Message):
         total_steps: _builtins.int = ...,
         state: _builtins.str = ...,
         shard_records: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_records", b"num_records", "ref", b"ref", "shard_records", b"shard_records", "state", b"state", "store", b"store", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "num_records", b"num_records", "ref", b"ref", "shard_records", b"shard_records", "state", b"state", "store", b"store", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
