@@ -1,0 +1,205 @@
+"""Ranges of an epoch, leased to workers that go their own pace, so that each record is committed exactly once. Pure.
+
+    free ──lease──▶ leased ──commit──▶ done         what is committed stays so, in parts, whoever dies
+      ▲               │
+      └─ the rest ────┘   its worker died, gave it back, or was silent for `lease_s`
+
+A lease is a range of positions and a token; tokens grow, also over a restart of the master, and none comes twice. A
+commit names its token: a worker that lost its lease while it slept is refused, and what it did since counts for nothing
+(Gray and Cheriton, "Leases", 1989; fencing). Sizes are guided: a worker's lease is its share, by measured speed, of a
+part of what is left (Polychronopoulos and Kuck, 1987), so leases are long at first, where they cost least, and short
+at the end, where one slow worker would hold up all. What is to survive the master are rows: the caller writes those of
+`Granted` and `Committed` before it answers, and `replayed` reads them. Time is an argument.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trueline.errors import UsageError
+
+Row = tuple[str, dict[str, Any]]
+
+PART = 3.0
+"""A lease is one such part of a worker's share of what is left."""
+LEAST_S = 0.1
+"""A lease is of at least so much work, as far as its worker's speed is known: asking costs about a millisecond."""
+FIRST = 1024
+"""The first lease of a worker whose speed nobody knows is one in so many of the epoch, and at most FIRST_MOST: it is
+a measurement.
+"""
+FIRST_MOST = 4096
+_OLD = 0.7
+"""How much of a worker's measured speed is kept when a new measurement comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Positions [start, stop) of the epoch's order, for who holds `token`."""
+
+    token: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Held:
+    worker: str
+    at: int
+    """What is before it is committed."""
+    stop: int
+    since: float
+    """When the worker began with the position `at`."""
+    deadline: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Leases:
+    """One epoch of `num_records` positions. Raises UsageError for an epoch without any."""
+
+    epoch: int
+    num_records: int
+    lease_s: float = 10.0
+    """A lease whose worker is silent for so long is taken back."""
+    most: int = 1 << 20
+    """Records of a lease at most: what a death may cost is what is not committed of it."""
+    incarnation: int = 0
+    """Of the master that gives them out; `replayed` counts it up."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Records a second of each worker, smoothed."""
+    _free: list[tuple[int, int]] = field(default_factory=list)
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _count: int = 0
+    _committed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_records < 1:
+            raise UsageError("an epoch of no records cannot be leased", hint="check dataset('training')")
+        self._free = [(0, self.num_records)]
+
+    @property
+    def committed(self) -> int:
+        """Records that are done."""
+        return self._committed
+
+    @property
+    def finished(self) -> bool:
+        return self._committed == self.num_records
+
+    def begun(self) -> list[Row]:
+        """What to write before the first lease is given out: tokens of this master are its own."""
+        return [("LEASES", {"epoch": self.epoch, "incarnation": self.incarnation, "num_records": self.num_records})]
+
+    def lease(self, worker: str, now: float) -> Lease | None:
+        """A range for `worker`; None while nothing is free: ask again until `finished`."""
+        if not self._free:
+            return None
+        size = self._size(worker)
+        start, stop = self._free.pop(0)
+        if start + size < stop:
+            insort(self._free, (start + size, stop))
+            stop = start + size
+        self._count += 1
+        token = (self.incarnation << 32) | self._count
+        self._held[token] = _Held(worker, start, stop, now, now + self.lease_s)
+        return Lease(token=token, start=start, stop=stop)
+
+    def _size(self, worker: str) -> int:
+        left = sum(stop - start for start, stop in self._free)
+        workers = {held.worker for held in self._held.values()} | set(self.rates) | {worker}
+        known = {one: self.rates[one] for one in workers if one in self.rates}
+        if worker not in known:
+            return min(self.most, FIRST_MOST, max(1, self.num_records // FIRST))
+        usual = sum(known.values()) / len(known)
+        total = sum(known.get(one, usual) for one in workers)
+        share = known[worker] / total
+        return min(self.most, max(1, int(left * share / PART), int(known[worker] * LEAST_S)))
+
+    def beat(self, worker: str, now: float) -> None:
+        """`worker` lives: its leases go on."""
+        for held in self._held.values():
+            if held.worker == worker:
+                held.deadline = now + self.lease_s
+
+    def commit(self, token: int, upto: int, now: float) -> list[Row] | None:
+        """Everything of the lease before position `upto` is done; None when the lease is not this worker's any more,
+        or when `upto` is not inside it. Write the rows before the answer.
+        """
+        held = self._held.get(token)
+        if held is None or not held.at <= upto <= held.stop:
+            return None
+        count, took_s = upto - held.at, now - held.since
+        if count and took_s > 0:
+            rate = count / took_s
+            before = self.rates.get(held.worker)
+            self.rates[held.worker] = rate if before is None else _OLD * before + (1 - _OLD) * rate
+        rows: list[Row] = [("DONE", {"epoch": self.epoch, "start": held.at, "stop": upto})] if count else []
+        self._committed += count
+        held.at, held.since, held.deadline = upto, now, now + self.lease_s
+        if upto == held.stop:
+            del self._held[token]
+        return rows
+
+    def lost(self, worker: str) -> int:
+        """The worker is gone: what it had not committed is free. Returns how many records that is."""
+        self.rates.pop(worker, None)
+        return sum(self._return(token) for token in [t for t, held in self._held.items() if held.worker == worker])
+
+    def expire(self, now: float) -> list[str]:
+        """Takes back the leases of workers that were silent too long; returns these workers."""
+        late = {token: held.worker for token, held in self._held.items() if held.deadline <= now}
+        for token in late:
+            self._return(token)
+        return sorted(set(late.values()))
+
+    def _return(self, token: int) -> int:
+        held = self._held.pop(token)
+        if held.at < held.stop:
+            insort(self._free, (held.at, held.stop))
+            self._merge()
+        return held.stop - held.at
+
+    def _merge(self) -> None:
+        """Neighbours become one range: pieces of a lease that was lost do not stay small for ever."""
+        found: list[tuple[int, int]] = []
+        for start, stop in self._free:
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        self._free = found
+
+
+def replayed(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:
+    """The leases of `epoch` as a master finds them that comes back: what was committed is done, all else is free, and
+    tokens that were given out before are worth nothing. Raises UsageError when the rows are of other records.
+    """
+    found = Leases(epoch=epoch, num_records=num_records, lease_s=lease_s)
+    done: list[tuple[int, int]] = []
+    for kind, body in rows:
+        if body.get("epoch") != epoch:
+            continue
+        if kind == "LEASES":
+            if body["num_records"] != num_records:
+                raise UsageError(
+                    f"epoch {epoch} was begun with {body['num_records']} records, and there are {num_records} now",
+                    hint="restore the data, or begin the job anew",
+                )
+            found.incarnation = max(found.incarnation, body["incarnation"] + 1)
+        elif kind == "DONE":
+            done.append((body["start"], body["stop"]))
+    at, free = 0, []
+    for start, stop in sorted(done):
+        if start < at:
+            raise UsageError(f"epoch {epoch}: the ledger has the records {start} to {min(at, stop)} committed twice")
+        if start > at:
+            free.append((at, start))
+        at = stop
+    if at < num_records:
+        free.append((at, num_records))
+    found._free = free
+    found._committed = num_records - sum(stop - start for start, stop in free)
+    return found
