@@ -92,7 +92,7 @@ $(ZOO)/.installed: bench/zoo/setup.sh | $(STAMP)
 	touch $@
 
 bench-data: $(STAMP)  ## reading, ranges, planning and changing workers, each beside its baseline
-	$(BIN)/python bench/data.py $(BENCH)
+	$(BIN)/python -m bench.data $(BENCH)
 
 peers: $(STAMP)  ## environments with torchft and DLRover, to compare with
 	PYTHON=$(BIN)/python sh bench/peers/setup.sh bench/.venvs torchft dlrover

