@@ -16,8 +16,6 @@ from hypothesis.errors import Unsatisfiable
 from trueline import serve
 from trueline.serve import RunningServer
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
 INSIDES = re.compile(r"Traceback|File \"|\.py\b|/site-packages|/tmp/|/home/|/root/")
@@ -35,7 +33,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def operations(url: str) -> list[Any]:
+@pytest.fixture(scope="module")
+def schemathesis() -> Any:
+    """Imported where it is used: it takes a while, and most runs leave these tests out."""
+    return pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+
+def operations(schemathesis: Any, url: str) -> list[Any]:
     """Those of the document at `url`."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     return [found.ok() for found in schema.get_all_operations()]
@@ -61,12 +65,12 @@ def check(case: Any, response: Any) -> None:
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize("face", ["data", "management"])
 def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form(
-    server: RunningServer, face: str, mode: str
+    server: RunningServer, schemathesis: Any, face: str, mode: str
 ) -> None:
     url = server.url if face == "data" else server.management_url
     assert url is not None
     asked = 0
-    for operation in operations(url):
+    for operation in operations(schemathesis, url):
         if mode == "negative" and not (operation.body or list(operation.iter_parameters())):
             continue  # what takes nothing cannot be given a wrong one
         strategy = operation.as_strategy(generation_mode=getattr(schemathesis.GenerationMode, mode.upper()))
@@ -83,10 +87,12 @@ def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form
     assert asked > 3 * EXAMPLES, "of most operations something can be asked in this way"
 
 
-def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(server: RunningServer) -> None:
-    paths = {operation.path for operation in operations(server.url)}
+def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(
+    server: RunningServer, schemathesis: Any
+) -> None:
+    paths = {operation.path for operation in operations(schemathesis, server.url)}
     assert {"/v2/models/tiny/infer", "/v1/models/other:predict", "/predictions/tiny/2", "/ping"} <= paths
-    for operation in operations(server.url):
+    for operation in operations(schemathesis, server.url):
         if operation.method.upper() == "GET":
             case = operation.Case()
             response = case.call(base_url=server.url, timeout=60)
