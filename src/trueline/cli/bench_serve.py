@@ -22,7 +22,7 @@ trueline bench-serve digits.bundle --per-second 500 --max-batch 32 --json
 @click.option("--clients", type=click.IntRange(min=1), help="Clients that ask again once answered; 32 if left out.")
 @click.option("--per-second", type=float, metavar="RATE", help="Requests per second of strangers, instead of clients.")
 @click.option("--max-batch", type=int, default=64, show_default=True, help="Records that are run together at most.")
-@click.option("--program", default="", metavar="FORMAT", help="Which of a bundle's programs to run, if not the one it names.")
+@click.option("--program", default="", metavar="FORMAT", help="Run this of a bundle's programs, not the one it names.")
 @click.option("--threads", type=int, default=1, show_default=True, metavar="N", help="Threads of one run.")
 @tracking_option
 @json_option

@@ -46,7 +46,7 @@ trueline serve --ts-config config.properties --allow-code
 @click.option("--certificate", metavar="FILE", help="Speak TLS, with the chain in this PEM file.")
 @click.option("--private-key", metavar="FILE", help="Its key, if that is in a file of its own.")
 @click.option("--client-ca", metavar="FILE", help="Ask clients for a certificate of this authority.")
-@click.option("--program", default="", metavar="FORMAT", help="Which of a bundle's programs to run, if not the one it names.")
+@click.option("--program", default="", metavar="FORMAT", help="Run this of a bundle's programs, not the one it names.")
 @click.option("--device", default="", metavar="DEVICE", help="cuda, cuda:1, or OpenVINO's GPU; the CPU if left out.")
 @click.option("--precision", default="", metavar="NAME", help="bf16 or fp16, where the runtime computes in it.")
 @click.option("--threads", type=int, default=0, metavar="N", help="Threads of one run; 0 leaves it to the server.")
