@@ -15,7 +15,7 @@ from conformance import COUNT, SourceConformance
 
 from trueline.data import parquet
 from trueline.data.parquet import ParquetSource
-from trueline.data.source import Source, as_source, blocks_of
+from trueline.data.source import Source, as_source
 from trueline.data.table import TableSource
 from trueline.errors import DataError
 
@@ -207,13 +207,3 @@ def test_a_prefetch_of_what_cannot_be_read_fails_where_it_is_read(tmp_path: Path
     source.prefetch(np.array([1, 2]))
     with pytest.raises(DataError, match=r"one\.parquet"):
         source.read(np.array([1, 2]))
-
-
-def test_an_order_keeps_row_groups_together_and_cuts_what_can_be_read_in_part(tmp_path: Path) -> None:
-    rows = as_source(str(write(tmp_path / "one.parquet", group=7)), mode="training", feed=feed, recipe="r")
-    assert blocks_of(rows) == tuple(unit.count for unit in rows.units)
-    lines = tmp_path / "one.csv"
-    lines.write_text("a,b,label\n" + "1,2,3\n" * 40_000)
-    cut = as_source(str(lines), mode="training", feed=feed, recipe="r")
-    assert sum(blocks_of(cut)) == 40_000
-    assert max(blocks_of(cut)) <= 16384 < max(unit.count for unit in cut.units) or len(cut.units) > 1

@@ -88,6 +88,14 @@ def test_an_invocation_of_several_models_has_to_name_one(tmp_path: Path) -> None
     desk.close()
 
 
+def test_a_model_that_is_called_as_an_older_route_keeps_its_place_in_the_other_protocols(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.models.add("predict", "1")
+    found = desk.ask("GET", "/v1/models/predict")
+    assert (found.status, json.loads(found.body)) == (503, {"name": "predict", "ready": False})
+    desk.close()
+
+
 OIP_TABLE = [
     ("GET", "/v2", b"", 200),
     ("GET", "/v2/", b"", 200),

@@ -72,23 +72,6 @@ class Prefetching(Protocol):
         ...
 
 
-@runtime_checkable
-class Blocked(Protocol):
-    """A Source that says what an order keeps together, where that is something else than its units."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """How many records each block has, in the order in which they lie."""
-        ...
-
-
-def blocks_of(source: Source) -> tuple[int, ...]:
-    """How many records lie together, block after block."""
-    if isinstance(source, Blocked):
-        return tuple(source.blocks)
-    return tuple(unit.count for unit in source.units) or (source.num_records,)
-
-
 def as_source(
     found: Any,
     *,

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from trueline.data.records import Records
 from trueline.data.resident import Tables
 from trueline.data.source import Batch, Unit, check_indices
-from trueline.data.windows import BLOCK_RECORDS, blocks_of
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,13 +54,6 @@ class TableSource:
     @property
     def units(self) -> Sequence[Unit]:
         return self.records.units
-
-    @property
-    def blocks(self) -> list[int]:
-        """Whole units, which are decoded whole; where a few records of a unit can be read alone, pieces of it."""
-        counts = np.array([unit.count for unit in self.units], np.int64)
-        found: list[int] = (blocks_of(counts, BLOCK_RECORDS)[1] if self.records.ranged else counts).tolist()
-        return found
 
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, self._where)

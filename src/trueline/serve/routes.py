@@ -159,16 +159,16 @@ class Routes:
                 return self._explain(request, model, None)
             case ["explanations", model, version]:
                 return self._explain(request, model, version)
+            case ["v1", "models", *rest]:
+                return self._v1(request, rest)
+            case ["v2", *rest]:
+                return self._oip(request, rest)
             case ["invocations"]:
                 return self._invoke(request)
             case ["models", model, "invoke"] | [model, "predict"]:
                 return self._predict(request, model, None, older=True)
             case [model, version, "predict"]:
                 return self._predict(request, model, version, older=True)
-            case ["v1", "models", *rest]:
-                return self._v1(request, rest)
-            case ["v2", *rest]:
-                return self._oip(request, rest)
             case ["ping"]:
                 allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
                 return self._ping()

@@ -22,7 +22,7 @@ import torch
 
 from trueline import events
 from trueline.data.seeded import SeededReader, seed_all
-from trueline.data.source import Batch, Source, as_source, blocks_of
+from trueline.data.source import Batch, Source, as_source
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
 from trueline.train import belongings, nature
 from trueline.train import ledger as books
@@ -82,7 +82,7 @@ class Elastic:
             epochs=epochs,
             seed=seed,
             micro_batch=shard,
-            blocks=blocks_of(source) if options.shuffle == "windows" else (),
+            blocks=tuple(unit.count for unit in source.units) if options.shuffle == "windows" else (),
         )
         self._source, self._reader = source, SeededReader(source, seed)
         self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate

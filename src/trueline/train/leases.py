@@ -26,7 +26,7 @@ Row = tuple[str, dict[str, Any]]
 PART = 3.0
 """A lease is one such part of a worker's share of what is left."""
 LEAST_S = 0.1
-"""A lease is of at least so much work, as far as its worker's speed is known: asking costs about a millisecond."""
+"""A lease is of at least so much work, as far as its worker's speed is known: asking is not free."""
 FIRST = 1024
 """The first lease of a worker whose speed nobody knows is one in so many of the epoch, and at most FIRST_MOST: it is
 a measurement.
