@@ -52,9 +52,10 @@ def dim_text(name: str, dim: Dim) -> str:
 
 
 def range_text(signature: Signature) -> str:
-    """Everything that the sizes of a request have to keep to, in one line."""
+    """Everything that the sizes and masks of a request have to keep to, in one line."""
     ranges = [dim_text(name, signature.dims[name]) for name in signature.symbols]
-    return "; ".join([*ranges, *(guard.text for guard in signature.guards)])
+    needs = [spec.needs for spec in signature.inputs if spec.needs]
+    return "; ".join([*ranges, *(guard.text for guard in signature.guards), *needs])
 
 
 def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
@@ -99,7 +100,13 @@ def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
 
 
 def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:
-    return [(f"{program.format}: {program.notes}",) for program in bundle.manifest.programs if program.notes]
+    rows: list[tuple[str, ...]] = []
+    for program in bundle.manifest.programs:
+        needs = [spec.needs for spec in bundle.signature_of(program.format).inputs if spec.needs]
+        rows += [
+            (f"{program.format}: {note}",) for note in (*(f"only where {one}" for one in needs), program.notes) if note
+        ]
+    return rows
 
 
 def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:

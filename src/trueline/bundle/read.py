@@ -59,6 +59,11 @@ class Bundle:
         found = listed(entry.format for entry in self.manifest.programs)
         raise BundleError(f"bundle {self.path} has no program in format '{wanted}' (has: {found})")
 
+    def signature_of(self, format: str | None = None) -> Signature:
+        """The signature with what `program(format)` needs besides."""
+        entry = self.program(format)
+        return self.signature.with_rows(entry.rows) if entry.rows else self.signature
+
     def program_path(self, format: str | None = None) -> Path:
         """The file of `program(format)`."""
         return self.path / self.program(format).file

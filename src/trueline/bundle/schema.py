@@ -22,7 +22,7 @@ import msgspec
 
 from trueline import files
 from trueline.bundle import guards
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Rows, Signature
 from trueline.errors import BundleError
 
 SCHEMA = 1
@@ -56,6 +56,8 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     versions: dict[str, str]
     notes: str = ""
     """How it was made and what speaks against it, where that is not the same for every program of its format."""
+    rows: dict[str, Rows] = {}
+    """Masks that have to show something for this program, see `TensorSpec.rows`; others may do without."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +167,10 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
             raise BundleError(f"{where} names {name}, which its table of files does not hold")
     for name in manifest.files:
         check_name(name, where)
+    inputs = {spec.name for spec in manifest.signature.inputs}
+    for program in manifest.programs:
+        for name in program.rows.keys() - inputs:
+            raise BundleError(f"{where} says what rows of '{name}' need, which is no input of the model")
     for guard in manifest.signature.guards:
         try:
             guards.check(guard, manifest.signature.dims)

@@ -47,6 +47,12 @@ class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.min <= size and (self.max is None or size <= self.max) and not size % self.multiple_of
 
 
+Rows = Literal["any", "some", "first"]
+"""What each row of a mask, along its last dimension, has to show: `some` a value other than 0, `first` one at its
+beginning (padding comes after it)."""
+NEEDS: dict[Rows, str] = {"some": "has a value other than 0", "first": "begins with a value other than 0"}
+
+
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One input or output. `shape` holds numbers and symbol names, e.g. `("batch", 8, 8)`."""
 
@@ -57,10 +63,17 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`state`: what the model remembers. The caller hands `next.x` of one answer back as `state.x` of the next request,
     and keeps it apart from the state of every other caller.
     """
+    rows: Rows = "any"
+    """Other than `any` for a mask, where the program was proven only for rows that are not hidden."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
         return NUMPY_DTYPES[self.datatype]
+
+    @property
+    def needs(self) -> str:
+        """What the values have to keep to, in words; empty where all may come."""
+        return f"each row of {self.name} {NEEDS[self.rows]}" if self.rows != "any" else ""
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -92,6 +105,16 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return all(self.dims[symbol].allows(size) for symbol, size in sizes.items() if symbol in self.dims) and all(
             guard.holds(sizes) for guard in self.guards
         )
+
+    def with_rows(self, rows: Mapping[str, Rows]) -> Signature:
+        """The same with what the masks named in `rows` have to show; `any` for all others."""
+        inputs = tuple(msgspec.structs.replace(spec, rows=rows.get(spec.name, "any")) for spec in self.inputs)
+        return msgspec.structs.replace(self, inputs=inputs)
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        """The masks that have to show something, by name."""
+        return {spec.name: spec.rows for spec in self.inputs if spec.rows != "any"}
 
     @property
     def state(self) -> dict[str, str]:
@@ -144,6 +167,17 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     raise RequestError(f"input '{spec.name}' has size {size} in dimension {axis}, expected {want}")
             else:
                 self._check_symbol(spec.name, axis, size, want, sizes)
+        if spec.rows != "any":
+            self._check_rows(spec, array)
+
+    def _check_rows(self, spec: TensorSpec, array: Array) -> None:
+        shown = (array if spec.rows == "some" else array[..., :1]).any(axis=-1)
+        if not shown.all():
+            row = list(map(int, np.argwhere(~shown)[0]))
+            raise RequestError(
+                f"input '{spec.name}' hides row {row}: this program was proven only where {spec.needs}",
+                hint="leave the row out, or pad after its values; `trueline inspect` shows what other programs need",
+            )
 
     def _check_symbol(self, name: str, axis: int, size: int, symbol: str, sizes: dict[str, tuple[int, str]]) -> None:
         dim = self.dims[symbol]

@@ -131,7 +131,8 @@ def golden_text(golden: Mapping[str, tuple[Sequence[Stored], Sequence[Stored]]])
 
 def _spec(spec: TensorSpec, symbols: Sequence[str]) -> str:
     sizes = [f"{{{size}, -1}}" if isinstance(size, int) else f"{{-1, {symbols.index(size)}}}" for size in spec.shape]
-    return f"    {{{_quoted(spec.name)}, {C_TYPES[spec.datatype]}, {_quoted(spec.datatype)}, {{{', '.join(sizes)}}}}},"
+    kind = f"{C_TYPES[spec.datatype]}, {_quoted(spec.datatype)}"
+    return f"    {{{_quoted(spec.name)}, {kind}, {{{', '.join(sizes)}}}, Rows::{spec.rows}}},"
 
 
 def _guard(guard: Any, symbols: Sequence[str]) -> str:

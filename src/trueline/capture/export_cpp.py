@@ -38,7 +38,7 @@ def export_cpp(bundle: str | Path | Bundle, folder: str | Path, *, format: str |
             hint="serve it with `trueline serve`, which compares their distribution",
         )
     chosen = _chosen(found, format)
-    texts = cpp_text.project(found.name, found.digest, found.signature, chosen, _golden(found))
+    texts = cpp_text.project(found.name, found.digest, found.signature_of(chosen), chosen, _golden(found))
     with files.atomic_dir(folder) as partial:
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from trueline import events
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
-from trueline.capture import claims
+from trueline.capture import claims, masks
 from trueline.capture.attempt import Attempt
 from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
@@ -136,7 +136,7 @@ def _try_scripted(
         return _refused("torchscript", CaptureError(found.why, hint=found.line), observations, folder, seconds)
     size = found.path.stat().st_size
     made = folder / found.path.relative_to(folder).parts[0]
-    judged = Judged(proof=found.proof)
+    judged = Judged(proof=found.proof, signature=found.signature)
     rung = _rung("torchscript", judged, found.signature, observations, found.path, made, size, seconds)
     how = "; ".join(one for one in (found.how, rung.attempt.how, DEPRECATED) if one)
     return replace(rung, attempt=replace(rung.attempt, how=how))
@@ -161,7 +161,9 @@ def _try(
     except (CaptureError, BundleError, UsageError) as error:
         return _refused(format, error, observations, folder, shared_s + time.monotonic() - started)
     seconds = shared_s + time.monotonic() - started
-    rung = _rung(format, judged, exported.signature, observations, path, folder, size, seconds)
+    if judged.signature != exported.signature and format in ("onnx", "openvino"):
+        onnx_emit.restate(path, judged.signature)
+    rung = _rung(format, judged, judged.signature, observations, path, folder, size, seconds)
     if format == "offload":
         return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
     return rung
@@ -172,6 +174,8 @@ class Judged:
     """A proof, and where it fails on a probe, what is known about it."""
 
     proof: Proof
+    signature: Signature
+    """What it was proven for: what was exported, or less."""
     smallest: str = ""
     """The smallest input that shows it, and how."""
     blame: Blame = NOBODY
@@ -186,14 +190,19 @@ def _prove(
         events.emit("proof.advanced", format=format, done=done, total=total)
 
     proof = judge(session, observations, versions=versions(), progress=progress)
+    claim = masks.narrowed(session.signature, eager.example, observations, proof.evidence)
+    if claim is not None:
+        events.emit("claim.narrowed", to=range_text(claim))
+        session = open_session(format, path, claim, native=True)
+        proof = judge(session, observations, versions=versions(), progress=progress)
     proof = sequences.proven(proof, session, eager, versions=versions())
     probe = _named(observations, proof.disagreeing)
     if probe is None or any(seen.draws is not None for seen in observations):
-        return Judged(proof=proof)  # of two random answers none is wrong
+        return Judged(proof=proof, signature=session.signature)  # of two random answers none is wrong
     found = shrink(session, eager, probe)
     smallest = f"; the smallest input that shows it: {found}: {found.reason}" if found else ""
     blame = _blame(format, exported, eager, found.inputs if found else probe.inputs)
-    return Judged(proof=_told(proof, blame), smallest=smallest, blame=blame)
+    return Judged(proof=_told(proof, blame), signature=session.signature, smallest=smallest, blame=blame)
 
 
 def _blame(format: Format, exported: Exported, eager: EagerSession, inputs: Mapping[str, Array]) -> Blame:

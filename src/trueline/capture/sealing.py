@@ -10,6 +10,7 @@ import msgspec
 
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.capture import masks
 from trueline.capture.ladder import Rung
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
@@ -40,14 +41,14 @@ def seal(
     proven = [rung for rung in rungs if rung.attempt.verdict == "proven"]
     signature = next(rung.signature for rung in proven if rung.signature is not None)
     random = any(rung.random for rung in proven)
-    signature = msgspec.structs.replace(signature, random=random)
+    signature = msgspec.structs.replace(signature.with_rows({}), random=random)
     lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
     contents = Contents(
         name=recipe.name,
         signature=signature,
         programs=[(_entry(rung), rung.folder) for rung in proven],
         serve=min((rung.attempt.format for rung in proven), key=FORMATS.index),
-        golden=_golden(subject, signature),
+        golden=_golden(subject, signature, [rung.signature for rung in proven if rung.signature is not None]),
         evidence=[one for rung in rungs for one in rung.evidence],
         lineage=lineage,
         summary=summary,
@@ -65,11 +66,15 @@ def _entry(rung: Rung) -> ProgramEntry:
         max_abs_error=rung.attempt.max_abs_error,
         versions=rung.versions,
         notes=rung.attempt.how,
+        rows=rung.signature.rows if rung.signature is not None else {},
     )
 
 
-def _golden(subject: Subject, signature: Signature) -> list[Golden]:
-    """The example at several batch sizes, and one case for the smallest of every other free dimension."""
+def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature]) -> list[Golden]:
+    """The example at several batch sizes, and one case for the smallest of every other free dimension.
+
+    Each program has to answer each case, so what lies outside one of the `claims` is left out.
+    """
     example = subject.eager.example
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
@@ -80,7 +85,7 @@ def _golden(subject: Subject, signature: Signature) -> list[Golden]:
     found = []
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
-        if signature.allows(sizes):
+        if signature.allows(sizes) and all(masks.takes(claim, inputs) for claim in claims):
             found.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
     if signature.state:
         first = found[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import onnx
 import onnx_ir
 import onnxruntime
 import torch
@@ -24,9 +25,11 @@ from trueline.runtime.export import Exported
 from trueline.runtime.quiet import quiet
 
 if TYPE_CHECKING:
-    from trueline.bundle.signature import Array
+    from trueline.bundle.signature import Array, Signature
 
 FILE = "programs/model.onnx"
+SIGNATURE = "trueline.signature"
+"""Under this name a program's metadata say what it takes, gives and was proven for."""
 EXTERNAL_BYTES = 1_500_000_000
 """Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
 
@@ -43,9 +46,25 @@ def emit(exported: Exported, folder: Path) -> Path:
         exported.program, [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
     )
     clean(program.model, exported.symbols)
-    program.model.metadata_props["trueline.signature"] = msgspec.json.encode(signature, order="sorted").decode()
+    program.model.metadata_props[SIGNATURE] = _said(signature)
     save(program, path, weight_bytes=exported.weight_bytes)
     return path
+
+
+def restate(path: Path, signature: Signature) -> None:
+    """Writes into the program at `path` that it holds for `signature`, less than it was emitted for.
+
+    Raises StorageError.
+    """
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.metadata_props:
+        if entry.key == SIGNATURE:
+            entry.value = _said(signature)
+    files.write_atomic(path, model.SerializeToString(deterministic=True))
+
+
+def _said(signature: Signature) -> str:
+    return msgspec.json.encode(signature, order="sorted").decode()
 
 
 def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:

@@ -116,7 +116,7 @@ class _Maker:
         self.base = signature.sizes(example)
         self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
         self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
-        self.masks = [name for name in self.whole if _is_mask(example[name])]
+        self.masks = [name for name in self.whole if is_mask(example[name])]
 
     def probe(
         self,
@@ -214,9 +214,8 @@ class _Maker:
         for what, value in (("one NaN", np.nan), ("one infinity", np.inf)):
             if self.floats:
                 yield self.probe({}, what, change=_on(self.floats, _with(value)), made=True, wild=True)
-        for what, whole in (("masks all 0", 0), ("masks all 1", 1)):
-            if self.masks:
-                yield self.probe({}, what, change=_on(self.masks, _filled(whole)), made=True, wild=True)
+        for what, change in _MASKS.items() if self.masks else ():
+            yield self.probe({}, what, change=_on(self.masks, change), made=True, wild=True)
 
     def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
         """Other integers, inside what the whole example shows of the same input."""
@@ -243,8 +242,35 @@ def _filled(value: int) -> Change:
     return lambda array: np.full_like(array, value)
 
 
-def _is_mask(array: Array) -> bool:
-    return array.dtype.kind == "b" or (array.ndim > 1 and array.size > 0 and set(np.unique(array)) <= {0, 1})
+def _one_shown(array: Array) -> Array:
+    """One 1 in each row, in every row at another place."""
+    if not array.size:
+        return array
+    found = np.zeros_like(array).reshape(-1, array.shape[-1] if array.ndim else 1)
+    places = np.arange(len(found))
+    found[places, (places + 1) % found.shape[1]] = 1
+    return found.reshape(array.shape)
+
+
+def _first_shown(array: Array) -> Array:
+    found = np.zeros_like(array)
+    found[..., :1] = 1
+    return found
+
+
+_MASKS: dict[str, Change] = {
+    "masks all 0": _filled(0),
+    "masks all 1": _filled(1),
+    "masks show one": _one_shown,
+    "masks show the first": _first_shown,
+}
+"""Each at the border of a claim on masks; see `capture.masks`."""
+
+
+def is_mask(array: Array) -> bool:
+    """Whether `array` may be a mask: booleans, or rows of integers that are 0 or 1."""
+    rows = array.dtype.kind in "iu" and array.ndim > 1 and array.size > 0
+    return array.dtype.kind == "b" or (rows and set(np.unique(array)) <= {0, 1})
 
 
 def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:

@@ -151,9 +151,9 @@ def open_program(
     precision: str = "",
 ) -> Session:
     """Opens a bundle's program, the one to serve unless `format` says otherwise; the rest is `open_session`'s."""
-    entry, path = bundle.program(format), bundle.path / bundle.program(format).file
+    entry, path, signature = bundle.program(format), bundle.program_path(format), bundle.signature_of(format)
     return open_session(
-        entry.format, path, bundle.signature, threads=threads, native=native, device=device, precision=precision
+        entry.format, path, signature, threads=threads, native=native, device=device, precision=precision
     )
 
 

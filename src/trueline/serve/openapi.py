@@ -119,6 +119,7 @@ def _infer_request(signature: Signature) -> Document:
 def _tensor(spec: TensorSpec) -> Document:
     return {
         "type": "object",
+        **({"description": spec.needs} if spec.needs else {}),
         "required": ["name", "shape", "datatype", "data"],
         "properties": {
             "name": {"enum": [spec.name]},

@@ -1,0 +1,205 @@
+"""A program that disagrees only where a mask hides a whole row is sealed with that as a condition, and keeps to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import open_bundle
+from trueline.bundle.describe import describe
+from trueline.bundle.signature import DATATYPES, Dim, Rows, Signature, TensorSpec
+from trueline.capture import cpp_text, masks
+from trueline.capture.api import capture
+from trueline.errors import NotProven, RequestError
+from trueline.recipe.contract import Recipe
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import judge, observe
+from trueline.runtime.session import open_program, replay
+
+MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+LEFT = np.flip(MASK, 1).copy()
+
+
+def signature(inputs: dict[str, Any]) -> Signature:
+    specs = tuple(
+        TensorSpec(name=name, datatype=DATATYPES[one.dtype], shape=("batch", *one.shape[1:]))
+        for name, one in inputs.items()
+    )
+    return Signature(inputs=specs, outputs=(), dims={"batch": Dim()})
+
+
+class Answers:
+    """A Session that answers with how much each row shows, and otherwise where `wrong` says so."""
+
+    format = "fake"
+
+    def __init__(self, claim: Signature, wrong: Any = lambda mask: np.zeros(mask.shape[:-1], bool)) -> None:
+        self.signature = claim
+        self.wrong = wrong
+
+    def run(self, inputs: Any) -> dict[str, Any]:
+        self.signature.check(inputs)
+        shown = inputs["mask"].sum(axis=-1).astype(np.float32)
+        return {"y": np.where(self.wrong(inputs["mask"]), np.float32(-9), shown)}
+
+
+def claimed(wrong: Any, mask: Any = MASK) -> Signature | None:
+    """What a program that is `wrong` there may claim."""
+    example = {"mask": mask}
+    whole = signature(example)
+    observations = observe(Answers(whole), make_probes(example, signature=whole))
+    proof = judge(Answers(whole, wrong), observations)
+    found = masks.narrowed(whole, example, observations, proof.evidence)
+    if found is not None:
+        assert not proof.proven
+        assert judge(Answers(found, wrong), observations).proven
+    return found
+
+
+def hidden(mask: Any) -> Any:
+    return ~mask.any(axis=-1)
+
+
+def hidden_at_first(mask: Any) -> Any:
+    return mask[..., 0] == 0
+
+
+def test_a_program_that_disagrees_nowhere_claims_everything() -> None:
+    assert claimed(lambda mask: np.zeros(len(mask), bool)) is None
+
+
+def test_one_that_disagrees_on_hidden_rows_claims_rows_that_show_something() -> None:
+    found = claimed(hidden)
+    assert found is not None
+    assert found.rows == {"mask": "some"}
+
+
+def test_one_that_disagrees_on_rows_that_begin_hidden_claims_rows_that_show_their_first() -> None:
+    found = claimed(hidden_at_first)
+    assert found is not None
+    assert found.rows == {"mask": "first"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda mask: mask.sum(axis=-1) == 1, id="rows that show one value"),
+        pytest.param(lambda mask: mask.all(axis=-1), id="rows that show all"),
+        pytest.param(lambda mask: np.full(len(mask), len(mask) == 1), id="a single record"),
+    ],
+)
+def test_one_that_disagrees_elsewhere_is_not_saved_by_a_mask(wrong: Any) -> None:
+    assert claimed(wrong) is None
+
+
+def test_how_the_user_pads_is_never_excluded() -> None:
+    assert claimed(hidden_at_first, LEFT) is None  # padding in front is in the example
+    both = LEFT | (np.arange(3)[:, None] == 1) * 0
+    both[1] = 0
+    assert claimed(hidden, both) is None  # and here a row that is hidden
+
+
+def test_ids_and_booleans_for_each_record_are_no_masks_of_rows() -> None:
+    ids = {"ids": np.array([[1, 5], [0, 2]]), "flag": np.array([True, False])}
+    assert masks.narrowings(signature(ids), ids) == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "said"),
+    [
+        ("some", [[1, 0], [0, 0]], r"'mask' hides row \[1\].*each row of mask has a value other than 0"),
+        ("first", [[0, 1], [1, 0]], r"'mask' hides row \[0\].*each row of mask begins with a value other than 0"),
+    ],
+)
+def test_a_request_that_breaks_the_condition_is_refused_with_the_row(rows: Rows, mask: Any, said: str) -> None:
+    given = {"mask": np.array(mask)}
+    whole = signature(given)
+    whole.check(given)
+    with pytest.raises(RequestError, match=said):
+        whole.with_rows({"mask": rows}).check(given)
+    whole.with_rows({"mask": rows}).check({"mask": np.array([[1, 0], [1, 1]])})
+
+
+def test_rows_of_a_mask_with_several_dimensions_lie_along_the_last() -> None:
+    given = {"mask": np.ones((2, 1, 3, 4), bool)}
+    claim = signature(given).with_rows({"mask": "some"})
+    claim.check(given)
+    given["mask"][1, 0, 2] = False
+    with pytest.raises(RequestError, match=r"hides row \[1, 0, 2\]"):
+        claim.check(given)
+
+
+def test_the_condition_goes_into_the_tables_of_a_cpp_project() -> None:
+    text = cpp_text.signature_text(signature({"mask": MASK}).with_rows({"mask": "first"}))
+    assert '{"mask", at::kLong, "INT64", {{-1, 0}, {4, -1}}, Rows::first},' in text
+
+
+class Attends(nn.Module):
+    """Attention whose answer for a row that is hidden whole lies in how softmax is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        found = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None, None].bool())
+        answer: Tensor = self.out(found[:, 0])
+        return answer
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a capture needs no such blank")
+
+
+@pytest.mark.slow
+def test_an_encoder_keeps_its_onnx_program_and_every_other_part_of_the_line_knows_the_condition(tmp_path: Path) -> None:
+    def examples() -> Any:
+        yield {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)}
+
+    recipe = Recipe(
+        name="encoder", digest="d" * 64, path=None, model=Attends, examples=examples, loss=never, optimizer=never,
+        dataset=never,
+    )  # fmt: skip
+    captured = capture(recipe, None, tmp_path / "b")
+    assert [one.verdict for one in captured.programs] == ["proven", "proven"]
+    bundle = open_bundle(captured.path)
+    assert bundle.program("onnx").rows == {"mask": "some"}
+    assert bundle.program("torch_export").rows == {}
+    assert bundle.signature.rows == {}
+    text = describe(bundle)
+    assert "onnx: only where each row of mask has a value other than 0" in text
+    carried = {one.key: one.value for one in onnx.load(bundle.program_path("onnx")).metadata_props}
+    assert msgspec.json.decode(carried["trueline.signature"], type=Signature).rows == {"mask": "some"}
+
+    onnx_session, torch_session = open_program(bundle, "onnx"), open_program(bundle, "torch_export")
+    replay(bundle, onnx_session)
+    asked: dict[str, Any] = {"ids": np.zeros((1, 4), np.int64), "mask": np.zeros((1, 4), np.int64)}
+    with torch.no_grad():
+        wanted = Attends()(*map(torch.as_tensor, asked.values())).numpy()
+    (answer,) = torch_session.run(asked).values()
+    np.testing.assert_allclose(answer, wanted, rtol=1e-5)
+    with pytest.raises(RequestError, match="hides row"):
+        onnx_session.run(asked)
+
+
+@pytest.mark.slow
+def test_a_hidden_row_in_the_users_own_example_refuses_the_program(tmp_path: Path) -> None:
+    def examples() -> Any:
+        yield {"ids": torch.arange(8).reshape(2, 4) % 10, "mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])}
+
+    recipe = Recipe(
+        name="encoder", digest="d" * 64, path=None, model=Attends, examples=examples, loss=never, optimizer=never,
+        dataset=never,
+    )  # fmt: skip
+    with pytest.raises(NotProven, match="onnx program .* on probe .* differs|onnx program .* on probe .* NaN"):
+        capture(recipe, None, tmp_path / "b", formats=["onnx"])
