@@ -24,7 +24,7 @@ from trueline.errors import TruelineError, closest
 VERBS = (
     "init", "train", "run", "jobs", "status", "logs", "scale", "halt", "resume", "chaos",
     "data", "evaluate", "predict", "doctor", "capture", "import", "verify", "inspect", "export-cpp", "register",
-    "serve", "bench-serve", "ship",
+    "archive", "serve", "bench-serve", "ship",
 )  # fmt: skip
 """In the order of the line; `trueline.cli.NAME` holds the `command` of each, with _ for -."""
 
