@@ -72,7 +72,7 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
 
 def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Path) -> None:
     RangeWriter(tmp_path / "out", Plan(num_records=100, of="one"))
-    with pytest.raises(DataError, match="holds another conversion"):
+    with pytest.raises(DataError, match="holds what was made of something else"):
         RangeWriter(tmp_path / "out", Plan(num_records=100, of="two"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").touch()
@@ -138,7 +138,7 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
     assert rows_of(open_records(tmp_path / "out")) == flat(150)
     (tmp_path / "out" / COMMIT).unlink()
     WORLDS["csv"].write(tmp_path / "world", flat(151))
-    with pytest.raises(DataError, match="holds another conversion"):
+    with pytest.raises(DataError, match="holds what was made of something else"):
         look.convert(path, tmp_path / "out", range_records=32)
 
 

@@ -13,6 +13,14 @@ def test_chunks_are_the_same_records_whoever_asks():
     assert chunks.give("d", 0.0) is None
 
 
+def test_chunks_that_were_done_before_are_given_to_nobody():
+    chunks = Chunks(num_records=10, size=4, replied={0, 2})
+    assert chunks.give("a", 0.0) == chunks.chunk(1)
+    assert chunks.give("b", 0.0) is None
+    chunks.done("a", 1.0)
+    assert chunks.finished
+
+
 def test_a_worker_that_has_a_chunk_gets_no_second_one():
     chunks = Chunks(num_records=10, size=4)
     assert chunks.give("a", 0.0) is not None

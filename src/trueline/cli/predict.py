@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -23,19 +22,37 @@ trueline predict digits/recipe.py digits.bundle --out answers.parquet --mode eva
 
 trueline predict digits/recipe.py s3://bucket/digits/step-00000276 --out answers.parquet --workers 4
     a checkpoint in an object store; four processes share the records and write the same file
+
+trueline predict digits/recipe.py digits.bundle --out s3://bucket/answers/ --workers 4
+    parts of 16,384 records each, written as they are computed; run again after a crash, it writes what is missing
 """
 
 
 @verb("predict", examples=_EXAMPLES)
 @recipe_argument
 @click.argument("source")
-@click.option("--out", required=True, metavar="FILE", help="File to write, .parquet or .jsonl.")
+@click.option(
+    "--out",
+    required=True,
+    metavar="FILE|FOLDER/",
+    help="File to write, .parquet or .jsonl; or a folder or URI for parts.",
+)
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["parquet", "jsonl"]),
+    default="parquet",
+    show_default=True,
+    help="Of the parts in a folder.",
+)
 @click.option("--mode", type=click.Choice(MODES), default="prediction", show_default=True, help="Which records.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
 @json_option
 @quiet_option
-def command(recipe: str, source: str, out: str, mode: str, workers: int, as_json: bool, quiet: bool) -> None:
-    """Write the model's outputs for many records to a file.
+def command(
+    recipe: str, source: str, out: str, format_: str, mode: str, workers: int, as_json: bool, quiet: bool
+) -> None:
+    """Write the model's outputs for many records to a file, or by parts to a folder.
 
     SOURCE is a checkpoint (or the folder of a job), which the eager model runs, or a bundle, whose proven
     program runs without the model's code. The recipe gives the records: dataset("prediction") unless --mode
@@ -50,9 +67,11 @@ def command(recipe: str, source: str, out: str, mode: str, workers: int, as_json
         found = predict(
             loaded if workers == 1 else recipe,
             checkpoint_path(source),
-            Path(out),
+            out,
             mode=cast("Mode", mode),
             workers=workers,
+            format=format_,
         )
-    facts = {"records": found.records, "path": str(found.path)}
-    say(f"{found.records} records: {found.path}", facts, as_json=as_json)
+    facts = {"records": found.records, "path": str(found.path), "parts": found.parts}
+    parts = f" ({found.parts} parts written)" if found.parts else ""
+    say(f"{found.records} records: {found.path}{parts}", facts, as_json=as_json)

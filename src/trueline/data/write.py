@@ -136,8 +136,9 @@ class RangeWriter:
                 raise DataError(f"{where} is not empty (it has {listed(strangers[:3])})", hint="name a new folder")
             self._folder.put(PLAN, mine)
         elif found != mine:
+            theirs = found.decode(errors="replace").strip()
             raise DataError(
-                f"{where} holds another conversion: {found.decode(errors='replace').strip()}, now {mine.decode()}",
+                f"{where} holds what was made of something else: {theirs}, now {mine.decode()}",
                 hint="name a new folder, or give the arguments of the first run",
             )
 

@@ -1,9 +1,9 @@
 """A bundle and its recipe in one model archive, so that `preprocess` and `postprocess` are served too.
 
-    MAR-INF/MANIFEST.json    TorchServe's manifest; the handler is ours
-    model-config.yaml        batch and workers
-    model.bundle/            the bundle, whole
-    recipe.py, ...           the recipe, and the modules beside it that it imports
+MAR-INF/MANIFEST.json    TorchServe's manifest; the handler is ours
+model-config.yaml        batch and workers
+model.bundle/            the bundle, whole
+recipe.py, ...           the recipe, and the modules beside it that it imports
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ class Chunks:
     num_records: int
     size: int
     replied: set[int] = field(default_factory=set)
+    """The chunks that are done; those that are at the beginning are not given out."""
     tries: Counter[int] = field(default_factory=Counter)
     """How often each chunk has failed or ended a process."""
     held: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Chunks:
     _waiting: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._waiting = deque(range(self.total))
+        self._waiting = deque(index for index in range(self.total) if index not in self.replied)
 
     @property
     def total(self) -> int:

@@ -58,6 +58,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Records of a chunk."""
     out: str = ""
     """Folder for answers that are too large for a line of JSON."""
+    rows: int = 0
+    """Records that the model is asked at a time; 0: a whole chunk."""
+    format: str = ""
+    """Of the parts that workers write to `out`; empty where they write none."""
+    of: str = ""
+    """A digest of what those parts are made from."""
+    done: tuple[int, ...] = ()
+    """Chunks that were computed before, by their number."""
 
 
 Compute = Callable[[int, int], Reply]
@@ -114,7 +122,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def run(work: Work, *, workers: int, advanced: Callable[[int], None]) -> list[Reply]:
-    """The replies for all chunks, in their order. `advanced` is told how many records are done.
+    """The replies for all chunks that were not done before, in order. `advanced` is told how many records are done.
 
     Raises what the workers met, UsageError, TrainError; no process is left behind in any case.
     """
@@ -127,7 +135,7 @@ def run(work: Work, *, workers: int, advanced: Callable[[int], None]) -> list[Re
         agent = start_agent(scratch / "agent", preload=preload, life=life, log=scratch / "agent.log")
         pool = _Pool(work, workers, scratch, advanced)
         _complete(pool.run())
-        return [pool.replies[index] for index in range(pool.chunks.total)]
+        return [pool.replies[index] for index in sorted(pool.replies)]
     finally:
         os.close(life_end)  # the end of every process of the pool
         if agent is not None:
@@ -161,8 +169,8 @@ class _Pool:
 
     def __init__(self, work: Work, workers: int, scratch: Path, advanced: Callable[[int], None]) -> None:
         self.work, self.scratch, self.advanced = work, scratch, advanced
-        self.chunks = Chunks(num_records=work.num_records, size=work.batch)
-        self.workers = min(workers, self.chunks.total)
+        self.chunks = Chunks(num_records=work.num_records, size=work.batch, replied=set(work.done))
+        self.workers = min(workers, self.chunks.total - len(work.done))
         self.engine = LocalEngine(str(scratch / "agent"))
         self.replies: dict[int, Reply] = {}
         self.lines: dict[str, asyncio.StreamWriter] = {}

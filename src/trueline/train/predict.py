@@ -1,4 +1,8 @@
-"""`trueline.predict`: the outputs for many records, written to one file that is whole or absent."""
+"""`trueline.predict`: the outputs for many records, in one file that is whole or absent, or in parts by range.
+
+A file is made of all answers in memory. Parts are written as they come, each once, by whoever computes them
+(`data/write.py`): who starts again after a death writes what is missing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ import numpy as np
 
 from trueline import events, files
 from trueline.bundle.read import open_bundle
+from trueline.data.listing import is_remote, local_path
+from trueline.data.write import Plan, RangeWriter
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
@@ -29,14 +35,23 @@ from trueline.train.pool import Compute, Work, seeded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import pyarrow as pa
 
     from trueline.bundle.signature import Array
+
+
+PART_RECORDS = 16384
+"""Records of a part: a file of some MB, and what is computed again when its process dies."""
+FILES = (".parquet", ".jsonl")
+Answer = Callable[[int, int], "dict[str, Array]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     records: int
-    path: Path
+    path: Path | str
+    parts: int = 0
+    """How many parts this call has written; those that were there are left as they are."""
 
 
 def predict(
@@ -47,17 +62,35 @@ def predict(
     mode: Mode = "prediction",
     batch: int = 256,
     workers: int = 1,
+    format: str = "parquet",
+    part_records: int = PART_RECORDS,
 ) -> Prediction:
     """Writes the outputs for every record of `mode`: by the eager model of a checkpoint, or by a bundle's program.
 
-    `out` ends in .parquet (columns `record` and one list for each output) or .jsonl (one object for each record).
-    `workers` processes of one thread each share the batches; the file is the same for any number of them.
-    Raises UsageError, CheckpointError, BundleError, DataError, StorageError; `out` is then as it was.
+    `out` is a file that ends in .parquet (columns `record` and one list for each output) or .jsonl (one object for each
+    record), or a folder, local or a URI such as s3://bucket/answers: then parts of `part_records` records each are
+    written there in `format` (`parquet` or `jsonl`) as they are computed, and a call that was cut short goes on where
+    it ended. `workers` processes of one thread each share the batches; what is written is the same for any number.
+    Raises UsageError, CheckpointError, BundleError, DataError, StorageError; a file is then as it was, and of a folder
+    the parts that are there are whole.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    out, where = Path(out), str(located(source))
-    if out.suffix not in (".parquet", ".jsonl"):
-        raise UsageError(f"{out} has no ending that says how to write it", hint="use .parquet or .jsonl")
+    where = str(located(source))
+    if _is_folder(out):
+        plan = Plan(
+            num_records=found.source(mode).num_records,
+            range_records=part_records,
+            format=format,
+            of=_made_of(found, where, mode, batch),
+        )
+        folder = str(out) if is_remote(out) else str(local_path(out).absolute())
+        return _in_parts(plan, folder, found, recipe, where, mode, batch=batch, workers=workers)
+    out = Path(out)
+    if out.suffix not in FILES:
+        raise UsageError(
+            f"{out} has no ending that says how to write it",
+            hint="use .parquet or .jsonl, or a folder (end it with /) for parts",
+        )
     if workers == 1:
         count, answer = _answering(found, where, mode)
         answers = []
@@ -71,6 +104,68 @@ def predict(
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
     files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
     return Prediction(records=count, path=out)
+
+
+PARTS = "trueline.train.predict:opened_parts"
+
+
+def _is_folder(out: str | Path) -> bool:
+    return is_remote(out) or str(out).endswith("/") or Path(out).is_dir() or not Path(out).suffix
+
+
+def _made_of(recipe: Recipe, where: str, mode: Mode, batch: int) -> str:
+    """What the answers follow from, as a digest: `batch` too, for numbers that a model draws are seeded by it."""
+    source = checkpoint.read_manifest(where)["digest"] if checkpoint.exists(where) else open_bundle(Path(where)).digest
+    return files.sha256_bytes("|".join((recipe.digest, source, mode, str(batch))).encode())
+
+
+def _in_parts(
+    plan: Plan, folder: str, recipe: Recipe, given: object, where: str, mode: Mode, *, batch: int, workers: int
+) -> Prediction:
+    writer = RangeWriter(folder, plan)
+    missing = writer.missing()
+    there = plan.num_records - sum(stop - start for start, stop in missing)
+    if missing and workers > 1:
+        left = {start for start, _ in missing}
+        work = msgspec.structs.replace(
+            pool.work(PARTS, recipe, given, where, mode, records=plan.num_records, batch=plan.range_records),
+            out=folder,
+            rows=batch,
+            format=plan.format,
+            of=plan.of,
+            done=tuple(index for index, (start, _) in enumerate(plan.ranges()) if start not in left),
+        )
+        pool.run(work, workers=workers, advanced=lambda records: _advanced(there + records, plan.num_records))
+    elif missing:
+        _, answer = _answering(recipe, where, mode)
+        for start, stop in missing:
+            _write_part(writer, answer, start, stop, batch)
+            there += stop - start
+            _advanced(there, plan.num_records)
+    writer.commit()
+    return Prediction(records=plan.num_records, path=folder if is_remote(folder) else Path(folder), parts=len(missing))
+
+
+def _write_part(writer: RangeWriter, answer: Answer, start: int, stop: int, rows: int) -> None:
+    answers = [answer(at, min(at + rows, stop)) for at in range(start, stop, rows)]
+    columns = {name: np.concatenate([one[name] for one in answers]) for name in answers[0]}
+    writer.write(start, stop, _table(columns, first=start))
+
+
+def opened_parts(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with its chunks: each is a part that it writes to the folder `work.out`."""
+    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode)
+    plan = Plan(num_records=work.num_records, range_records=work.batch, format=work.format, of=work.of)
+    writer = RangeWriter(work.out, plan)
+
+    def compute(start: int, stop: int) -> dict[str, Any]:
+        if start % work.batch or (stop % work.batch and stop != work.num_records):
+            answer(start, stop)  # one record of a chunk that failed, to see whether it is to blame
+        else:
+            _write_part(writer, answer, start, stop, work.rows)
+        return {}
+
+    return count, compute
 
 
 def _advanced(done: int, total: int) -> None:
@@ -112,7 +207,7 @@ def opened(work: Work) -> tuple[int, Compute]:
     return count, compute
 
 
-def _answering(recipe: Recipe, where: str, mode: Mode) -> tuple[int, Callable[[int, int], dict[str, Array]]]:
+def _answering(recipe: Recipe, where: str, mode: Mode) -> tuple[int, Answer]:
     trained = checkpoint.exists(where)
     model = load_model(recipe, where if trained else None)
     program = None if trained else open_program(open_bundle(Path(where)))
@@ -126,16 +221,22 @@ def _answering(recipe: Recipe, where: str, mode: Mode) -> tuple[int, Callable[[i
     return records.num_records, answer
 
 
-def _parquet(columns: dict[str, Array]) -> bytes:
+def _table(columns: dict[str, Array], first: int = 0) -> pa.Table:
+    """One row for each record, numbered from `first`."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     count = len(next(iter(columns.values()), ()))
-    table = {"record": pa.array(np.arange(count))}
+    table = {"record": pa.array(np.arange(first, first + count))}
     for name, values in columns.items():
         table[name] = pa.array(list(values.reshape(count, -1))) if values.ndim > 1 else pa.array(values)
+    return pa.table(table)
+
+
+def _parquet(columns: dict[str, Array]) -> bytes:
+    import pyarrow.parquet as pq
+
     sink = io.BytesIO()
-    pq.write_table(pa.table(table), sink)
+    pq.write_table(_table(columns), sink)
     return sink.getvalue()
 
 
