@@ -70,6 +70,7 @@ def _signature_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     )
     free = {symbol for spec in signature.inputs for symbol in spec.shape if isinstance(symbol, str)}
     rows += [("proven", dim_text(name, dim)) for name, dim in signature.dims.items() if name in free]
+    rows += [("padded", f"{name} may be filled up at its end, hidden by a mask") for name in signature.padded]
     return rows + [("needs", guard.text) for guard in signature.guards]
 
 

@@ -171,6 +171,9 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     for program in manifest.programs:
         for name in program.rows.keys() - inputs:
             raise BundleError(f"{where} says what rows of '{name}' need, which is no input of the model")
+    for symbol in manifest.signature.padded:
+        if symbol not in manifest.signature.symbols:
+            raise BundleError(f"{where} says that '{symbol}' may be filled up, which is no size of an input")
     for guard in manifest.signature.guards:
         try:
             guards.check(guard, manifest.signature.dims)

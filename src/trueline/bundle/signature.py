@@ -65,6 +65,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
     rows: Rows = "any"
     """Other than `any` for a mask, where the program was proven only for rows that are not hidden."""
+    fill: int = 0
+    """What a sequence is filled up with where `Signature.padded` allows it: for a mask, what hides."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -83,6 +85,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, Dim]
     guards: tuple[Guard, ...] = ()
+    padded: tuple[str, ...] = ()
+    """Symbols whose dimensions may be filled up at their end without changing an answer; see `bundle.padding`."""
     random: bool = False
     """Whether the model draws random numbers: equal requests then get other answers, of one distribution."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.capture import masks
+from trueline.capture import masks, padding
 from trueline.capture.ladder import Rung
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
@@ -42,6 +42,7 @@ def seal(
     signature = next(rung.signature for rung in proven if rung.signature is not None)
     random = any(rung.random for rung in proven)
     signature = msgspec.structs.replace(signature.with_rows({}), random=random)
+    signature = padding.proven(subject.eager, signature, subject.eager.example)
     lineage, summary = _lineage(recipe, checkpoint, subject, rungs)
     contents = Contents(
         name=recipe.name,

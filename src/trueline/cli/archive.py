@@ -42,13 +42,13 @@ def command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Put a bundle and its recipe into an archive that is served with the recipe's own code.
+    """Put a bundle and its recipe into an archive to serve.
 
-    A bundle alone takes tensors and gives tensors. In the archive, the recipe's preprocess(request) makes the inputs of
-    what a client sends, and postprocess(outputs) makes the answer; between them runs the proven program, which has to
-    answer the golden examples before the first request. A server runs it in processes of its own, with --allow-code.
-    /explanations/NAME says what each input adds to the answer (integrated gradients; needs trueline[explain] and the
-    torch.export program).
+    A bundle alone takes tensors and gives tensors. In the archive, the recipe's own preprocess(request) makes the
+    inputs of what a client sends, and postprocess(outputs) makes the answer; between them runs the proven program,
+    which has to answer the golden examples before the first request. A server runs it in processes of its own, with
+    --allow-code. /explanations/NAME says what each input adds to the answer (integrated gradients; needs
+    trueline[explain] and the torch.export program).
     """
     from trueline.bundle.read import open_bundle
     from trueline.serve.recipe_archive import archive

@@ -52,7 +52,7 @@ trueline predict digits/recipe.py digits.bundle --out s3://bucket/answers/ --wor
 def command(
     recipe: str, source: str, out: str, format_: str, mode: str, workers: int, as_json: bool, quiet: bool
 ) -> None:
-    """Write the model's outputs for many records to a file, or by parts to a folder.
+    """Write the model's outputs to a file, or by parts to a folder.
 
     SOURCE is a checkpoint (or the folder of a job), which the eager model runs, or a bundle, whose proven
     program runs without the model's code. The recipe gives the records: dataset("prediction") unless --mode

@@ -5,14 +5,17 @@
 The key is a column without nulls and without repeats; records are numbered in its order. A unit is a range of keys that
 held `unit_records` rows when the table was listed: only the bounds are kept. A range with another number of rows later
 is an error: take a snapshot or a table that nobody writes while a job trains on it. Passwords are in no message.
+PostgreSQL is asked through psycopg 3 (extra `postgres`), unless the URL names another driver.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import pyarrow as pa
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 SCHEMES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
 UNIT_RECORDS = 4096
+_DRIVERS = {"postgresql": "postgresql+psycopg"}
+"""Where SQLAlchemy's own choice is one that is no longer developed."""
 
 
 def is_sql(uri: str) -> bool:
@@ -48,6 +53,7 @@ class SqlRecords:
             parsed = make_url(url)
             table, key = table or str(parsed.query.get("table", "")), key or str(parsed.query.get("key", ""))
             parsed = parsed.difference_update_query(["table", "key"])
+            parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
             self.where = parsed.render_as_string(hide_password=True)
             if not table:
                 raise DataError(f"{self.where} names no table", hint="add ?table=NAME&key=COLUMN to the URL")
@@ -140,7 +146,7 @@ class SqlRecords:
         columns = []
         for place, field in enumerate(self._schema):
             try:
-                columns.append(pa.array([row[place] for row in rows], field.type))
+                columns.append(pa.array([_plain(row[place], field.type) for row in rows], field.type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
         return pa.table(columns, schema=self._schema)
@@ -159,9 +165,22 @@ class SqlRecords:
             self._engine.dispose()  # no connection crosses a fork, none is kept while a job computes
 
 
+def _plain(value: Any, kind: Any) -> Any:
+    """What a driver gives, as Arrow takes it: decimals without a scale are floats, documents are JSON."""
+    if pa.types.is_floating(kind) and value is not None:
+        return float(value)
+    if pa.types.is_string(kind) and value is not None and not isinstance(value, str):
+        return str(value) if isinstance(value, UUID) else json.dumps(value)
+    return value
+
+
 def _arrow_type(found: Any) -> Any:
     from sqlalchemy import types
 
+    if isinstance(found, types.ARRAY):
+        return pa.list_(_arrow_type(found.item_type))
+    if isinstance(found, types.DateTime) and found.timezone:
+        return pa.timestamp("us", "UTC")
     if isinstance(found, types.Numeric) and not isinstance(found, types.Float):
         return pa.decimal128(found.precision, found.scale or 0) if found.precision else pa.float64()
     for kind, arrow in (
@@ -173,6 +192,8 @@ def _arrow_type(found: Any) -> Any:
         (types.Time, pa.time64("us")),
         (types.LargeBinary, pa.binary()),
         (types.String, pa.string()),
+        (types.Uuid, pa.string()),
+        (types.JSON, pa.string()),
     ):
         if isinstance(found, kind):
             return arrow

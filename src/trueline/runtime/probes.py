@@ -54,11 +54,19 @@ def make_probes(
     maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
     wanted = sizes if isinstance(sizes, Mapping) else {next(iter(maker.base)): sizes}
     head = [maker.probe({}, "as given"), *maker.reordered()]
-    valued = [*maker.valued({}, _changes), *maker.wild(), *maker.small()]
+    valued = _distinct([*maker.valued({}, _changes), *maker.wild(), *maker.small()])
     room = limit - len(head) - len(valued) - 1
     sized = list(maker.sized({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
     probes = [head[0], *sized, *head[1:], *valued]
     return (*probes[: limit - 1], maker.probe({}, "as given, again"))
+
+
+def _distinct(probes: Iterable[Probe]) -> list[Probe]:
+    """Without those that ask what an earlier one asks."""
+    found: dict[tuple[bytes, ...], Probe] = {}
+    for probe in probes:
+        found.setdefault(tuple(str(array.shape).encode() + array.tobytes() for array in probe.inputs.values()), probe)
+    return list(found.values())
 
 
 def _batched(example: Mapping[str, Array]) -> Signature:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trueline import events
+from trueline.bundle.padding import Padding
 from trueline.errors import DeadlineExceeded, Overloaded
 from trueline.serve.pace import Pace
 
@@ -143,16 +144,27 @@ def refusal(num_waiting: int, bytes_waiting: int, num_bytes: int, expected_s: fl
     return None
 
 
-def run_batch(run: Run, items: Sequence[Arrays], rows: Sequence[int]) -> list[Outputs | Exception]:
-    """One result for each item: from one run over all of them, or, when that fails, from one run each."""
+def run_batch(
+    run: Run, items: Sequence[Arrays], rows: Sequence[int], padding: Padding | None = None
+) -> list[Outputs | Exception]:
+    """One result for each item: from one run over all of them, or, when that fails, from one run each.
+
+    With `padding` sequences of several lengths are filled up to the longest.
+    """
     if len(items) == 1:
         return [_alone(run, items[0])]
     try:
-        joined = {name: np.concatenate([item[name] for item in items]) for name in items[0]}
-        return _split(run(joined), rows)
+        even = items if padding is None else padding.even(items)
+        joined = {name: np.concatenate([item[name] for item in even]) for name in items[0]}
+        results = _split(run(joined), rows)
+        return [*results] if padding is None else _cut(padding, results, items)
     except Exception as error:  # noqa: BLE001 - blind on purpose: whatever failed, each item gets its own run
         events.emit("batch.failed", items=len(items), why=type(error).__name__)
         return [_alone(run, item) for item in items]
+
+
+def _cut(padding: Padding, results: Sequence[Outputs], items: Sequence[Arrays]) -> list[Outputs | Exception]:
+    return [padding.cut(result, item) for result, item in zip(results, items, strict=True)]
 
 
 def _alone(run: Run, item: Arrays) -> Outputs | Exception:
@@ -162,14 +174,15 @@ def _alone(run: Run, item: Arrays) -> Outputs | Exception:
         return error
 
 
-def _split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs | Exception]:
-    total, results, at = sum(rows), [], 0
+def _split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
+    total, at = sum(rows), 0
+    results: list[Outputs] = []
     if any(array.ndim == 0 or len(array) != total for array in outputs.values()):
         raise ValueError("an output's first dimension does not count the rows")
     for count in rows:
         results.append({name: array[at : at + count] for name, array in outputs.items()})
         at += count
-    return list(results)
+    return results
 
 
 class Batcher:
@@ -184,10 +197,12 @@ class Batcher:
         *,
         on_batch: Callable[[int, int, float, float], None] | None = None,
         pace: Pace | None = None,
+        padding: Padding | None = None,
     ) -> None:
         """`on_batch(requests, rows, seconds, seconds waited by all)` is called on the loop after each run; `pace` is
-        what is known of the program's runs, and learns on.
+        what is known of the program's runs, and learns on; `padding` lets requests of several lengths run together.
         """
+        self._padding = padding
         self.policy = policy
         self._run = run
         self._executor = executor
@@ -309,7 +324,7 @@ class Batcher:
         self._busy += 1
         began = self._loop.time()
         inputs, rows = [item.inputs for item in items], [item.rows for item in items]
-        running = self._loop.run_in_executor(self._executor, run_batch, self._run, inputs, rows)
+        running = self._loop.run_in_executor(self._executor, run_batch, self._run, inputs, rows, self._padding)
         running.add_done_callback(lambda done: self._finished(items, began, done))
 
     def _finished(self, items: tuple[Item, ...], began: float, done: asyncio.Future[list[Outputs | Exception]]) -> None:

@@ -148,7 +148,13 @@ class Version:
         self.since = time.time()
         self._first = loaded.session.signature.inputs[0].name
         self._batcher = Batcher(
-            self._run, policy, executor, loop, on_batch=self.stats.count_run, pace=Pace(loaded.plan.latency_s)
+            self._run,
+            policy,
+            executor,
+            loop,
+            on_batch=self.stats.count_run,
+            pace=Pace(loaded.plan.latency_s),
+            padding=loaded.plan.padding,
         )
         self.state = "ready"
 
@@ -195,7 +201,9 @@ class Version:
             self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
             return outputs
         loaded.session.signature.check(inputs)
-        key = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
+        padding = loaded.plan.padding
+        shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
+        key = padding.key(inputs) if padding else shapes
         return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trueline import events
 from trueline.bundle.golden import Golden
+from trueline.bundle.padding import Padding, fill_up
 from trueline.bundle.signature import Dim, Signature
 from trueline.runtime.compare import compare
 from trueline.runtime.session import Session
@@ -38,6 +40,8 @@ class Plan:
     inline_values: int
     """Requests of at most this many input values run on the event loop; 0: none does."""
     latency_s: dict[int, float]
+    padding: Padding | None = None
+    """How requests of several lengths share a run, where the bundle says that they may and it was found so here."""
     """Median time of a run by rows."""
 
 
@@ -92,7 +96,27 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int) -> Pla
         max_batch=bound,
         inline_values=inline,
         latency_s=latency,
+        padding=None if neighbours else padding_of(session, cases),
     )
+
+
+def padding_of(session: Session, cases: Sequence[Golden]) -> Padding | None:
+    """The bundle's leave to fill sequences up, if the golden examples, twice as long, are answered as before here."""
+    signature, tried = session.signature, 0
+    if not signature.padded:
+        return None
+    padding = Padding(signature)
+    for case in cases:
+        more = {symbol: 2 * size for symbol, size in padding.sizes(case.inputs).items()}
+        if not signature.allows({**signature.sizes(case.inputs), **more}):
+            continue
+        found = padding.cut(session.run(fill_up(signature, case.inputs, more)), case.inputs)
+        verdict = compare(case.outputs, {name: found[name] for name in case.outputs})
+        if not verdict.agrees:
+            events.emit("padding.refused", case=case.case, why=verdict.reason)
+            return None
+        tried += 1
+    return padding if tried else None
 
 
 def neighbours_matter(session: Session, cases: Sequence[Golden], dim: Dim) -> str:

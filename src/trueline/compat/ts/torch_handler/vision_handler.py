@@ -110,7 +110,7 @@ class VisionHandler(BaseHandler):
     def get_insights(self, tensor_data: Any, _: Any, target: Any = 0) -> Any:
         """Integrated gradients of the class `target`, by captum."""
         try:
-            from captum.attr import IntegratedGradients  # type: ignore[import-not-found]  # an extra of the operator
+            from captum.attr import IntegratedGradients  # an extra of the operator
         except ImportError as error:
             raise PredictionException("explanations need the package captum on the server", 501) from error
         return IntegratedGradients(self.model).attribute(tensor_data, target=int(target), n_steps=15).tolist()
