@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-data bench-capture bench-serve peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ bench-serve: peers-serving  ## what serving costs and bears, beside LitServe, ML
 peers-serving: $(STAMP)  ## environments with the servers to compare with; one that cannot be installed is left out
 	for name in litserve mlserver bentoml ray; do \
 	  UV="$(CURDIR)/$(BIN)/uv" PYTHON=$(BIN)/python sh bench/peers/serving.sh bench/.venvs $$name || true; done
+
+clients: $(STAMP)  ## an environment with KServe's SDK, which the tests of serving then use as a client
+	UV="$(CURDIR)/$(BIN)/uv" PYTHON=$(BIN)/python sh bench/peers/serving.sh bench/.venvs kserve
 
 bench-train: $(STAMP)  ## deaths, hangs, stragglers, overheads of elastic training; beside torchrun, torchft and DLRover
 	$(BIN)/python bench/train.py $(BENCH)

@@ -12,7 +12,8 @@ for name in "$@"; do
     mlserver) wants="mlserver==1.7.1 $runtime" ;;
     bentoml) wants="bentoml==1.4.30 $runtime" ;;
     ray) wants="ray[serve]==2.51.1 $runtime" ;;
-    *) echo "no peer '$name': expected litserve, mlserver, bentoml or ray" >&2; exit 2 ;;
+    kserve) wants="kserve==0.21.0" ;;  # its SDK is a client of ours in the tests, not a server beside it
+    *) echo "no peer '$name': expected litserve, mlserver, bentoml, ray or kserve" >&2; exit 2 ;;
   esac
   if test -n "$UV"; then
     test -x "$folder/$name/bin/python" || "$UV" venv -q --python "${PYTHON:-python3}" "$folder/$name"

@@ -152,7 +152,7 @@ TORCHSERVE_TABLE = [
     ("POST", "/ping", b"", 200, None, None),
     ("HEAD", "/ping", b"", 200, None, None),
     ("DELETE", "/ping", b"", 405, "MethodNotAllowedException", None),
-    ("GET", "/", b"", 405, "MethodNotAllowedException", None),
+    ("DELETE", "/", b"", 405, "MethodNotAllowedException", None),
     ("GET", "/nope", b"", 404, "ResourceNotFoundException", None),
     ("GET", "/v20", b"", 404, "ResourceNotFoundException", None),
     ("POST", "/predictions/tiny", b"[1, 2, 3]", 200, None, None),
@@ -188,6 +188,11 @@ def test_torchserves_routes_answer_as_its_table_says(
         assert found.body == json.dumps(answer, indent=2).encode() + b"\n"
     if message is not None:
         assert answer["message"] == message
+
+
+def test_the_root_says_alive_as_kserves_sdk_asks_it(desk: Desk) -> None:
+    found = desk.ask("GET", "/")
+    assert (found.status, json.loads(found.body)) == (200, {"status": "alive"})
 
 
 def test_ping_is_torchserves_to_the_byte(desk: Desk) -> None:

@@ -183,8 +183,10 @@ class Routes:
                 return json(200, openapi.data_plane(self.models.all(), _version()))
             case [""] if request.method == "OPTIONS":
                 return json(200, openapi.data_plane(self.models.all(), _version()))
+            case [""] if request.method in ("GET", "HEAD") and not self._strict:
+                return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
             case [""]:
-                raise Method(torchserve.NO_METHOD, ("OPTIONS",))
+                raise Method(torchserve.NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
             case _:
                 raise NotFound(torchserve.NO_RESOURCE)
 
