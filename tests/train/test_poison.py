@@ -32,6 +32,13 @@ def test_a_poison_record_is_set_aside_and_every_other_is_trained_once(tmp_path, 
     assert "but 1 that failed wherever it went" in result.summary.as_text()
 
 
+def test_a_record_that_kills_the_process_that_reads_it_ahead_is_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setenv("POISON", "decode")
+    result = train(POISONED, workers=3, job_dir=tmp_path / "job", checkpoint_every=1, max_failures=6, readers=2)
+    assert [found["record"] for found in result.summary.facts["set_aside"]] == [BAD]
+    assert result.summary.exactly_once
+
+
 def test_a_job_that_may_set_nothing_aside_ends_and_names_the_record(tmp_path, monkeypatch):
     monkeypatch.setenv("POISON", "read")
     with pytest.raises(errors.TrainError, match="17"):

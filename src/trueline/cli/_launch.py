@@ -60,6 +60,12 @@ worker_options = _all(
     _workers("--set-aside", type=int, metavar="N", help="Records that fail everywhere and may be left out."),
     _workers("--max-failures", type=int, metavar="N", help="Deaths in a row that put a worker's place in quarantine."),
 )
+device_option = _workers(
+    "--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."
+)
+readers_option = _workers(
+    "--readers", type=int, metavar="N", help="Processes of each worker that read a map-style data set ahead."
+)
 compile_option = _workers("--compile/--no-compile", default=None, help="Use torch.compile.")
 checkpoint_options = _all(
     _keeping("--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; else each epoch."),

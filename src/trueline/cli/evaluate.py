@@ -30,9 +30,12 @@ trueline evaluate digits/recipe.py runs/digits-1 --workers 4
 @click.argument("checkpoint")
 @click.option("--mode", type=click.Choice(MODES), default="evaluation", show_default=True, help="Which records.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
+@click.option(
+    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine."
+)
 @json_option
 @quiet_option
-def command(recipe: str, checkpoint: str, mode: str, workers: int, as_json: bool, quiet: bool) -> None:
+def command(recipe: str, checkpoint: str, mode: str, workers: int, device: str, as_json: bool, quiet: bool) -> None:
     """Measure a checkpoint over all evaluation records.
 
     Says the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch.
@@ -46,6 +49,10 @@ def command(recipe: str, checkpoint: str, mode: str, workers: int, as_json: bool
 
     with progress(quiet=quiet):
         found = evaluate(
-            loaded if workers == 1 else recipe, checkpoint_path(checkpoint), mode=cast("Mode", mode), workers=workers
+            loaded if workers == 1 else recipe,
+            checkpoint_path(checkpoint),
+            mode=cast("Mode", mode),
+            workers=workers,
+            device=device,
         )
     say(found.as_text(), found.as_dict(), as_json=as_json)

@@ -20,6 +20,8 @@ trueline resume runs/digits-1 --workers 8 --detach
 @job_argument
 @_launch.worker_options
 @_launch.compile_option
+@_launch.device_option
+@_launch.readers_option
 @_launch.checkpoint_options
 @_launch.evaluation_options
 @_launch.how_options

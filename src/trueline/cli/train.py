@@ -27,6 +27,8 @@ trueline train digits/recipe.py --job runs/digits-1 --resume
 @_launch.result_options
 @_launch.worker_options
 @_launch.compile_option
+@_launch.device_option
+@_launch.readers_option
 @_launch.checkpoint_options
 @_launch.evaluation_options
 @_launch.job_option

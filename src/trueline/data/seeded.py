@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from trueline.data.source import Batch, Prefetching, Source
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from trueline.data.source import Indices
 
 
@@ -39,7 +41,16 @@ def mark() -> tuple[Any, ...]:
     """Where the generators stand; equal marks mean that nothing was drawn in between."""
     import torch
 
-    return random.getstate()[1], _numpys_place(), torch.get_rng_state().numpy().tobytes()
+    states = [torch.get_rng_state(), *_on_cuda()]
+    return random.getstate()[1], _numpys_place(), *(state.numpy().tobytes() for state in states)
+
+
+def _on_cuda() -> list[torch.Tensor]:
+    """The state of the generator of the current CUDA device, where this process uses one."""
+    import torch
+
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.cuda.get_rng_state()] if used else []
 
 
 def _numpys_place() -> tuple[int, int]:
@@ -59,20 +70,23 @@ def kept() -> Iterator[None]:
     """The generators after the block are as they were before it."""
     import torch
 
-    ours, theirs, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    ours, theirs, torchs, cudas = random.getstate(), np.random.get_state(), torch.get_rng_state(), _on_cuda()
     try:
         yield
     finally:
         random.setstate(ours)
         np.random.set_state(theirs)
         torch.set_rng_state(torchs)
+        for state in cudas:
+            torch.cuda.set_rng_state(state)
 
 
 class SeededReader:
     """Reads `source` for training; `drawing` is True once a read has drawn."""
 
-    def __init__(self, source: Source, seed: int) -> None:
-        self._source, self._seed = source, seed
+    def __init__(self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        """`place` brings each batch to where it is computed."""
+        self._source, self._seed, self._place = source, seed, place
         self._ahead = source if isinstance(source, Prefetching) else None
         self.drawing = False
 
@@ -83,25 +97,30 @@ class SeededReader:
             batch = self._source.read(indices)
             self.drawing = mark() != before
             if not self.drawing:
-                return batch
+                return self._place(batch)
         with kept():
             ones = [self._one(int(index), epoch) for index in indices]
         try:
-            return Batch(_joined([one.inputs for one in ones]), _joined([one.labels for one in ones]))
+            joined = Batch(_joined([one.inputs for one in ones]), _joined([one.labels for one in ones]))
         except RuntimeError as error:
             raise DataError(
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
                 hint="reading draws random numbers, so each record is read alone; give all records equal shapes",
             ) from error
+        return self._place(joined)
 
-    def prefetch(self, indices: Indices) -> None:
+    def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Gets the records ready for the next `read` of just these, if the source can."""
         if self._ahead is not None and not self.drawing:
             self._ahead.prefetch(indices)
 
     @property
-    def prefetches(self) -> bool:
-        return self._ahead is not None and not self.drawing
+    def ahead(self) -> int:
+        """So many batches may be asked for before they are read."""
+        return int(self._ahead is not None and not self.drawing)
+
+    def close(self) -> None:
+        """Nothing is held that would have to be given back."""
 
     def _one(self, index: int, epoch: int) -> Batch:
         seed_all(self._seed, epoch, index)
@@ -117,6 +136,8 @@ def _joined(parts: list[Any]) -> Any:
         return None
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple | list) and first and isinstance(first[0], str | bytes):  # the texts of the records
+        return type(first)(text for part in parts for text in part)
     if isinstance(first, tuple | list):
         return type(first)(_joined([part[i] for part in parts]) for i in range(len(first)))
     return torch.cat(parts)

@@ -39,7 +39,7 @@ _BELOW = {"ema": 1.0}
 _OTHER_NAMES = {
     "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",
     "gradclip": "clip_norm", "maxgradnorm": "clip_norm", "microbatchsize": "micro_batch", "emadecay": "ema",
-    "evalevery": "evaluate_every", "torchcompile": "compile", "randomseed": "seed",
+    "evalevery": "evaluate_every", "numworkers": "readers", "torchcompile": "compile", "randomseed": "seed",
 }  # fmt: skip
 """What other tools call these values, for those that are not spelt alike; letters only."""
 

@@ -34,6 +34,7 @@ seed = 0  # decides the order of the records and the first weights
 
 # More values; flags of `trueline train` win over them. Remove the comment signs of what you need.
 # micro_batch = 8  # records of one forward; gradients are accumulated
+# readers = 2  # processes of each worker that read the data set ahead, for records that take time to decode
 # precision = "bf16"  # or "fp16": autocast of forward and loss
 # clip_norm = 1.0  # largest norm of all gradients of a step together
 # ema = 0.99  # averages the weights over some 100 steps; the average is what is evaluated and captured

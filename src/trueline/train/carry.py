@@ -186,7 +186,7 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _nbytes(dtype: str, shape: list[int]) -> int:

@@ -13,6 +13,7 @@ cut anew. See docs/concepts/generation.md for the protocol and its failure cases
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,10 +22,11 @@ import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.seeded import SeededReader, seed_all
+from trueline.data.readers import reader_of
+from trueline.data.seeded import seed_all
 from trueline.data.source import Batch, Source, as_source
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
-from trueline.train import belongings, nature
+from trueline.train import belongings, devices, nature
 from trueline.train import ledger as books
 from trueline.train.advance import Advance, check_optimizer
 from trueline.train.faults import Faults
@@ -49,7 +51,7 @@ class Elastic:
     """Trains `model` together with whoever else is in the job; alone when this process was not started by a master.
 
     `dataset` is a map-style Dataset or a Source. `loss` in `step(loss)` is the mean over the batch's records.
-    The model, the optimizer and the arguments must be the same in all workers.
+    The model, the optimizer and the arguments must be the same in all workers; batches come on the model's device.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Elastic:
             micro_batch=shard,
             blocks=tuple(unit.count for unit in source.units) if options.shuffle == "windows" else (),
         )
-        self._source, self._reader = source, SeededReader(source, seed)
+        place = functools.partial(devices.placed_batch, device=devices.of_model(model))
+        self._source, self._reader = source, reader_of(source, seed, place, readers=options.readers)
         self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate
         check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)
@@ -158,6 +161,7 @@ class Elastic:
         self._fellows.group.close()
         self._healing.close()
         self._link.close()
+        self._reader.close()
         del store
 
     def step(self, loss: torch.Tensor) -> bool:
@@ -215,8 +219,7 @@ class Elastic:
             if self._batch is None:
                 return
             self._part.digest += piece.digest
-            if self._reader.prefetches:
-                self._prefetch(step, pieces[number:])
+            self._prefetch(step, pieces[number:])
             yield self._batch
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
@@ -224,12 +227,16 @@ class Elastic:
                 return
 
     def _prefetch(self, step: int, left: Sequence[Piece]) -> None:
-        """What comes next is decoded while this batch is computed, if the members stay as they are."""
-        if not left and step + 1 < self.total_steps:
-            fellows = self._fellows
-            left = self._plan.pieces(step + 1, rank=fellows.position, weights=fellows.dealt)
-        for piece in left[:1]:
-            self._reader.prefetch(piece.records)
+        """What comes next is read while this batch is computed, if the members stay as they are."""
+        ahead, fellows = self._reader.ahead, self._fellows
+        coming = [(step, piece) for piece in left[:ahead]]
+        for later in range(step + 1, min(step + 1 + ahead, self.total_steps)):
+            if len(coming) >= ahead:
+                break
+            pieces = self._plan.pieces(later, rank=fellows.position, weights=fellows.dealt)
+            coming += [(later, piece) for piece in pieces[: ahead - len(coming)]]
+        for at, piece in coming:
+            self._reader.prefetch(piece.records, epoch=self._plan.epoch_of(at))
 
     def _read(self, step: int, piece: Piece, *, last: bool) -> StepBatch | None:
         """The batch of a piece; None when a record in it cannot be read and the group has regrouped without it."""
@@ -455,6 +462,13 @@ class Elastic:
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None
+        if devices.is_lost(error):
+            raise error  # nothing can be tried here; the master has it tried by who takes this place
+        if isinstance(error, torch.OutOfMemoryError):
+            raise TrainError(
+                f"the device's memory does not hold what {len(records)} records take at once: {error}",
+                hint="set micro_batch to fewer records, or have more workers with a device of their own",
+            ) from error
         found = self._trials.to_blame(self._at, records)
         if not found:
             raise error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,7 +19,7 @@ from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.state.checkpoint import load_model
 from trueline.state.place import Where, located, split
-from trueline.train import pool
+from trueline.train import devices, pool
 from trueline.train.calls import call
 from trueline.train.pool import Compute, Work, seeded
 
@@ -49,16 +50,18 @@ def evaluate(
     mode: Mode = "evaluation",
     batch: int = 256,
     workers: int = 1,
+    device: str = "auto",
 ) -> Evaluation:
     """Measures `checkpoint` (a path or URL; None: the untrained model) over all records of `mode`.
 
     A metric's function returns one value for each record, or the mean over the batch; either is weighted by records.
     `workers` processes of one thread each share the batches; the result is the same for any number of them, and when
-    some are killed. Raises RecipeError, CheckpointError, DataError, StorageError, UsageError.
+    some are killed. They compute on `device` (auto, cpu, cuda, cuda:N). Raises RecipeError, CheckpointError, DataError,
+    StorageError, UsageError.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     where = "" if checkpoint is None else str(located(checkpoint))
-    records, compute = _opened(found, where, mode) if workers == 1 else (found.source(mode).num_records, None)
+    records, compute = _opened(found, where, mode, device) if workers == 1 else (found.source(mode).num_records, None)
 
     def advanced(done: int) -> None:
         events.emit("evaluation.advanced", done=done, total=records)
@@ -70,6 +73,7 @@ def evaluate(
             advanced(min(start + batch, records))
     else:
         work = pool.work("trueline.train.evaluate:opened", found, recipe, where, mode, records=records, batch=batch)
+        work = msgspec.structs.replace(work, device=device)
         sums = pool.run(work, workers=workers, advanced=advanced)
     means = _means(sums, max(records, 1))
     metrics = {name: means.get(f"metric {name}", 0.0) for name in (found.metrics() if found.metrics else {})}
@@ -88,12 +92,12 @@ def _means(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float
 
 def opened(work: Work) -> tuple[int, Compute]:
     """What a pool's worker does with its chunks: sums of the loss and the metrics."""
-    return _opened(load_recipe(work.recipe), work.source, work.mode)
+    return _opened(load_recipe(work.recipe), work.source, work.mode, work.device)
 
 
-def _opened(recipe: Recipe, checkpoint: str, mode: Mode) -> tuple[int, Compute]:
+def _opened(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[int, Compute]:
     with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
-        model = load_model(recipe, checkpoint or None)
+        model = load_model(recipe, checkpoint or None).to(devices.mine(device))
     source = recipe.source(mode)
     return source.num_records, measuring(recipe, model, source)
 
@@ -108,7 +112,7 @@ def measuring(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callabl
 
     def compute(start: int, stop: int) -> dict[str, float]:
         with torch.no_grad(), seeded(start):
-            records = source.read(np.arange(start, stop, dtype=np.int64))
+            records = devices.placed_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
             outputs = call(model, records.inputs)
             return {
                 name: _sum(name.removeprefix("metric "), function(outputs, records.labels), stop - start)

@@ -16,7 +16,7 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
 * torch names groups by a process-wide count that a failed init does not take back: it is reset, or members that
   failed differently often look for each other under different names for ever.
 
-Linux only (/proc/self/fd). NCCL and MPI groups will stand beside this one with the same four methods.
+Only host memory is exchanged; what lies on a device is copied there and back (`promise`). Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -76,18 +76,21 @@ class GlooGroup:
         self._promises: set[Future] = set()
         self._works: list[Future] = []
 
-    def promise(self, work: Any, gives: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def promise(
+        self, work: Any, gives: torch.Tensor, *, to: torch.Tensor | None = None
+    ) -> torch.futures.Future[torch.Tensor]:
         """A future of `gives`, in which `work` (an asynchronous operation of this group) leaves what it computes.
 
-        A cut breaks it at once.
+        A cut breaks it at once. With `to`, a tensor that may be on a device, the result is copied there and is that.
         """
-        theirs = work.get_future()
-        mine: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        theirs, target = work.get_future(), gives if to is None else to
+        devices: list[int | str | torch.device] = [] if target.device.type == "cpu" else [target.device]
+        mine: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with self._lock:
             self._works = [*(other for other in self._works if not other.done()), theirs]
             self._promises.add(mine)
             lost = self._broken
-        theirs.add_done_callback(lambda done: self._settle(mine, done, gives))
+        theirs.add_done_callback(lambda done: self._settle(mine, done, gives, target))
         if lost:
             self._break_promises()
         return mine
@@ -96,17 +99,19 @@ class GlooGroup:
         """Returns when `work` is done. Raises RuntimeError when it failed, or when the group was cut."""
         self.promise(work, _NOTHING).wait()
 
-    def _settle(self, mine: torch.futures.Future[torch.Tensor], theirs: Future, gives: torch.Tensor) -> None:
+    def _settle(self, mine: Future, theirs: Future, gives: torch.Tensor, target: torch.Tensor) -> None:
         with self._lock:
             if mine not in self._promises:
                 return  # the group was cut: what comes late is not believed
             self._promises.discard(mine)
         try:
             theirs.value()
+            if target.data_ptr() != gives.data_ptr():
+                target.copy_(gives)
         except Exception as error:  # noqa: BLE001  whatever made the operation fail, its waiter is told
             _fail(mine, str(error))
         else:
-            mine.set_result(gives)
+            mine.set_result(target)
 
     def _break_promises(self) -> None:
         with self._lock:

@@ -34,10 +34,14 @@ class Options:
     ema: float = 0.0
     """Decay of the moving average of the parameters; 0: none."""
     find_unused_parameters: bool = False
+    readers: int = 0
+    """Processes of each worker that read a map-style data set ahead; 0: the worker reads it between its steps."""
 
     def __post_init__(self) -> None:
         if self.micro_batch < 0:
             raise UsageError(f"micro_batch is {self.micro_batch}, expected 0 (none) or a number of records")
+        if self.readers < 0:
+            raise UsageError(f"readers is {self.readers}, expected 0 (none) or a number of processes for each worker")
         if self.shuffle not in get_args(Shuffle):
             raise UsageError(f"shuffle is '{self.shuffle}', expected {' or '.join(get_args(Shuffle))}")
         if self.precision not in ("fp32", "bf16", "fp16"):

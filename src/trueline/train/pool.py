@@ -66,6 +66,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """A digest of what those parts are made from."""
     done: tuple[int, ...] = ()
     """Chunks that were computed before, by their number."""
+    device: str = "auto"
+    """Where models compute; see `train.devices`."""
 
 
 Compute = Callable[[int, int], Reply]

@@ -30,7 +30,7 @@ from trueline.runtime.session import open_program
 from trueline.state import checkpoint
 from trueline.state.checkpoint import load_model
 from trueline.state.place import Where, located
-from trueline.train import pool
+from trueline.train import devices, pool
 from trueline.train.pool import Compute, Work, seeded
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def predict(
     workers: int = 1,
     format: str = "parquet",
     part_records: int = PART_RECORDS,
+    device: str = "auto",
 ) -> Prediction:
     """Writes the outputs for every record of `mode`: by the eager model of a checkpoint, or by a bundle's program.
 
@@ -71,6 +72,7 @@ def predict(
     record), or a folder, local or a URI such as s3://bucket/answers: then parts of `part_records` records each are
     written there in `format` (`parquet` or `jsonl`) as they are computed, and a call that was cut short goes on where
     it ended. `workers` processes of one thread each share the batches; what is written is the same for any number.
+    Models compute on `device` (auto, cpu, cuda, cuda:N), programs of bundles on the CPU.
     Raises UsageError, CheckpointError, BundleError, DataError, StorageError; a file is then as it was, and of a folder
     the parts that are there are whole.
     """
@@ -84,7 +86,7 @@ def predict(
             of=_made_of(found, where, mode, batch),
         )
         folder = str(out) if is_remote(out) else str(local_path(out).absolute())
-        return _in_parts(plan, folder, found, recipe, where, mode, batch=batch, workers=workers)
+        return _in_parts(plan, folder, found, recipe, where, mode, batch=batch, workers=workers, device=device)
     out = Path(out)
     if out.suffix not in FILES:
         raise UsageError(
@@ -92,7 +94,7 @@ def predict(
             hint="use .parquet or .jsonl, or a folder (end it with /) for parts",
         )
     if workers == 1:
-        count, answer = _answering(found, where, mode)
+        count, answer = _answering(found, where, mode, device)
         answers = []
         for start in range(0, count, batch):
             answers.append(answer(start, min(start + batch, count)))
@@ -100,7 +102,7 @@ def predict(
     else:
         count = found.source(mode).num_records
         work = pool.work("trueline.train.predict:opened", found, recipe, where, mode, records=count, batch=batch)
-        answers = _shared_out(work, workers, out)
+        answers = _shared_out(msgspec.structs.replace(work, device=device), workers, out)
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
     files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
     return Prediction(records=count, path=out)
@@ -120,7 +122,16 @@ def _made_of(recipe: Recipe, where: str, mode: Mode, batch: int) -> str:
 
 
 def _in_parts(
-    plan: Plan, folder: str, recipe: Recipe, given: object, where: str, mode: Mode, *, batch: int, workers: int
+    plan: Plan,
+    folder: str,
+    recipe: Recipe,
+    given: object,
+    where: str,
+    mode: Mode,
+    *,
+    batch: int,
+    workers: int,
+    device: str,
 ) -> Prediction:
     writer = RangeWriter(folder, plan)
     missing = writer.missing()
@@ -133,11 +144,12 @@ def _in_parts(
             rows=batch,
             format=plan.format,
             of=plan.of,
+            device=device,
             done=tuple(index for index, (start, _) in enumerate(plan.ranges()) if start not in left),
         )
         pool.run(work, workers=workers, advanced=lambda records: _advanced(there + records, plan.num_records))
     elif missing:
-        _, answer = _answering(recipe, where, mode)
+        _, answer = _answering(recipe, where, mode, device)
         for start, stop in missing:
             _write_part(writer, answer, start, stop, batch)
             there += stop - start
@@ -154,7 +166,7 @@ def _write_part(writer: RangeWriter, answer: Answer, start: int, stop: int, rows
 
 def opened_parts(work: Work) -> tuple[int, Compute]:
     """What a pool's worker does with its chunks: each is a part that it writes to the folder `work.out`."""
-    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode)
+    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode, work.device)
     plan = Plan(num_records=work.num_records, range_records=work.batch, format=work.format, of=work.of)
     writer = RangeWriter(work.out, plan)
 
@@ -194,7 +206,7 @@ def _restored(file: Path, names: list[str]) -> dict[str, Array]:
 
 def opened(work: Work) -> tuple[int, Compute]:
     """What a pool's worker does with its chunks: it leaves the outputs in a file of `work.out`, and names them."""
-    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode)
+    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode, work.device)
 
     def compute(start: int, stop: int) -> dict[str, Any]:
         arrays, stream = answer(start, stop), io.BytesIO()
@@ -207,9 +219,11 @@ def opened(work: Work) -> tuple[int, Compute]:
     return count, compute
 
 
-def _answering(recipe: Recipe, where: str, mode: Mode) -> tuple[int, Answer]:
+def _answering(recipe: Recipe, where: str, mode: Mode, device: str) -> tuple[int, Answer]:
     trained = checkpoint.exists(where)
     model = load_model(recipe, where if trained else None)
+    if trained:
+        model = devices.facing_host(model, devices.mine(device))
     program = None if trained else open_program(open_bundle(Path(where)))
     records = recipe.source(mode)
 

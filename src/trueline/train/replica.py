@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trueline.errors import RecipeError, listed
 from trueline.state import tree
+from trueline.train import devices, nature
 from trueline.train import ledger as books
-from trueline.train import nature
 from trueline.train.advance import Advance
 from trueline.train.group import GlooGroup
 from trueline.train.ledger import Ledger
@@ -64,7 +64,7 @@ class _Replicated(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.instead is not None:
             flat = (value.reshape(-1)[:1] * 0.0 for value in self.instead)
-            outputs = sum((value.sum().float() for value in flat), torch.zeros(()))
+            outputs = sum((value.sum().float() for value in flat), torch.zeros((), device=self.words.device))
         else:
             outputs = self._forward(*args, **kwargs)
         return (outputs, self.words * 1.0) if self._tie else outputs
@@ -98,7 +98,8 @@ class Replica:
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         width = self._tallied + sum(value.numel() for value in self._running)
         self._ordered = OrderedSum(self._parameters, group, width + 1) if options.bitwise else None
-        self._beside = torch.zeros(width)
+        self._device = devices.of_model(model)
+        self._beside = torch.zeros(width, device=self._device)
         self._before: list[torch.Tensor] = []
         self._original = torch.compile(model.forward) if options.compile else model.forward
         self._inside = self._went = False
@@ -115,7 +116,8 @@ class Replica:
         if self._ordered is not None:
             self._ordered.drop()
             return
-        self._replicated.words = torch.nn.Parameter(torch.zeros(books.WORDS + size + len(self._beside)))
+        words = torch.zeros(books.WORDS + size + len(self._beside), device=self._device)
+        self._replicated.words = torch.nn.Parameter(words)
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
@@ -193,7 +195,7 @@ class Replica:
             total = self.advance.scaled(loss) * weight
             if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
                 total = total + self._zeros(self._parameters)
-        row = torch.cat([torch.tensor(words), self._beside])
+        row = torch.cat([torch.tensor(words, device=self._device), self._beside])
         total = self._last_of_local(total + (self._replicated.words * row).sum().to(total.dtype))
         total.backward()  # type: ignore[no-untyped-call]
         self._take_back()
@@ -224,7 +226,7 @@ class Replica:
 
     def _row(self, loss: torch.Tensor, count: int) -> None:
         assert self._ordered is not None
-        self._ordered.add(torch.cat([self._beside, torch.tensor([loss.item() * count])]))
+        self._ordered.add(torch.cat([self._beside.cpu(), torch.tensor([loss.item() * count])]))
         self._beside.zero_()
 
     def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
@@ -291,7 +293,7 @@ class Replica:
         self._before = []
         with torch.no_grad():
             for value in self._running:
-                value += self._summed[at : at + value.numel()].view_as(value)
+                value += self._summed[at : at + value.numel()].view_as(value).to(value.device)
                 at += value.numel()
             for counter in self._counters:
                 counter += 1
@@ -306,9 +308,9 @@ class Replica:
         return {"model": self.model.state_dict(), **self.advance.state(), "ledger": self.ledger.as_tree()}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state, copied: a thread may write it while training goes on."""
+        """The whole state, copied to host memory: a thread may send it while training goes on."""
         skeleton, tensors = tree.encode(self.state())
-        copied: dict[str, Any] = tree.decode(skeleton, [tensor.clone() for tensor in tensors])
+        copied: dict[str, Any] = tree.decode(skeleton, [tensor.to("cpu", copy=True) for tensor in tensors])
         return copied
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -324,8 +326,12 @@ class Replica:
 
 
 def _summed(group: GlooGroup, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the plain sum of a bucket (not the mean), waited for through the group's promises."""
-    return group.promise(dist.all_reduce(bucket, async_op=True), bucket)
+    """DDP's communication hook: the plain sum of a bucket (not the mean), waited for through the group's promises.
+
+    A bucket on a device is summed in host memory; the copy waits for what computes the bucket, and for nothing else.
+    """
+    host = bucket.cpu()
+    return group.promise(dist.all_reduce(host, async_op=True), host, to=bucket)
 
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

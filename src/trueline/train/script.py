@@ -19,11 +19,11 @@ import torch
 
 from trueline import files
 from trueline.errors import CheckpointError, TruelineError, UsageError
-from trueline.train import jobs
+from trueline.train import devices, jobs
 from trueline.train import settings as job_settings
 from trueline.train.link import connect
 from trueline.train.settings import JobSettings
-from trueline.train.worker import place_of
+from trueline.train.worker import LOST_EXIT, place_of
 
 
 def main() -> int:
@@ -39,6 +39,8 @@ def main() -> int:
         return 0
     except Exception as error:  # noqa: BLE001  the process boundary: everybody would meet this error, so the job ends
         traceback.print_exc()
+        if devices.is_lost(error):
+            return LOST_EXIT
         if not _finished(jobs.status(job_dir)):  # else only this process is concerned: the launcher sees its exit code
             _fail(error)
         return 1

@@ -70,6 +70,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Records of one forward; 0: a worker's whole share. See `shards` in docs/concepts/generation.md."""
     shuffle: Shuffle = "full"
     """`full`: any record may stand anywhere in an epoch; `windows`: see docs/concepts/order.md."""
+    readers: int = 0
+    """Processes of each worker that read a map-style data set ahead; 0: the worker reads it itself."""
     bitwise: bool = False
     """Weights that do not depend on the number of workers in a single bit."""
     precision: Precision = "fp32"
@@ -98,11 +100,29 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the live page; 0, or a port that is in use: any."""
     threads: int = 1
     """Intra-op threads of each worker."""
+    device: str = "auto"
+    """Where workers compute: `auto` (CUDA where a machine has it), `cpu`, `cuda` or `cuda:N`; see `train.devices`."""
 
     @property
     def wants_best(self) -> bool:
         """Whether the checkpoint of the best evaluation stands for the job, and not the last one."""
         return bool(self.monitor or self.patience)
+
+
+def device_kind(wanted: str) -> tuple[str, int | None]:
+    """Kind and number of a device, of which nothing but the name is looked at. Raises UsageError.
+
+    >>> device_kind("cuda:1"), device_kind("auto")
+    (('cuda', 1), ('auto', None))
+    """
+    kind, colon, number = wanted.partition(":")
+    if kind == "cuda" and colon and number.isdecimal():
+        return kind, int(number)
+    if kind in ("auto", "cpu", "cuda") and not colon:
+        return kind, None
+    raise UsageError(
+        f"device is '{wanted}', which is none", hint="say auto, cpu, cuda, or cuda:N for device N of each machine"
+    )
 
 
 def save(settings: JobSettings, job_dir: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from trueline.data.readers import ReaderLost, Readers
 from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch
 from trueline.errors import RecipeError
@@ -29,6 +30,8 @@ def failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int,
     for record in records:
         try:
             attempt(record)
+        except ReaderLost:
+            raise  # nothing can be tried any more: who takes this process's place goes on with the trial
         except Exception as error:  # noqa: BLE001  whatever a user's code raises is what is looked for
             found[record] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return found
@@ -47,7 +50,7 @@ def to_blame(mine: Sequence[int], others: Iterable[int], attempt: Callable[[int]
 class Trials:
     """Single records, read and computed apart from the step and without a trace in the replica."""
 
-    def __init__(self, link: Link, plan: JobPlan, reader: SeededReader, replica: Replica) -> None:
+    def __init__(self, link: Link, plan: JobPlan, reader: SeededReader | Readers, replica: Replica) -> None:
         self._link, self._plan, self._reader, self._replica = link, plan, reader, replica
         self.loss_of: Callable[[Batch], torch.Tensor] | None = None
         """Computes the loss of a batch; without it only reading is tried."""

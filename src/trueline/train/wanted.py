@@ -11,7 +11,7 @@ import msgspec
 
 from trueline.errors import UsageError, closest
 from trueline.recipe.contract import Defaults
-from trueline.train.settings import JobSettings, Precision, Shuffle
+from trueline.train.settings import JobSettings, Precision, Shuffle, device_kind
 
 
 class Wanted(TypedDict, total=False):
@@ -25,6 +25,7 @@ class Wanted(TypedDict, total=False):
     seed: int | None
     micro_batch: int | None
     shuffle: Shuffle | None
+    readers: int | None
     bitwise: bool | None
     precision: Precision | None
     clip_norm: float | None
@@ -41,6 +42,7 @@ class Wanted(TypedDict, total=False):
     lease_s: float | None
     max_failures: int | None
     page_port: int | None
+    device: str | None
 
 
 MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitwise", "precision", "clip_norm",
@@ -48,7 +50,8 @@ MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitw
 """What a job's result depends on: the same for its whole life."""
 _LEAST = {
     "epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s": 1, "seed": 0, "micro_batch": 0,
-    "clip_norm": 0, "ema": 0, "evaluate_every": 0, "patience": 0, "checkpoint_every": 0, "set_aside": 0, "page_port": 0,
+    "clip_norm": 0, "ema": 0, "evaluate_every": 0, "patience": 0, "readers": 0, "checkpoint_every": 0,
+    "set_aside": 0, "page_port": 0,
 }  # fmt: skip
 
 
@@ -81,6 +84,7 @@ def applied(job: JobSettings, wanted: Wanted, *, cores: int, metrics: Mapping[st
         raise UsageError(f"page_port is {job.page_port}, expected at most 65535")
     if job.ema >= 1:
         raise UsageError(f"ema is {job.ema}, expected a decay from 0 (none) to below 1, e.g. 0.999")
+    device_kind(job.device)
     _check_monitor(job.monitor, metrics or {})
     return job
 

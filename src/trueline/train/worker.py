@@ -23,7 +23,7 @@ from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, TruelineError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.train import nature
+from trueline.train import devices, nature
 from trueline.train import settings as job_settings
 from trueline.train.calls import call
 from trueline.train.elastic import Elastic
@@ -37,6 +37,8 @@ from trueline.train.settings import JobSettings
 from trueline.train.validation import Rule, Validation
 
 UNREACHABLE_EXIT = 75
+LOST_EXIT = 77
+"""The device or a reader of this process failed, and with it this process alone."""
 TRIED = 8
 """Records of the forward that is tried before the first step."""
 
@@ -63,6 +65,9 @@ def main() -> int:
         if isinstance(error, RuntimeError) and is_collective(error):
             traceback.print_exc()  # of the network, and of this process alone: the master replaces it
             return UNREACHABLE_EXIT
+        if devices.is_lost(error):
+            traceback.print_exc()  # with all that depends on it; the master replaces this process
+            return LOST_EXIT
         _report(job, error)
         return 1
 
@@ -80,7 +85,7 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
-    model = recipe.model()
+    model = recipe.model().to(devices.mine(settings.device, repeatable=settings.bitwise))
     if not model.training:  # as pretrained models come; a part in evaluation mode is frozen on purpose and stays so
         model.train()
     optimizer = recipe.optimizer(model.parameters())
@@ -109,7 +114,7 @@ def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> nature.Na
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
 
     def loss() -> torch.Tensor:
-        batch = source.read(first)
+        batch = devices.placed_batch(source.read(first), devices.of_model(model))
         return recipe.loss(call(model, batch.inputs), batch.labels)
 
     try:

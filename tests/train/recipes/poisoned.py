@@ -1,4 +1,4 @@
-"""`tiny` with one record that cannot be trained: POISON says where it fails (read, forward, nan, crash).
+"""`tiny` with one record that cannot be trained: POISON says where it fails (read, decode, forward, nan, crash).
 
 With POISON=spin no record is bad, but worker-1.0 computes for ever from its second epoch on.
 """
@@ -25,6 +25,8 @@ class Poisoned(tiny.Generated):
     def __getitem__(self, index):
         if index == BAD and HOW == "read":
             raise ValueError("the image is torn")
+        if index == BAD and HOW == "decode":
+            os.kill(os.getpid(), signal.SIGSEGV)
         return super().__getitem__(index)
 
 

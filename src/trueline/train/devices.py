@@ -1,0 +1,113 @@
+"""Where a worker's model computes: on the CPU, or on a CUDA device of its machine.
+
+What workers say to each other goes through host memory whatever they compute on, so a job may have both kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from trueline.data.readers import ReaderLost
+from trueline.data.source import Batch
+from trueline.errors import UsageError
+from trueline.train.settings import device_kind
+
+
+def chosen(wanted: str, slot: int) -> torch.device:
+    """The device of worker `slot`: with `cuda` and `auto` the devices of a machine are dealt out in turn.
+
+    Call it in the worker: a process that has used CUDA cannot be forked. Raises UsageError for a device that this
+    machine does not have; `auto` is the CPU then.
+    """
+    kind, number = device_kind(wanted)
+    count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
+        return torch.device("cpu")
+    index = slot % max(count, 1) if number is None else number
+    if index >= count:
+        found = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
+        raise UsageError(
+            f"device is '{wanted}', and torch {torch.__version__} finds {found} here",
+            hint="say cpu or auto; nvidia-smi shows what there is, and torch has to be built for CUDA",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def slot_of(ref: str) -> int:
+    """The slot in a worker's name, as `engine.contract.make_ref` makes it; 0 for a process that is in no job.
+
+    >>> slot_of("worker-3.1"), slot_of("")
+    (3, 0)
+    """
+    number = ref.rpartition("-")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def mine(wanted: str, *, repeatable: bool = False) -> torch.device:
+    """The device of this worker; in a process that is in no job, that of a first worker.
+
+    `repeatable` asks CUDA for algorithms that give the same bits every time; where it has none, torch warns.
+    """
+    if repeatable:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA is first used
+    device = chosen(wanted, slot_of(os.environ.get("TRUELINE_REF", "")))
+    if repeatable and device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device
+
+
+def is_lost(error: BaseException) -> bool:
+    """True when `error` says that the device, or a reader, serves this process no more: what it does next fails too."""
+    return isinstance(error, torch.AcceleratorError | ReaderLost)
+
+
+def of_model(model: torch.nn.Module) -> torch.device:
+    """Where its first parameter lies."""
+    return next((value.device for value in model.parameters()), torch.device("cpu"))
+
+
+def placed(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`, whatever they are nested in.
+
+    The way to CUDA leads through pinned memory, so that the copy goes beside what the device is computing.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device == device:
+            return value
+        pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
+        return pinned.to(device, non_blocking=True)
+    if callable(getattr(value, "to", None)):  # a PackedSequence, a tokenizer's BatchEncoding
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: placed(one, device) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(placed(one, device) for one in value))
+    if isinstance(value, tuple | list):
+        return type(value)(placed(one, device) for one in value)
+    return value
+
+
+def placed_batch(batch: Batch, device: torch.device) -> Batch:
+    """Inputs and labels on `device`; the batch itself when that is the CPU."""
+    if device.type == "cpu":
+        return batch
+    return Batch(placed(batch.inputs, device), placed(batch.labels, device))
+
+
+def facing_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`model` on `device`, which is called with tensors in host memory and answers with such."""
+    if device.type == "cpu":
+        return model
+    inside, host = model.to(device).forward, torch.device("cpu")
+
+    @functools.wraps(inside)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return placed(inside(*placed(args, device), **placed(kwargs, device)), host)
+
+    model.forward = forward
+    return model

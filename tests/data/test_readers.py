@@ -1,0 +1,194 @@
+"""Promises of the processes that read ahead: the same batches, nothing lost with them, nothing left of them."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from trueline.data.readers import ReaderLost, Readers, reader_of
+from trueline.data.seeded import SeededReader, kept
+from trueline.data.source import Batch, as_source
+from trueline.errors import DataError
+from trueline.train.elastic import Elastic
+from trueline.train.options import Options
+from trueline.train.trials import failing
+
+
+class Records(Dataset):
+    """Each record has a tensor of every kind; `draws` adds noise, as an augmentation does."""
+
+    def __init__(self, *, draws=False):
+        self.draws = draws
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise OSError("the image is torn")
+        if index == 26:
+            os._exit(3)
+        pixels = torch.full((3, 2), float(index))
+        if self.draws:
+            pixels += torch.rand(3, 2) + np.random.rand() * 0.5
+        half, nothing = torch.tensor(index, dtype=torch.bfloat16), torch.empty(0, 5)
+        return {"pixels": pixels, "pair": (half, nothing), "name": f"record {index}"}, index % 3
+
+
+@pytest.fixture
+def readers(request):
+    made = []
+
+    def make(count, *, draws=False, place=lambda batch: batch):
+        made.append(Readers(source(draws=draws), 7, place, count=count))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def source(*, draws=False):
+    return as_source(Records(draws=draws), mode="training", feed=None, recipe="r")
+
+
+def assert_equal(found: Batch, wanted: Batch) -> None:
+    assert found.inputs["name"] == wanted.inputs["name"]
+    pairs = [(found.inputs["pixels"], wanted.inputs["pixels"]), (found.labels, wanted.labels)]
+    for one, other in [*pairs, *zip(found.inputs["pair"], wanted.inputs["pair"], strict=True)]:
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_batch_is_the_same_whoever_reads_it_and_whether_it_was_asked_for_ahead(readers, count, draws):
+    alone, several = SeededReader(source(draws=draws), 7), readers(count, draws=draws)
+    asked = [(0, [3, 1, 4]), (0, [9]), (1, [3, 1, 4]), (1, [0, 2])]
+    for at, (epoch, indices) in enumerate(asked):
+        for later, ones in asked[at : at + 3]:
+            several.prefetch(np.array(ones), epoch=later)
+        with kept():
+            wanted = alone.read(np.array(indices), epoch=epoch)
+        assert_equal(several.read(np.array(indices), epoch=epoch), wanted)
+
+
+def test_what_was_asked_for_and_is_not_wanted_is_let_go_of(readers):
+    several = readers(2)
+    for indices in ([1, 2], [3], [4]):
+        several.prefetch(np.array(indices), epoch=0)
+    assert several.ahead == 2
+    assert several.read(np.array([5, 6]), epoch=0).labels.tolist() == [2, 0]
+    assert several.read(np.array([1, 2]), epoch=0).labels.tolist() == [1, 2]
+    assert several.read(np.array([4]), epoch=0).labels.tolist() == [1]
+
+
+def test_batches_are_placed_by_whom_they_are_for(readers):
+    placed = readers(1, place=lambda batch: Batch("placed", batch.labels))
+    assert placed.read(np.array([1]), epoch=0).inputs == "placed"
+
+
+def test_a_record_that_cannot_be_read_is_named_and_the_reader_goes_on(readers):
+    several = readers(1)
+    several.prefetch(np.array([12, 13]), epoch=0)
+    with pytest.raises(DataError, match="record 13 of dataset Records cannot be read: OSError: the image is torn"):
+        several.read(np.array([12, 13]), epoch=0)
+    assert several.read(np.array([12]), epoch=0).labels.tolist() == [0]
+
+
+def test_a_reader_that_dies_ends_its_workers_reading_and_blames_no_record(readers):
+    several = readers(2)
+    with pytest.raises(ReaderLost, match="died while it read"):
+        several.read(np.array([25, 26]), epoch=0)
+    several = readers(1)
+
+    def attempt(record: int) -> None:
+        several.read(np.array([record]), epoch=0)
+
+    with pytest.raises(ReaderLost):
+        failing([25, 26, 27], attempt)
+
+
+def test_only_what_is_read_in_python_is_read_by_processes(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": 1.0, "label": 2}\n')
+    table = as_source(str(tmp_path / "a.jsonl"), mode="training", feed=None, recipe="r")
+    assert isinstance(reader_of(table, 0, readers=2), SeededReader)
+    assert isinstance(reader_of(source(), 0, readers=0), SeededReader)
+
+
+def gone(pid: int) -> bool:
+    """Waits for the end of a process that is not a child of this one."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 120.0)[0])
+    finally:
+        os.close(handle)
+
+
+def test_readers_end_when_they_are_closed_or_forgotten():
+    one, other = Readers(source(), 0, count=2), Readers(source(), 0, count=1)
+    pids = [reader.pid for reader in (*one._readers, *other._readers)]
+    one.close()
+    one.close()
+    del other
+    assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+STUCK = """
+import os, signal, sys, time
+import numpy as np
+from trueline.data.readers import Readers
+from trueline.data.source import as_source
+class Stuck:
+    def __len__(self): return 3
+    def __getitem__(self, index): time.sleep(3600)
+readers = Readers(as_source(Stuck(), mode="training", feed=None, recipe="r"), 0, count=2)
+readers.prefetch(np.array([1]), epoch=0)
+print(*(reader.pid for reader in readers._readers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_readers_end_with_a_worker_that_is_killed_also_in_the_middle_of_a_record():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert all(gone(int(pid)) for pid in done.stdout.split())
+    assert len(done.stdout.split()) == 2
+
+
+class Points(Dataset):
+    def __init__(self):
+        self.inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.inputs[index] + torch.rand(4), self.inputs[index].sum()
+
+
+def trained(**options) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    job = Elastic(model, optimizer, Points(), global_batch=6, epochs=2, options=Options(**options))
+    for batch in job:
+        job.step((model(batch.inputs)[:, 0] - batch.labels).square().mean())
+    assert job.certificates[-1]["tally_min"] == 1
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("micro_batch", [0, 2])
+def test_training_with_readers_gives_the_same_weights(micro_batch):
+    assert torch.equal(trained(readers=3, micro_batch=micro_batch), trained(micro_batch=micro_batch))

@@ -1,0 +1,144 @@
+"""Promises of devices: where workers compute, and that nothing they say to each other depends on it."""
+
+import numpy as np
+import pytest
+import torch
+
+from trueline.data.seeded import SeededReader
+from trueline.data.source import Batch, as_source
+from trueline.errors import TrainError, UsageError
+from trueline.train import devices
+from trueline.train.elastic import Elastic
+from trueline.train.group import GlooGroup
+from trueline.train.settings import JobSettings, device_kind
+from trueline.train.wanted import applied
+
+META = torch.device("meta")
+JOB = JobSettings(name="x", recipe="r.py", recipe_digest="", workers=2, epochs=1, global_batch=8, seed=0)
+
+
+@pytest.fixture
+def two_devices(monkeypatch) -> list[int]:
+    """A machine that says it has two CUDA devices; which of them were made the current one."""
+    used: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    return used
+
+
+@pytest.mark.parametrize("wanted", ["tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", ""])
+def test_a_name_that_is_no_device_is_refused_before_a_job_begins(wanted):
+    with pytest.raises(UsageError, match=rf"device is '{wanted}'") as raised:
+        applied(JOB, {"device": wanted}, cores=2)
+    assert "cuda:N" in raised.value.hint
+    with pytest.raises(UsageError):
+        device_kind(wanted)
+
+
+def test_workers_share_out_the_devices_of_a_machine_by_their_slots(two_devices, monkeypatch):
+    assert [devices.chosen("auto", slot).index for slot in range(4)] == [0, 1, 0, 1]
+    assert devices.chosen("cuda:1", 0) == torch.device("cuda", 1)
+    assert devices.chosen("cpu", 1) == torch.device("cpu")
+    assert two_devices == [0, 1, 0, 1, 1]
+    monkeypatch.setenv("TRUELINE_REF", "worker-3.7")
+    assert devices.mine("auto").index == 1
+
+
+def test_a_device_that_a_machine_does_not_have_is_named_with_what_it_has(two_devices, monkeypatch):
+    with pytest.raises(UsageError, match=r"'cuda:2'.*finds 2 CUDA devices"):
+        devices.chosen("cuda:2", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"'cuda'.*finds no CUDA device"):
+        devices.chosen("cuda", 0)
+    assert devices.chosen("auto", 0) == torch.device("cpu")
+
+
+def test_bit_for_bit_asks_a_device_for_algorithms_that_repeat(two_devices, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, warn_only: asked.append((mode, warn_only)))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    devices.mine("cpu", repeatable=True)
+    assert asked == []
+    devices.mine("cuda", repeatable=True)
+    assert asked == [(True, True)]
+
+
+def test_batches_are_placed_whatever_they_are_nested_in():
+    one = torch.ones(2)
+    found = devices.placed({"a": (one, [one, None]), "b": "text", "n": 3}, META)
+    assert [found["a"][0].device, found["a"][1][0].device] == [META, META]
+    assert (found["a"][1][1], found["b"], found["n"]) == (None, "text", 3)
+    pair = torch.nn.utils.rnn.PackedSequence(one, torch.ones(2, dtype=torch.int64))
+    assert devices.placed(pair, META).data.device == META
+    batch = Batch(one, one)
+    assert devices.placed_batch(batch, torch.device("cpu")) is batch
+    assert devices.placed_batch(batch, META).labels.device == META
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_reader_places_what_it_reads_also_record_by_record(draws):
+    class Records(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.rand(3) if draws else torch.full((3,), float(index)), index
+
+    source = as_source(Records(), mode="training", feed=None, recipe="job")
+    reader = SeededReader(source, 0, lambda batch: devices.placed_batch(batch, META))
+    found = reader.read(np.array([3, 1]), epoch=0)
+    assert reader.drawing is draws
+    assert (found.inputs.device, found.inputs.shape) == (META, (2, 3))
+
+
+def test_a_sum_made_in_host_memory_is_promised_where_it_belongs():
+    class Work:
+        def __init__(self):
+            self.future = torch.futures.Future()
+
+        def get_future(self):
+            return self.future
+
+    group, work, host, bucket = GlooGroup(), Work(), torch.zeros(3), torch.zeros(3)
+    group.open = True
+    promised = group.promise(work, host, to=bucket)
+    host += 7  # the operation leaves its result there
+    work.future.set_result([host])
+    assert promised.wait() is bucket
+    assert bucket.tolist() == [7.0] * 3
+
+
+def test_a_sum_that_comes_after_the_cut_does_not_touch_the_bucket():
+    future = torch.futures.Future()
+    work = type("Work", (), {"get_future": lambda self: future})()
+    group, host, bucket = GlooGroup(), torch.ones(3), torch.zeros(3)
+    group.open = True
+    promised = group.promise(work, host, to=bucket)
+    group.cut()
+    future.set_result([host])
+    with pytest.raises(RuntimeError, match="cut"):
+        promised.wait()
+    assert bucket.tolist() == [0.0] * 3
+
+
+def loop_that_raises(error: Exception) -> None:
+    model = torch.nn.Linear(2, 1)
+    records = [(torch.ones(2), torch.ones(1))] * 8
+    job = Elastic(model, torch.optim.SGD(model.parameters(), 0.1), records, global_batch=4)
+    for batch in job:
+        try:
+            raise error
+        except RuntimeError as met:
+            job.blame(met, batch.records)
+
+
+def test_a_device_that_is_lost_ends_its_worker_and_blames_no_record():
+    with pytest.raises(torch.AcceleratorError):
+        loop_that_raises(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_records_that_do_not_fit_a_devices_memory_together_are_no_poison():
+    with pytest.raises(TrainError, match="4 records take at once") as raised:
+        loop_that_raises(torch.OutOfMemoryError("CUDA out of memory"))
+    assert "micro_batch" in raised.value.hint
