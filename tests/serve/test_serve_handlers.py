@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -170,6 +170,15 @@ def test_the_call_goes_before_the_configuration_and_that_before_the_defaults() -
 def test_a_configuration_that_cannot_be_followed_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ArchiveError, match="archive's"):
         plan.draw_up(MANIFEST, config, {}, [0])
+
+
+def test_the_envelope_is_the_manifests_else_the_servers() -> None:
+    of_manifest = replace(MANIFEST, envelope="kserve")
+    assert plan.draw_up(of_manifest, {"serviceEnvelope": "body"}, {}).envelope == "kserve"
+    assert plan.draw_up(MANIFEST, {"serviceEnvelope": "body"}, {}).envelope == "body"
+    assert plan.draw_up(MANIFEST, {}, {}).envelope == ""
+    with pytest.raises(ArchiveError, match="'soap', expected one of body, json, kserve, kservev2"):
+        plan.draw_up(replace(MANIFEST, envelope="soap"), {}, {})
 
 
 @dataclass

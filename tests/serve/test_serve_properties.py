@@ -28,6 +28,7 @@ load_models=all
 number_of_netty_threads=32
 job_queue_size=50
 default_workers_per_model=2
+service_envelope=kservev2
 disable_token_authorization=true
 install_py_dep_per_model=true
 models={\
@@ -54,7 +55,7 @@ def test_addresses_stores_and_models_are_taken_and_the_rest_is_named_with_its_re
         "load": "all",
         "key_file": None,
     }
-    assert models[""] == {"jobQueueSize": 50, "minWorkers": 2}
+    assert models[""] == {"jobQueueSize": 50, "minWorkers": 2, "serviceEnvelope": "kservev2"}
     assert models["noop/1.0"]["batchSize"] == 4
     assert dict(told.ignored) == {
         "number_of_netty_threads": "there are no threads of Netty",
@@ -84,6 +85,7 @@ def test_the_environment_goes_before_the_file_where_the_file_says_so(tmp_path: P
         ("disable_token_authorization=yes", "expected true or false"),
         ("models={", "models is '{'; expected JSON by model and version"),
         ('model_snapshot={"models": 1}', "model_snapshot .* expected JSON"),
+        ("service_envelope=soap", "service_envelope is 'soap'; expected one of body, json, kserve, kservev2"),
         ("keystore=store.p12", "a Java keystore is not read"),
         ("inference_address=https://127.0.0.1:8443", "there is no certificate for it"),
         ("inference_address=http://127.0.0.1:1\nmetrics_address=http://0.0.0.0:2", "all ports are of one address"),

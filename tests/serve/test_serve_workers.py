@@ -270,3 +270,74 @@ def test_a_handler_that_fills_its_memory_is_bounded_and_the_next_request_is_answ
         assert (await pool.submit(ask())).body == b"fine"
 
     in_pool(launch(tmp_path, code, limits=Limits(address_space=2**29)), act)
+
+
+WRAPPED = """
+    def plain(one):
+        if isinstance(one, dict):
+            return {name: plain(value) for name, value in one.items()}
+        return one.decode() if isinstance(one, bytes) else one
+
+    class Wrapped:
+        def initialize(self, context):
+            pass
+
+        def handle(self, data, context):
+            if data == [b"fail"]:
+                return []
+            return [{"saw": plain(one)} for one in data]
+"""
+
+
+def posted(value: Any, kind: str = "application/json", **headers: str) -> Ask:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return Ask(request_id="r7", parts=[("body", kind, content)], headers={"explain": "False"} | headers)
+
+
+def test_what_is_around_the_data_is_taken_off_and_put_on_for_every_request_of_a_batch(tmp_path: Path) -> None:
+    async def rows(pool: Pool) -> None:
+        bodies = [{"instances": [1, {"b64": "aGk="}]}, b'{"instances": [{"x": {"b64": "aGk="}, "y": 2}]}']
+        kinds = ("application/json", "text/csv")  # also where a client does not say that it is JSON
+        first, second = (pool.submit(posted(*asked)) for asked in zip(bodies, kinds, strict=True))
+        assert json.loads((await first).body) == {"predictions": [{"saw": 1}, {"saw": "hi"}]}
+        assert json.loads((await second).body) == {"predictions": [{"saw": {"x": "hi", "y": 2}}]}
+        for body, words in [(b"[1]", "a JSON object"), (b"{", "a JSON object"), ({"instances": 3}, "'instances'"),
+                            ({"instances": [{"b64": "?"}]}, "base64")]:  # fmt: skip
+            with pytest.raises(HandlerFailed, match=words) as refused:
+                await pool.submit(posted(body))
+            assert refused.value.status == 400
+        with pytest.raises(HandlerFailed, match="given 1 instances") as short:
+            await pool.submit(posted({"instances": [{"b64": "ZmFpbA=="}]}))
+        assert short.value.status == 503
+
+    async def explained(pool: Pool) -> None:
+        found = await pool.submit(posted({"instances": [1]}, explain="True"), alone=True)
+        assert json.loads(found.body) == {"explanations": [{"saw": 1}]}
+
+    async def bodies(pool: Pool) -> None:
+        assert json.loads((await pool.submit(posted([1, 2]))).body) == {"saw": [1, 2]}
+
+    in_pool(launch(tmp_path, WRAPPED, envelope="json", batch_size=2, max_batch_delay_s=0.2), rows)
+    in_pool(launch(tmp_path, WRAPPED, envelope="kserve"), explained)
+    in_pool(launch(tmp_path, WRAPPED, envelope="body"), bodies)
+
+
+SECOND = """
+    def handle(data, context):
+        if data is None:
+            return
+        return [[2 * value for value in request[0]["data"]] for request in data]
+"""
+
+
+def test_the_second_protocol_is_read_and_answered_around_a_handler_for_every_request_of_a_batch(tmp_path: Path) -> None:
+    tensor = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1.5, 2.0]}
+
+    async def act(pool: Pool) -> None:
+        first, second = (pool.submit(posted({"inputs": [tensor]} | told)) for told in ({"id": "q"}, {}))
+        output = {"name": "predict", "shape": [2], "datatype": "FP64", "data": [3.0, 4.0]}
+        model = {"model_name": "noop", "model_version": "1.0"}
+        assert json.loads((await first).body) == {"id": "q", **model, "outputs": [output]}
+        assert json.loads((await second).body) == {"id": "r7", **model, "outputs": [output]}
+
+    in_pool(launch(tmp_path, SECOND, envelope="kservev2", batch_size=2, max_batch_delay_s=0.2), act)

@@ -8,6 +8,7 @@ import pytest
 from trueline.data import order
 from trueline.train import ledger
 from trueline.train.account import Account
+from trueline.train.api import Summary
 from trueline.train.plan import order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
@@ -127,3 +128,24 @@ def test_throughput_is_that_of_the_last_ten_seconds():
         books.report(pb.Progress(ref="w", applied=[applied]), now=float(step))
     assert books.records_per_s(39.0) == pytest.approx(100.0)
     assert books.records_per_s(100.0) == 0.0
+
+
+def steps_of(data_ms: float, compute_ms: float) -> Account:
+    found = Account()
+    found.accept(RECORDS, STEPS * JOB.epochs, 0)
+    applied = [
+        pb.Applied(step=step, records=4, workers=2, data_ms=data_ms, compute_ms=compute_ms, wait_ms=1, commit_ms=1)
+        for step in range(STEPS)
+    ]
+    found.report(pb.Progress(ref="w", applied=applied))
+    found.report(pb.Progress(ref="w2", applied=applied))
+    return found
+
+
+def test_a_job_whose_steps_wait_for_their_records_says_what_to_do_about_it():
+    facts = {**steps_of(2000, 1000).summary(JOB, State(workers=2)), "seconds": 1.0, "certificates": [], "regroups": []}
+    assert (facts["reading_s"], facts["steps_s"]) == (6.0, pytest.approx(9.006))
+    (line,) = Summary(facts)._reading()
+    assert line.startswith("reading took 67% of the steps' time: --readers 2")
+    assert Summary({**facts, **steps_of(200, 4000).summary(JOB, State(workers=2))})._reading() == []
+    assert Summary({**facts, **steps_of(20, 10).summary(JOB, State(workers=2))})._reading() == [], "too short to tell"

@@ -22,6 +22,9 @@ trueline evaluate digits/recipe.py runs/digits-1 --mode training --json
 
 trueline evaluate digits/recipe.py runs/digits-1 --workers 4
     four processes share the records; the numbers are the same, also when some are killed
+
+trueline evaluate digits/recipe.py runs/digits-1 --mode training --out losses/
+    loss and metrics of each record, as Parquet: the largest losses are often wrong labels
 """
 
 
@@ -33,9 +36,28 @@ trueline evaluate digits/recipe.py runs/digits-1 --workers 4
 @click.option(
     "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine."
 )
+@click.option("--out", metavar="FOLDER/", help="Also write loss and metrics of each record, to a folder or URI.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["parquet", "jsonl"]),
+    default="parquet",
+    show_default=True,
+    help="Of the parts in that folder.",
+)
 @json_option
 @quiet_option
-def command(recipe: str, checkpoint: str, mode: str, workers: int, device: str, as_json: bool, quiet: bool) -> None:
+def command(
+    recipe: str,
+    checkpoint: str,
+    mode: str,
+    workers: int,
+    device: str,
+    out: str | None,
+    format_: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Measure a checkpoint over all evaluation records.
 
     Says the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch.
@@ -54,5 +76,7 @@ def command(recipe: str, checkpoint: str, mode: str, workers: int, device: str, 
             mode=cast("Mode", mode),
             workers=workers,
             device=device,
+            out=out,
+            format=format_,
         )
     say(found.as_text(), found.as_dict(), as_json=as_json)

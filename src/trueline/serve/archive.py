@@ -62,6 +62,7 @@ class Manifest:
     model_file: str = ""
     config_file: str = ""
     requirements_file: str = ""
+    envelope: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -312,6 +313,7 @@ class _Model(msgspec.Struct):
     modelFile: str | None = None
     configFile: str | None = None
     requirementsFile: str | None = None
+    envelope: str | None = None
 
 
 class _Manifest(msgspec.Struct):
@@ -338,6 +340,7 @@ def _manifest(text: bytes) -> Manifest:
         model_file=model.modelFile or "",
         config_file=model.configFile or "",
         requirements_file=model.requirementsFile or "",
+        envelope=model.envelope or "",
         raw=raw,
     )
 

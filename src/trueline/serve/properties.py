@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trueline.errors import UsageError, closest
+from trueline.serve.handlers.envelopes import NAMES
 
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])*)\s*[=:]?\s*(.*)", re.DOTALL)
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
@@ -254,6 +255,12 @@ def _models(value: str) -> dict[str, Any]:
     return {"models": {f"{model}/{version}": own for model, all in given.items() for version, own in all.items()}}
 
 
+def _envelope(value: str) -> dict[str, Any]:
+    if value not in NAMES:
+        raise ValueError(f"expected one of {', '.join(NAMES)}")
+    return {"models": {"": {"serviceEnvelope": value}}}
+
+
 def _snapshot(value: str) -> dict[str, Any]:
     """`{"name": ..., "modelCount": 1, "models": {...}}`: what was served when TorchServe stopped."""
     try:
@@ -276,6 +283,7 @@ _TAKEN: dict[str, Callable[[str], dict[str, Any]]] = {
     "load_models": _load_models,
     "model_store": _text("model_store"),
     "models": _models,
+    "service_envelope": _envelope,
     "model_snapshot": _snapshot,
     "max_request_size": lambda value: {"max_body_bytes": _number(value)},
     "disable_token_authorization": _no_tokens,

@@ -26,7 +26,8 @@ REMEMBERED = 4096
 """Steps whose digests are kept for comparison with later reports of the same step."""
 RATE_S = 10.0
 _COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
-_TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
+_SPLIT = ("data_ms", "compute_ms", "wait_ms", "commit_ms")
+_TIMES = (*_SPLIT, "redone")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
 _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
@@ -60,6 +61,8 @@ class Account:
         self.regroups: dict[int, dict[str, Any]] = {}
         self.applied = 0
         """Records of all steps that were reported to this master, steps done again included."""
+        self.reading_s = self.steps_s = 0.0
+        """What the worker that reports spent in the steps reported to this master: on reading, and in all."""
         self.recent: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         for kind, body in rows:
             self.apply(kind, body)
@@ -164,6 +167,8 @@ class Account:
         found.rows.append(("COMMIT", body))
         rates, shares = json.dumps([round(rate, 1) for rate in applied.rates]), json.dumps(list(applied.shares))
         times = {name: getattr(applied, name) for name in _TIMES}
+        self.reading_s += applied.data_ms / 1e3
+        self.steps_s += sum(times[name] for name in _SPLIT) / 1e3
         found.told.append(
             ("step.applied", {"total": self.total_steps, **body, "rates": rates, "shares": shares, **times})
         )
@@ -230,6 +235,8 @@ class Account:
             "checkpoint": state.checkpoint,
             "evaluations": self.evaluated(),
             "best": self.best(),
+            "reading_s": self.reading_s,
+            "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
             "set_aside": [{"record": record, "why": why} for record, why in sorted(state.set_aside.items())],
             "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],

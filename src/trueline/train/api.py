@@ -31,6 +31,10 @@ from trueline.train.settings import Fault, JobSettings, parse_workers
 from trueline.train.wanted import Wanted
 
 USUAL_WORKERS = 3
+SLOW_READING = 0.25
+"""From this share of the steps' time on, the data is what a user should look at."""
+MUCH_S = 5.0
+"""Shorter jobs are no ground for advice."""
 
 
 def counted(number: int, what: str) -> str:
@@ -75,6 +79,7 @@ class Summary:
         lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
         if facts.get("best"):
             lines.append(self._best(facts["best"]))
+        lines += self._reading()
         for regroup in facts["regroups"]:
             if regroup["gap_ms"]:
                 lines.append(
@@ -82,6 +87,16 @@ class Summary:
                     f"next step after {regroup['gap_ms']:.0f} ms with {counted(regroup['workers'], 'worker')}"
                 )
         return "\n".join(lines)
+
+    def _reading(self) -> list[str]:
+        """Says so when the steps wait for their records."""
+        reading_s, steps_s = self.facts.get("reading_s", 0.0), self.facts.get("steps_s", 0.0)
+        if steps_s < MUCH_S or reading_s < SLOW_READING * steps_s:
+            return []
+        return [
+            f"reading took {reading_s / steps_s:.0%} of the steps' time: --readers 2 reads a map-style data set ahead, "
+            "--shuffle windows decodes each row group of a file once an epoch"
+        ]
 
     def _size(self) -> str:
         """A script does not say how many records its steps have."""

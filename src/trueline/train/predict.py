@@ -10,7 +10,6 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,7 @@ import numpy as np
 
 from trueline import events, files
 from trueline.bundle.read import open_bundle
-from trueline.data.listing import is_remote, local_path
-from trueline.data.write import Plan, RangeWriter
+from trueline.data.write import Plan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
@@ -30,20 +28,17 @@ from trueline.runtime.session import open_program
 from trueline.state import checkpoint
 from trueline.state.checkpoint import load_model
 from trueline.state.place import Where, located
-from trueline.train import devices, pool
+from trueline.train import devices, parts, pool
+from trueline.train.parts import PART_RECORDS, Answer
 from trueline.train.pool import Compute, Work, seeded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
     from trueline.bundle.signature import Array
 
 
-PART_RECORDS = 16384
-"""Records of a part: a file of some MB, and what is computed again when its process dies."""
 FILES = (".parquet", ".jsonl")
-Answer = Callable[[int, int], "dict[str, Array]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +73,23 @@ def predict(
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     where = str(located(source))
-    if _is_folder(out):
+    if parts.is_folder(out):
         plan = Plan(
             num_records=found.source(mode).num_records,
             range_records=part_records,
             format=format,
-            of=_made_of(found, where, mode, batch),
+            of=parts.made_of(found, where, mode, batch),
         )
-        folder = str(out) if is_remote(out) else str(local_path(out).absolute())
-        return _in_parts(plan, folder, found, recipe, where, mode, batch=batch, workers=workers, device=device)
+
+        def work() -> Work:
+            said = pool.work(PARTS, found, recipe, where, mode, records=plan.num_records, batch=part_records)
+            return msgspec.structs.replace(said, device=device)
+
+        written = parts.write(
+            out, plan, batch, answering=lambda: _answering(found, where, mode, device), work=work, workers=workers,
+            event=ADVANCED,
+        )  # fmt: skip
+        return Prediction(records=plan.num_records, path=parts.place(out), parts=written)
     out = Path(out)
     if out.suffix not in FILES:
         raise UsageError(
@@ -101,87 +104,24 @@ def predict(
             _advanced(min(start + batch, count), count)
     else:
         count = found.source(mode).num_records
-        work = pool.work("trueline.train.predict:opened", found, recipe, where, mode, records=count, batch=batch)
-        answers = _shared_out(msgspec.structs.replace(work, device=device), workers, out)
+        shared = pool.work("trueline.train.predict:opened", found, recipe, where, mode, records=count, batch=batch)
+        answers = _shared_out(msgspec.structs.replace(shared, device=device), workers, out)
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
     files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
     return Prediction(records=count, path=out)
 
 
 PARTS = "trueline.train.predict:opened_parts"
-
-
-def _is_folder(out: str | Path) -> bool:
-    return is_remote(out) or str(out).endswith("/") or Path(out).is_dir() or not Path(out).suffix
-
-
-def _made_of(recipe: Recipe, where: str, mode: Mode, batch: int) -> str:
-    """What the answers follow from, as a digest: `batch` too, for numbers that a model draws are seeded by it."""
-    source = checkpoint.read_manifest(where)["digest"] if checkpoint.exists(where) else open_bundle(Path(where)).digest
-    return files.sha256_bytes("|".join((recipe.digest, source, mode, str(batch))).encode())
-
-
-def _in_parts(
-    plan: Plan,
-    folder: str,
-    recipe: Recipe,
-    given: object,
-    where: str,
-    mode: Mode,
-    *,
-    batch: int,
-    workers: int,
-    device: str,
-) -> Prediction:
-    writer = RangeWriter(folder, plan)
-    missing = writer.missing()
-    there = plan.num_records - sum(stop - start for start, stop in missing)
-    if missing and workers > 1:
-        left = {start for start, _ in missing}
-        work = msgspec.structs.replace(
-            pool.work(PARTS, recipe, given, where, mode, records=plan.num_records, batch=plan.range_records),
-            out=folder,
-            rows=batch,
-            format=plan.format,
-            of=plan.of,
-            device=device,
-            done=tuple(index for index, (start, _) in enumerate(plan.ranges()) if start not in left),
-        )
-        pool.run(work, workers=workers, advanced=lambda records: _advanced(there + records, plan.num_records))
-    elif missing:
-        _, answer = _answering(recipe, where, mode, device)
-        for start, stop in missing:
-            _write_part(writer, answer, start, stop, batch)
-            there += stop - start
-            _advanced(there, plan.num_records)
-    writer.commit()
-    return Prediction(records=plan.num_records, path=folder if is_remote(folder) else Path(folder), parts=len(missing))
-
-
-def _write_part(writer: RangeWriter, answer: Answer, start: int, stop: int, rows: int) -> None:
-    answers = [answer(at, min(at + rows, stop)) for at in range(start, stop, rows)]
-    columns = {name: np.concatenate([one[name] for one in answers]) for name in answers[0]}
-    writer.write(start, stop, _table(columns, first=start))
+ADVANCED = "prediction.advanced"
 
 
 def opened_parts(work: Work) -> tuple[int, Compute]:
-    """What a pool's worker does with its chunks: each is a part that it writes to the folder `work.out`."""
-    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode, work.device)
-    plan = Plan(num_records=work.num_records, range_records=work.batch, format=work.format, of=work.of)
-    writer = RangeWriter(work.out, plan)
-
-    def compute(start: int, stop: int) -> dict[str, Any]:
-        if start % work.batch or (stop % work.batch and stop != work.num_records):
-            answer(start, stop)  # one record of a chunk that failed, to see whether it is to blame
-        else:
-            _write_part(writer, answer, start, stop, work.rows)
-        return {}
-
-    return count, compute
+    """What a pool's worker does with parts: it writes them itself."""
+    return parts.opened(work, *_answering(load_recipe(work.recipe), work.source, work.mode, work.device))
 
 
 def _advanced(done: int, total: int) -> None:
-    events.emit("prediction.advanced", done=done, total=total)
+    events.emit(ADVANCED, done=done, total=total)
 
 
 def _shared_out(work: Work, workers: int, out: Path) -> list[dict[str, Array]]:
@@ -235,22 +175,11 @@ def _answering(recipe: Recipe, where: str, mode: Mode, device: str) -> tuple[int
     return records.num_records, answer
 
 
-def _table(columns: dict[str, Array], first: int = 0) -> pa.Table:
-    """One row for each record, numbered from `first`."""
-    import pyarrow as pa
-
-    count = len(next(iter(columns.values()), ()))
-    table = {"record": pa.array(np.arange(first, first + count))}
-    for name, values in columns.items():
-        table[name] = pa.array(list(values.reshape(count, -1))) if values.ndim > 1 else pa.array(values)
-    return pa.table(table)
-
-
 def _parquet(columns: dict[str, Array]) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
-    pq.write_table(_table(columns), sink)
+    pq.write_table(parts.table(columns), sink)
     return sink.getvalue()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.serve.handlers import entry, frames
+from trueline.serve.handlers import entry, envelopes, frames
 from trueline.serve.handlers.confine import confine
 
 COMPAT = Path(__file__).parents[2] / "compat"
@@ -56,6 +56,8 @@ class Service:
         )
         self._context.send_piece = self._send_piece
         self._answer, initialize = entry.load(told["handler"], folder)
+        if told["envelope"]:
+            self._answer = envelopes.within(told["envelope"], self._answer)
         initialize(self._context)
 
     def predict(self, head: Mapping[str, Any], parts: Sequence[bytearray]) -> None:

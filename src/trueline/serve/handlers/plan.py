@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trueline.serve.archive import ArchiveError, Manifest
+from trueline.serve.handlers.envelopes import NAMES
 
 NOT_RUN = (
     "asyncCommunication",
@@ -44,6 +45,8 @@ class Plan:
     client_timeout_s: float = 0.0
     """How long a request may take in all; 0: as long as `response_timeout_s` allows in the queue and again in a run."""
     queue_size: int = 100
+    envelope: str = ""
+    """What is around the data (`envelopes`); empty: nothing."""
     gpus: tuple[int, ...] = ()
     """Worker i gets gpus[i % len(gpus)]; none: the processor."""
 
@@ -69,8 +72,15 @@ def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, s
         max_retry_s=_number(config, "maxRetryTimeoutInSec", 300),
         client_timeout_s=_number(config, "clientTimeoutInMills", 0) / 1e3,
         queue_size=max(1, int(_number(config, "jobQueueSize", 100))),
+        envelope=_envelope(manifest.envelope or config.get("serviceEnvelope") or ""),
         gpus=_gpus(config, gpus),
     )
+
+
+def _envelope(name: Any) -> str:
+    if name not in ("", *NAMES):
+        raise ArchiveError(f"the service envelope is {name!r}, expected one of {', '.join(NAMES)}")
+    return str(name)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:

@@ -153,6 +153,7 @@ class Worker:
             "folder": str(launch.folder),
             "handler": launch.plan.handler,
             "config_file": launch.config_file,
+            "envelope": launch.plan.envelope,
             "batch_size": launch.plan.batch_size,
             "gpu": self._gpu,
             "server_version": metadata.version("trueline"),

@@ -1,0 +1,129 @@
+"""Request envelopes: what is around a handler's data, taken off before it and put on after it. Runs in its process.
+
+    body        each request's body alone, and not by its name
+    json        {"instances": [...]} of every request, joined; {"predictions": [...]} for each
+    kserve      the same, and {"explanations": [...]} where that was asked
+    kservev2    {"inputs": [tensor, ...]}; {"id", "model_name", "model_version", "outputs": [tensor]}
+
+Which one is `service_envelope` of config.properties, or `envelope` of the archive's manifest. TorchServe's `kserve` and
+`kservev2` read the first request of a batch and answer only that; here all are read and answered.
+Sources: ts/torch_handler/request_envelope of TorchServe, which says the forms; the codes are the contract page's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+NAMES = ("body", "json", "kserve", "kservev2")
+
+Entry = Callable[[Any, Any], Any]
+_KINDS = {"b": "BOOL", "u": "UINT", "i": "INT", "f": "FP"}
+"""Of a numpy dtype, as the protocol calls it; the bits stand behind it."""
+
+
+def within(name: str, answer: Entry) -> Entry:
+    """`answer` behind the envelope `name`, one of NAMES; the data may still be None or empty."""
+    wrapped = {"body": _bodies_only, "json": _instances, "kserve": _instances, "kservev2": _tensors}[name]
+
+    def handle(data: Any, context: Any) -> Any:
+        return wrapped(answer, data, context) if data else answer(data, context)
+
+    return handle
+
+
+def _bodies_only(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
+    return answer([_body(row) for row in data], context)
+
+
+def _instances(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
+    parts = [_listed(_object(row), "instances") for row in data]
+    found = answer([_decoded(one) for part in parts for one in part], context)
+    count = sum(map(len, parts))
+    if not isinstance(found, list) or len(found) != count:
+        raise _refused(f"the handler was given {count} instances and is to return a list of as many", 503)
+    key = "explanations" if context.get_request_header(0, "explain") == "True" else "predictions"
+    answers, at = [], 0
+    for part in parts:
+        answers.append({key: found[at : at + len(part)]})
+        at += len(part)
+    return answers
+
+
+def _tensors(answer: Entry, data: list[dict[str, Any]], context: Any) -> Any:
+    asked = [_object(row) for row in data]
+    found = answer([_listed(one, "inputs") for one in asked], context)
+    if not isinstance(found, list) or len(found) != len(data):
+        raise _refused(f"the handler was given {len(data)} requests and is to return a list of as many", 503)
+    model = context.manifest["model"]
+    return [
+        {
+            "id": str(one["id"]) if "id" in one else context.get_request_id(index),
+            "model_name": model["modelName"],
+            "model_version": str(model.get("modelVersion") or "1.0"),
+            "outputs": [_tensor(values, explain=context.get_request_header(index, "explain") == "True")],
+        }
+        for index, (one, values) in enumerate(zip(asked, found, strict=True))
+    ]
+
+
+def _tensor(values: Any, *, explain: bool) -> dict[str, Any]:
+    import numpy as np
+
+    array = np.asarray(values)
+    kind = array.dtype.kind
+    datatype = "BYTES"
+    if kind in _KINDS:
+        datatype = "BOOL" if kind == "b" else f"{_KINDS[kind]}{8 * array.dtype.itemsize}"
+    return {
+        "name": "explain" if explain else "predict",
+        "shape": list(array.shape),
+        "datatype": datatype,
+        "data": array.reshape(-1).tolist() if array.shape else array.tolist(),
+    }
+
+
+def _body(row: dict[str, Any]) -> Any:
+    return row["data"] if row.get("data") is not None else row.get("body")
+
+
+def _object(row: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a request, also where its content type does not say that it is one."""
+    body = _body(row)
+    if isinstance(body, str | bytes | bytearray):
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _refused("the body is to be a JSON object", 400) from error
+    if not isinstance(body, dict):
+        raise _refused("the body is to be a JSON object", 400)
+    return body
+
+
+def _listed(body: dict[str, Any], key: str) -> list[Any]:
+    found = body.get(key)
+    if not isinstance(found, list) or not found:
+        raise _refused(f"'{key}' of the body is to be a list that is not empty", 400)
+    return found
+
+
+def _decoded(value: Any) -> Any:
+    """{"b64": text} as its bytes, also as a value of an object."""
+    if not isinstance(value, dict):
+        return value
+    if list(value) == ["b64"]:
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise _refused("'b64' is to be base64", 400) from error
+    packed = {name: one for name, one in value.items() if isinstance(one, dict) and list(one) == ["b64"]}
+    return value | {name: _decoded(one) for name, one in packed.items()}
+
+
+def _refused(message: str, code: int) -> Exception:
+    made: Exception = importlib.import_module("ts.utils.util").PredictionException(message, code)
+    return made
