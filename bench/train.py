@@ -204,7 +204,18 @@ def in_turns(folder: Path, one: Side, other: Side, block: int, steps: int) -> tu
     finally:
         for process in processes:
             process.terminate()
+        for process in processes:
+            _end(process)
     return blocks(one.steps(), turns[0]), blocks(other.steps(), turns[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Waits for what was asked to end; a launcher that is killed takes its job's processes with it."""
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def compared(

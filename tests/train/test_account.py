@@ -149,3 +149,18 @@ def test_a_job_whose_steps_wait_for_their_records_says_what_to_do_about_it():
     assert line.startswith("reading took 67% of the steps' time: --readers 2")
     assert Summary({**facts, **steps_of(200, 4000).summary(JOB, State(workers=2))})._reading() == []
     assert Summary({**facts, **steps_of(20, 10).summary(JOB, State(workers=2))})._reading() == [], "too short to tell"
+
+
+def test_the_summary_claims_of_each_epoch_what_its_certificate_shows():
+    books = account(signed(0), signed(1), signed(2, steps=2), evaluations=[evaluation(8, stop=True)])
+    facts = books.summary(JOB, State(workers=2))
+    one, two, part = facts["certificates"]
+    every = "every one of the 10 records was applied exactly once in "
+    stopped = ", and at most once in the last one, stopped after 2 steps"
+    for certificates, claim in [
+        ([one], f"{every}the one epoch"),
+        ([one, two], f"{every}each of the 2 epochs"),
+        ([one, two, part], f"{every}each of the 2 whole epochs{stopped}"),
+        ([part], "none of the 10 records was applied twice in the one epoch, stopped after 2 steps"),
+    ]:
+        assert Summary({**facts, "certificates": certificates})._claim() == claim

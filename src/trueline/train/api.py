@@ -72,8 +72,7 @@ class Summary:
         lines = [
             f"{facts['name']}: {counted(facts['steps'], 'step')} {self._size()}in {facts['seconds']:.1f} s, "
             f"{counted(facts['workers_started'], 'worker')} started, {counted(facts['generations'], 'generation')}",
-            f"every one of the {facts['records']} records{self._left_out()} was applied exactly once in "
-            f"{self._epochs()} ({self._evidence()})",
+            f"{self._claim()} ({self._evidence()})",
         ]
         lines += [f"set aside: record {one['record']}: {one['why']}" for one in facts.get("set_aside") or ()]
         lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
@@ -115,6 +114,16 @@ class Summary:
 
     def _partial(self, certificate: dict[str, Any]) -> bool:
         return bool(certificate["records"] + len(certificate.get("set_aside", ())) < self.facts["records"])
+
+    def _claim(self) -> str:
+        *whole, last = self.facts["certificates"]
+        if not whole and self._partial(last):
+            steps = counted(last["steps"], "step")
+            return (
+                f"none of the {self.facts['records']} records was applied twice in the one epoch, stopped after {steps}"
+            )
+        records = f"every one of the {self.facts['records']} records{self._left_out()}"
+        return f"{records} was applied exactly once in {self._epochs()}"
 
     def _epochs(self) -> str:
         *whole, last = self.facts["certificates"]
