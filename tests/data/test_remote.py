@@ -213,3 +213,30 @@ def test_a_folder_of_a_store_without_records_is_said(bucket: str) -> None:
     with pytest.raises(DataError, match="no records"):
         open_records(bucket)
     assert flat(0) == []
+
+
+class NoCredentialsError(Exception):
+    """As botocore calls it."""
+
+
+def test_what_a_stores_own_library_raises_is_asked_again_and_then_said_in_words() -> None:
+    class ClientPayloadError(Exception):
+        pass
+
+    waits: list[float] = []
+    patience = remote.Patience(attempts=3, sleep=waits.append, chance=lambda: 0.0)
+
+    def fails() -> bytes:
+        raise ClientPayloadError("secret=hunter2 is torn")
+
+    with pytest.raises(DataError, match=r"cannot read s3://b/a: ClientPayloadError: .* \(3 attempts\)") as failed:
+        patience.ask(fails, "s3://b/a")
+    assert "hunter2" not in failed.value.message
+    assert len(waits) == 2
+
+    def nobody() -> bytes:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    with pytest.raises(DataError, match="no right to read s3://b/a: Unable to locate credentials"):
+        patience.ask(nobody, "s3://b/a")
+    assert len(waits) == 2, "they do not pass with time"

@@ -35,6 +35,8 @@ BLOCK_BYTES = 4 << 20
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"
 _DEFAULT_CACHE_BYTES = 20 << 30
 _REFUSED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+"""Of botocore, which does not call them PermissionError. They do not pass with time."""
 _SECRET = re.compile(
     r"(?i)([\w-]*(?:signature|token|secret|passw(?:or)?d|credential|accesskey(?:id)?|access_key|key_id)[\w-]*)"
     r"([=:]\s*)[^&\s,;'\"]+"
@@ -58,7 +60,11 @@ class Patience:
                 return call()
             except _REFUSED as error:
                 raise _refused(what, error) from None
-            except (OSError, EOFError) as error:
+            except DataError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the library of each store has exceptions of its own
+                if type(error).__name__ in _NO_CREDENTIALS:
+                    raise _refused(what, PermissionError(str(error))) from None
                 why = redacted(f"{type(error).__name__}: {error}")
                 if attempt + 1 == self.attempts:
                     raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)") from None
@@ -111,16 +117,24 @@ class StoredFile:
         return self.store.patience.ask(partial(self._range, start, stop), self.uri)
 
     def _range(self, start: int, stop: int) -> bytes:
-        data = bytes(self.store.fs.cat_file(self.key, start=start, end=stop))
-        now = _info(self.store.fs, self.key)
-        if _stamp(now) != self.stamp:
+        try:
+            data = bytes(self.store.fs.cat_file(self.key, start=start, end=stop))
+        except _REFUSED:
+            raise
+        except Exception:
+            self._check_stamp()  # rclone answers for an object that was written again with the sum of the first
+            raise
+        self._check_stamp()
+        if len(data) != stop - start:
+            raise EOFError(f"{len(data)} bytes came of {start} to {stop}")
+        return data
+
+    def _check_stamp(self) -> None:
+        if _stamp(_info(self.store.fs, self.key)) != self.stamp:
             raise DataError(
                 f"{self.uri} was changed while it was in use",
                 hint="write new records to a new object, then start again",
             )
-        if len(data) != stop - start:
-            raise EOFError(f"{len(data)} bytes came of {start} to {stop}")
-        return data
 
 
 class _Ranged(io.RawIOBase):
