@@ -1,8 +1,8 @@
 """Processes that read records ahead of the training, for data sets whose reading is Python's work.
 
 A map-style Dataset decodes, crops and tokenises in Python, one record after the other, and a thread would only take
-turns with the training. Each of these processes is a fork of the worker, made before the worker has threads or a
-device of its own; it is asked for whole batches, and answers in memory that both see:
+turns with the training. Each of these processes is a fork of the worker, made before the worker has threads of its
+own, and touches no device; it is asked for whole batches, and answers in memory that both see:
 
     worker ──(number, epoch) + memfd of indices──▶ reader: SeededReader.read
     worker ◀──(number, size)  + memfd of tensors── reader

@@ -189,15 +189,16 @@ def _values(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels
         _sum(name, found, count)  # refuses what has another number of values
         return found.reshape(count, -1).mean(dim=1).cpu().numpy()
     alone = [function(_record(outputs, at, count), _record(labels, at, count)) for at in range(count)]
-    values = torch.tensor([torch.as_tensor(one, dtype=torch.float64).mean().item() for one in alone])
-    mean = values.double().mean().item()
+    each = [torch.as_tensor(one, dtype=torch.float64).mean().item() for one in alone]
+    values = np.array(each, dtype=np.float64)
+    mean = float(values.mean())
     if not math.isclose(mean, found.item(), rel_tol=1e-4, abs_tol=1e-6) and not math.isnan(found.item()):
         raise RecipeError(
             f"'{name}' is {found.item():.6g} for a batch of {count} records, and {mean:.6g} on average for each alone: "
             "it is no mean over its records, so no record has a value of it",
             hint=f"let '{name}' return one value for each record, or evaluate without values of records",
         )
-    return values.double().numpy()
+    return values
 
 
 def _record(value: Any, at: int, count: int) -> Any:
