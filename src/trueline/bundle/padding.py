@@ -66,7 +66,7 @@ class Padding:
         return tuple(found)
 
     def bucket(self, symbol: str, size: int) -> int:
-        """The lengths up to it share runs: a power of two, so that never more than half of a run is filling."""
+        """The lengths up to it share runs: powers of two, so that beyond the first no request is more than doubled."""
         return max(SMALLEST, 1 << (size - 1).bit_length())
 
     def even(self, items: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
