@@ -70,8 +70,8 @@ def test_the_tables_say_what_was_proven() -> None:
     text = cpp_text.signature_text(signature)
     assert '{"batch", 1, 6, 1},' in text
     assert '{"length", 4, -1, 4},' in text
-    assert '{"x", at::kFloat, "FP32", {{-1, 0}, {8, -1}, {-1, 1}}},' in text
-    assert '{"y", at::kLong, "INT64", {{-1, 0}}},' in text
+    assert '{"x", at::kFloat, "FP32", {{-1, 0}, {8, -1}, {-1, 1}}, Rows::any},' in text
+    assert '{"y", at::kLong, "INT64", {{-1, 0}}, Rows::any},' in text
 
 
 def test_a_guard_is_written_with_pythons_division() -> None:

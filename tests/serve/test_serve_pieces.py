@@ -146,3 +146,20 @@ def test_pieces_can_be_read_one_by_one_or_as_a_whole() -> None:
     assert asyncio.run(told(torn=False)) == [b"one", b"two"]
     with pytest.raises(Torn):
         asyncio.run(told(torn=True))
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_what_comes_with_the_end_while_a_piece_is_on_its_way_is_not_lost(torn: bool) -> None:
+    async def read() -> list[bytes]:
+        pieces, found = Pieces(Stopped()), []
+        pieces.add(b"one ")
+        try:
+            async for piece in pieces.each():
+                found.append(bytes(piece))
+                pieces.add(b"two")  # nothing, once it is over
+                pieces.end(torn=torn)
+        except Torn:
+            found.append(b"torn")
+        return found
+
+    assert asyncio.run(read()) == [b"one ", b"two", *([b"torn"] if torn else [])]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import multiprocessing.connection
+import queue
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -47,6 +50,7 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
     stores, results = context.Queue(), context.Queue()
 
     def member(rank: int) -> None:
+        gc.disable()  # what the test's process has left holds threads that are not here: to destroy it is to crash
         torch.set_num_threads(1)
         _Fellow.applied = steps
         fellow = _Fellow(rank, size, stores)
@@ -63,10 +67,21 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
     for process in processes:
         process.start()
     try:
-        found = sorted(results.get(timeout=WAIT_S) for _ in processes)
+        found = sorted(_answer(results, processes) for _ in processes)
         assert all(fine for _, fine, _ in found), found
         return [one for _, _, one in found]
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _answer(results: Any, processes: list[Any]) -> tuple[int, bool, Any]:
+    """The next member's answer; that of one that died without any is its end."""
+    multiprocessing.connection.wait([results._reader, *(one.sentinel for one in processes)], timeout=WAIT_S)
+    try:
+        found: tuple[int, bool, Any] = results.get(timeout=WAIT_S if all(one.is_alive() for one in processes) else 5)
+    except queue.Empty:
+        ends = [(rank, one.exitcode) for rank, one in enumerate(processes)]
+        raise AssertionError(f"no answer; members and how they ended: {ends}") from None
+    return found

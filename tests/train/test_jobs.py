@@ -190,7 +190,8 @@ def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path):
 
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from trueline import events
 from trueline.train.api import train
 def tell(name, fields):

@@ -73,13 +73,14 @@ class Pieces:
         self.listen(more.set)
         try:
             while True:
+                more.clear()
+                over = self.over  # as of what is taken now: more may come, and the end, while a piece is on its way
                 for piece in self.take():
                     yield piece
-                if self.torn:
+                if over and self.torn:
                     raise Torn
-                if self.over:
+                if over:
                     return
-                more.clear()
                 await more.wait()
         finally:
             self.drop()
