@@ -8,6 +8,7 @@ the Session enforces the proven range, and the package's own input check is swit
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -31,7 +32,7 @@ CHECK_INPUTS = "AOTI_RUNTIME_CHECK_INPUTS"
 class AotiSession:
     """An AOTInductor package on the CPU.
 
-    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
+    Thread-safe: calls run one after the other. Threads above 0 set torch's intra-op threads for the whole process.
     """
 
     format = "aotinductor"
@@ -46,12 +47,17 @@ class AotiSession:
         except Exception as error:
             raise BundleError(f"{path} is no AOTInductor package that this torch can open: {_first(error)}") from error
         self.signature = signature
+        # A second thread would wait inside for the package's only runner, and keep the lock of the interpreter, which
+        # the first one needs to hand its outputs over.
+        self._alone = threading.Lock()
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature."""
         self.signature.check(inputs)
+        given = list(to_tensors(self.signature, inputs))
         try:
-            found = self._loader.boxed_run(list(to_tensors(self.signature, inputs)))
+            with self._alone:
+                found = self._loader.boxed_run(given)
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {_first(error)}") from error
         if len(found) != len(self.signature.outputs):
