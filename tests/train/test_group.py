@@ -112,6 +112,17 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     peer.communicate()
 
 
+def test_a_group_whose_cut_came_before_it_was_formed_is_not_formed():
+    _store, address = start_store()
+    group = GlooGroup()
+    group.cut_until_left(5)
+    with pytest.raises(RuntimeError, match="gloo: generation 4 was cut"):
+        group.form(4, rank=0, size=2, store=address)  # the second member is dead: it would wait
+    group.close()
+    group.form(5, rank=0, size=1, store=address)
+    group.close()
+
+
 def test_nothing_waits_for_gloo_itself(monkeypatch):
     """A large operation that a peer left in the middle would wait for its timeout, whatever is cut."""
     sources = [path for path in (Path(group.__file__).parent).glob("*.py") if "dist." in path.read_text()]

@@ -6,7 +6,9 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
 
 * listening sockets must be left alone: gloo's accept loop ends the process when its socket fails;
 * sockets appear while the group forms, so a cut is repeated until the group is closed;
-* a member that dies while the group forms cannot be cut off, so forming has a short timeout of its own;
+* a member that dies while the group forms is tried again and again, where no socket is open that could be shut: for
+  the timeout by a store's client, for up to 10 s by gloo. So a thread of its own forms the group, and whoever waits
+  for it leaves it to itself after a cut;
 * shutting the sockets does not reach everything: gloo tells nobody about a message that was partly written or read
   when its socket closed (Pair::signalException forgets unbound buffers), so an operation of more than a socket's buffer
   waits for its timeout. Therefore nothing here waits for gloo itself, but for a promise that the cut breaks;
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -31,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed import distributed_c10d
 
 Future = torch.futures.Future[Any]
@@ -41,6 +44,16 @@ FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
 """A store's first connection to itself: a network that is away for a moment is no reason to end."""
+_BACKEND = "trueline_gloo"
+_formed: dict[str, ProcessGroupGloo] = {}
+"""The gloo group that torch is about to be given, under the name of its backend: it lets nobody hand one over."""
+
+
+def _hand_over(store: object, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    return _formed.pop(_BACKEND)
+
+
+dist.Backend.register_backend(_BACKEND, _hand_over, devices=["cpu"])
 
 
 def start_store() -> tuple[TCPStore, str]:
@@ -71,8 +84,12 @@ class GlooGroup:
         self.open = False
         self._broken = False
         self._misses = 0
+        self._cut_below = 0
+        """Generations below this were cut, also those that were not formed by then."""
         self._before: set[str] = set()
         self._lock = threading.Lock()
+        self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        """Of the group that is being formed: the group, or why there will be none."""
         self._promises: set[Future] = set()
         self._works: list[Future] = []
 
@@ -128,14 +145,25 @@ class GlooGroup:
             self._before = set(_sockets())
             self.generation = generation
             self.open, self._broken = True, False
-        host, _, port = store.rpartition(":")
+            self._outcomes = outcomes = queue.SimpleQueue()
+        if generation < self._cut_below:  # its cut came before there was anything to cut
+            raise RuntimeError(f"gloo: generation {generation} was cut before it was formed")
         patience = timedelta(seconds=self.patience_s)
         self._misses += 1
-        _check_open(host, int(port))
-        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-        named = PrefixStore(f"generation-{generation}", client)
-        dist.init_process_group("gloo", store=named, rank=rank, world_size=size, timeout=patience)
-        distributed_c10d._set_pg_timeout(timedelta(seconds=RUN_TIMEOUT_S))
+
+        def work() -> None:
+            try:
+                outcomes.put(_connected(store, generation, rank, size, patience))
+            except Exception as error:  # noqa: BLE001  whatever keeps the group from forming, its waiter is told
+                outcomes.put(error)
+
+        threading.Thread(target=work, name="form", daemon=True).start()
+        found = outcomes.get()
+        if isinstance(found, Exception):
+            raise RuntimeError(f"gloo: generation {generation} was not formed: {found}") from found
+        _formed[_BACKEND], named = found
+        run_timeout = timedelta(seconds=RUN_TIMEOUT_S)
+        dist.init_process_group(_BACKEND, store=named, rank=rank, world_size=size, timeout=run_timeout)
         self._misses = 0
 
     @property
@@ -150,11 +178,16 @@ class GlooGroup:
                 return 0
             self._broken = True
             shut = sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
+            self._outcomes.put(RuntimeError("it was cut"))
         self._break_promises()
         return shut
 
     def cut_until_left(self, below: int) -> None:
-        """Cuts again and again while this process is in a group of a generation older than `below`."""
+        """Cuts again and again while this process is in a group of a generation older than `below`.
+
+        A group of such a generation that is not there yet will not be formed.
+        """
+        self._cut_below = max(self._cut_below, below)
         while self.open and self.generation < below:
             self.cut()
             time.sleep(0.003)  # sockets may still be appearing; the owner leaves as soon as one call fails
@@ -174,8 +207,22 @@ class GlooGroup:
         distributed_c10d._world.group_count = 0
 
 
+_Outcome = tuple[ProcessGroupGloo, PrefixStore] | Exception
+
+
+def _connected(store: str, generation: int, rank: int, size: int, patience: timedelta) -> _Outcome:
+    """A gloo group whose members are all connected, and its part of the store. Raises RuntimeError."""
+    host, _, port = store.rpartition(":")
+    _check_open(host, int(port))
+    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+    named = PrefixStore(f"generation-{generation}", client)
+    group = ProcessGroupGloo(named, rank, size, timeout=patience)
+    group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
+    return group, named
+
+
 def _check_open(host: str, port: int) -> None:
-    """Raises RuntimeError when nobody listens: a TCPStore client would try again for 3 s, out of reach of any cut.
+    """Raises RuntimeError when nobody listens: a TCPStore client would try again until its timeout.
 
     Members listen before they are in a view, so a refused connection means that rank 0 is dead.
     """

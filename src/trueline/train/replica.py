@@ -114,7 +114,7 @@ class Replica:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken = None
         if self._ordered is not None:
-            self._ordered.drop()
+            self._ordered.enter()
             return
         words = torch.zeros(books.WORDS + size + len(self._beside), device=self._device)
         self._replicated.words = torch.nn.Parameter(words)
