@@ -1,9 +1,11 @@
 """Promises of the process group, each of which was once broken by a stall."""
 
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -120,6 +122,31 @@ def test_a_group_whose_cut_came_before_it_was_formed_is_not_formed():
         group.form(4, rank=0, size=2, store=address)  # the second member is dead: it would wait
     group.close()
     group.form(5, rank=0, size=1, store=address)
+    group.close()
+
+
+def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("trueline.train.group.START_TIMEOUT_S", 300.0)
+    _store, address = start_store()
+    group, outcome = GlooGroup(), queue.SimpleQueue()
+
+    def form():
+        try:
+            group.form(4, rank=0, size=2, store=address)  # rank 1 has died
+        except RuntimeError as error:
+            outcome.put(str(error))
+            group.close()
+
+    thread = threading.Thread(target=form)
+    thread.start()
+    while not group.open:
+        time.sleep(0.001)
+    group.cut_until_left(5)
+    thread.join()
+    assert "generation 4" in outcome.get_nowait()
+    group.form(5, rank=0, size=1, store=address)  # what was given up is in nobody's way
+    dist.all_reduce(torch.ones(1))
     group.close()
 
 

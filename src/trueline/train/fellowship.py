@@ -30,12 +30,11 @@ class Fellowship:
     view: pb.View = field(default_factory=lambda: pb.View(generation=-1))
     plan: pb.Plan = field(default_factory=pb.Plan)
     rank: int = 0
-    weights: tuple[float, ...] = (1.0,)
-    """By rank: in which proportion the members share a step."""
+    split: shares.Split = field(default_factory=shares.Split)
     order: list[int] = field(default_factory=lambda: [0])
     """Ranks in the order in which parts are dealt: shifted by the view's rotation."""
     dealt: tuple[float, ...] = (1.0,)
-    """The weights in that order."""
+    """The weights of the split in that order."""
     position: int = 0
     """Where this worker is in that order."""
     rates: tuple[float, ...] = ()
@@ -111,18 +110,21 @@ class Fellowship:
         self.position = self.order.index(self.rank)
         # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
-        self._deal(shares.first(rates, behind=behind))
+        self._deal(shares.Split(shares.first(rates, behind=behind)))
 
-    def _deal(self, weights: tuple[float, ...]) -> None:
-        self.weights = weights
-        self.dealt = tuple(weights[rank] for rank in self.order)
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """By rank: in which proportion the members share a step."""
+        return self.split.weights
+
+    def _deal(self, split: shares.Split) -> None:
+        self.split = split
+        self.dealt = tuple(split.weights[rank] for rank in self.order)
 
     def heard(self, rates: list[float]) -> None:
         """The words of a step said how fast the members are."""
         self.rates = tuple(rates)
-        weights = shares.following(self.weights, self.rates)
-        if weights is not self.weights:
-            self._deal(weights)
+        self._deal(self.split.following(self.rates))
 
     def my_rate(self, measured: float) -> float:
         """What to say of this worker's speed; as long as nothing was measured, what it is taken for."""

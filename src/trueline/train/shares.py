@@ -4,15 +4,18 @@ Each member measures the records a second that it computes and sends the figure 
 see the same figures after the same step and derive the same weights from them here, so the split needs no message of
 its own. A member whose figure is 0 takes no part: it is still taking the state.
 
-Weights change only when a rate has moved by more than `DEAD_BAND` against them: a noisy neighbour of a second does not
-make the batch sizes dance (compiled models and caches like them steady), a slow machine does.
+Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end
+another split would have saved more than `SLACK`: a noisy neighbour of a second does not make the batch sizes dance
+(compiled models and caches like them steady), a slow machine does, and so does a split that was guessed a little wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 DEAD_BAND = 0.10
+SLACK, STEADY = 0.02, 8
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
 FLOOR = 0.01
@@ -49,26 +52,36 @@ def first(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[float, ...
     return _bounded(raw)
 
 
-def following(weights: tuple[float, ...], rates: Sequence[float]) -> tuple[float, ...]:
-    """The weights for the next step, when the members of this one, split by `weights`, measured `rates`.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """By rank: in which proportion the members share a step. A group starts with a new one, so all members agree."""
 
-    >>> following((1.0, 1.0), [100.0, 104.0])
-    (1.0, 1.0)
-    >>> following((1.0, 1.0), [100.0, 10.0])
-    (100.0, 10.0)
-    """
-    if not any(rate > 0 for rate in rates):
-        return weights
-    new = _bounded(rates)
-    if any((weight > 0) != (rate > 0) for weight, rate in zip(weights, new, strict=True)):
-        return new
-    old_sum, new_sum = sum(weights), sum(new)
-    moved = max(
-        abs(rate / new_sum - weight / old_sum) / (weight / old_sum)
-        for weight, rate in zip(weights, new, strict=True)
-        if weight > 0
-    )
-    return new if moved > DEAD_BAND else weights
+    weights: tuple[float, ...] = (1.0,)
+    uneven: int = 0
+    """For so many steps on end members have waited for others longer than `SLACK`."""
+
+    def following(self, rates: Sequence[float]) -> Split:
+        """The split of the next step, when the members of this one measured `rates`.
+
+        >>> Split((1.0, 1.0)).following([100.0, 101.0])
+        Split(weights=(1.0, 1.0), uneven=0)
+        >>> Split((1.0, 1.0)).following([100.0, 10.0])
+        Split(weights=(100.0, 10.0), uneven=0)
+        >>> Split((1.0, 1.0), uneven=6).following([100.0, 106.0])
+        Split(weights=(1.0, 1.0), uneven=7)
+        >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0])
+        Split(weights=(100.0, 106.0), uneven=0)
+        """
+        if not any(rate > 0 for rate in rates):
+            return self
+        new, old = _bounded(rates), self.weights
+        if any((weight > 0) != (rate > 0) for weight, rate in zip(old, new, strict=True)):
+            return Split(new)
+        parts = [weight / sum(old) / (rate / sum(new)) for weight, rate in zip(old, new, strict=True) if weight > 0]
+        if max(abs(1 / part - 1) for part in parts) > DEAD_BAND:
+            return Split(new)
+        uneven = self.uneven + 1 if max(parts) > 1 + SLACK else 0
+        return Split(new) if uneven >= STEADY else Split(old, uneven)
 
 
 def _bounded(rates: Sequence[float]) -> tuple[float, ...]:
