@@ -27,6 +27,7 @@ from trueline.serve.stats import ServerStats
 
 if TYPE_CHECKING:
     from trueline.serve.models import Outputs
+    from trueline.serve.workflows.register import Workflows
 
     Answer = Response | asyncio.Future[Response]
     Encode = Callable[[Outputs], Response]
@@ -46,13 +47,28 @@ class Asking:
     """Asks the versions of `models`. Its methods are called on the loop."""
 
     def __init__(
-        self, models: Models, loop: asyncio.AbstractEventLoop, stats: ServerStats, *, strict: bool = False
+        self,
+        models: Models,
+        loop: asyncio.AbstractEventLoop,
+        stats: ServerStats,
+        *,
+        workflows: Workflows | None = None,
+        strict: bool = False,
     ) -> None:
-        """`strict`: TorchServe's statuses also where ours are better."""
+        """`workflows` are asked too, if there are any to be; `strict`: TorchServe's statuses also where ours are
+        better.
+        """
         self.models = models
+        self.workflows = workflows
         self.stats = stats
         self.strict = strict
         self._loop = loop
+
+    @property
+    def sick(self) -> bool:
+        """Whether something that is served cannot answer, and will not by itself."""
+        lost = self.workflows is not None and self.workflows.sick
+        return lost or any(version.sick for version in self.models.all())
 
     def error(self, path: str, error: Exception) -> Response:
         """The answer for a request on `path` that failed."""

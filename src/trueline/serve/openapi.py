@@ -25,8 +25,8 @@ _TS_ERROR = {
 _TS_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
-def data_plane(versions: Iterable[Version], version: str) -> Document:
-    """The document of the data port, for the versions that are ready. `version` is Trueline's."""
+def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[str] = ()) -> Document:
+    """The document of the data port, for the versions that are ready, and the workflows. `version` is Trueline's."""
     paths: Document = {
         "/v2": _get("Server metadata", {"type": "object"}),
         "/v2/health/live": _get("Whether the server lives", {"type": "object"}),
@@ -46,6 +46,9 @@ def data_plane(versions: Iterable[Version], version: str) -> Document:
     for one in versions:
         if one.state == "ready":
             paths |= _model(one)
+    for name in workflows:
+        asked = _operation(f"Asks the workflow {name}", {}, _TS_ERROR, body={}, also=("500", "503"))
+        paths[f"/wfpredict/{name}"] = {"post": asked}
     return _document("Trueline", version, paths)
 
 
@@ -183,6 +186,11 @@ def management(version: str) -> Document:
             ("max_batch_delay", "integer"),
         )
     ]
+    workflow = _parameter("workflow", "path")
+    workflow_registering = [
+        *(_parameter(name, "query") for name in ("url", "workflow_name")),
+        *(_parameter(name, "query", "integer") for name in ("response_timeout", "startup_timeout")),
+    ]
     scaling = [_parameter(name, "query", "integer") for name in ("min_worker", "max_worker")]
     paging = [_parameter("limit", "query", "integer"), _parameter("next_page_token", "query", "integer")]
     listed: Document = {"type": "array", "items": {"type": "object"}}
@@ -211,6 +219,14 @@ def management(version: str) -> Document:
             },
             "/models/{model}/{version}/set-default": {
                 "put": act("Requests without a version go to it", _TS_STATUS, model, which)
+            },
+            "/workflows": {
+                "get": act("Workflows by name", {"type": "object"}, *paging),
+                "post": act("Registers a workflow of the store", _TS_STATUS, *workflow_registering, also=("500",)),
+            },
+            "/workflows/{workflow}": {
+                "get": act("How a workflow is served", listed, workflow, also=("503",)),
+                "delete": act("Takes a workflow away with its nodes", _TS_STATUS, workflow),
             },
         },
     )

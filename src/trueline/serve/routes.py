@@ -42,6 +42,7 @@ from trueline.serve.torchserve_paths import TorchServePaths
 if TYPE_CHECKING:
     from trueline.serve.asking import Answer
     from trueline.serve.models import Outputs
+    from trueline.serve.workflows.register import Workflows
 
 
 class Routes:
@@ -54,15 +55,17 @@ class Routes:
         *,
         body_bytes: int = Limits().body_bytes,
         loader: Repository | None = None,
+        workflows: Workflows | None = None,
         strict: bool = False,
     ) -> None:
-        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one; with
-        `strict` TorchServe's routes answer with its statuses also where ours are better.
+        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one;
+        `workflows` are asked too; with `strict` TorchServe's routes answer with its statuses also where ours are
+        better.
         """
         self.models = models
         self.stats = ServerStats()
         self.draining = False
-        self.asking = Asking(models, loop, self.stats, strict=strict)
+        self.asking = Asking(models, loop, self.stats, workflows=workflows, strict=strict)
         self._torchserve = TorchServePaths(self.asking)
         self._repository = loader
         self._strict = strict
@@ -114,15 +117,19 @@ class Routes:
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
             case ["openapi.json"] | ["api-description"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
-                return json(200, openapi.data_plane(self.models.all(), _version()))
+                return json(200, self._document())
             case [""] if request.method == "OPTIONS":
-                return json(200, openapi.data_plane(self.models.all(), _version()))
+                return json(200, self._document())
             case [""] if request.method in ("GET", "HEAD") and not self._strict:
                 return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
             case [""]:
                 raise Method(torchserve.NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
             case _:
                 return self._torchserve.answer(request, parts[1:])
+
+    def _document(self) -> openapi.Document:
+        workflows = self.asking.workflows
+        return openapi.data_plane(self.models.all(), _version(), workflows.names() if workflows is not None else ())
 
     def _opened(self, request: Request) -> Answer:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""

@@ -96,8 +96,7 @@ class Inference:
         )
 
     async def _ping(self, request: pb.Nothing, context: Context) -> pb.HealthResponse:
-        sick = any(version.sick for version in self._routes.models.all())
-        return pb.HealthResponse(health="Unhealthy" if sick else "Healthy")
+        return pb.HealthResponse(health="Unhealthy" if self._routes.asking.sick else "Healthy")
 
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)

@@ -2,6 +2,7 @@
 
     /ping
     /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}]
+    /wfpredict/{workflow}
     /invocations, /models/{m}/invoke, /{m}/predict, /{m}/{ver}/predict     the query becomes parameters
 
 Source: TorchServe 0.12's InferenceRequestHandler, as the contract page has it.
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING
 
 from trueline.errors import NotFound, RequestError
 from trueline.serve import records, torchserve
+from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import Request, Response, query_of
+from trueline.serve.http import JSON, Request, Response, query_of
 from trueline.serve.refusals import allow, check_media
+from trueline.serve.workflows.run import UnknownWorkflow
 
 if TYPE_CHECKING:
     from trueline.serve.asking import Answer, Asking
+    from trueline.serve.handlers.outcome import Answer as Outcome
     from trueline.serve.models import Outputs
 
 _PREDICT_METHODS = ("POST", "PUT", "GET")
@@ -48,6 +52,8 @@ class TorchServePaths:
                 return self._predict(request, model, None, older=True)
             case [model, version, "predict"]:
                 return self._predict(request, model, version, older=True)
+            case ["wfpredict", workflow]:
+                return self._workflow(request, workflow)
             case ["ping"]:
                 allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
                 return self._ping()
@@ -63,8 +69,15 @@ class TorchServePaths:
         raise NotFound("no explainer is served for this model")
 
     def _ping(self) -> Response:
-        sick = any(version.sick for version in self._asking.models.all())
-        return torchserve.status("Unhealthy", 500) if sick else torchserve.status("Healthy")
+        return torchserve.status("Unhealthy", 500) if self._asking.sick else torchserve.status("Healthy")
+
+    def _workflow(self, request: Request, name: str) -> Answer:
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        if self._asking.workflows is None:
+            raise UnknownWorkflow(name)
+        found = self._asking.workflows.find(name)
+        ask = bodies.read(request, explain=False)
+        return self._asking.later(request.path, found.predict(ask, strict=self._asking.strict), _of_workflow)
 
     def _invoke(self, request: Request) -> Answer:
         """SageMaker's route: the model is named in the query, or the only one."""
@@ -90,3 +103,10 @@ class TorchServePaths:
             return torchserve.reply(200, records.encode(outputs, single=given.single))
 
         return self._asking.ask(request, found, given.inputs, None, encode, began)
+
+
+def _of_workflow(answer: Outcome) -> Response:
+    """What the last node answered; TorchServe calls it JSON, whatever it is, and here a handler may say otherwise."""
+    made = torchserve.handled(answer)
+    made.content_type = made.content_type or JSON
+    return made
