@@ -55,7 +55,7 @@ SPEC = """
       max-batch-delay: 0
       retry-attempts: 3
       double: {url: double.mar}
-      triple: {url: "https://models.example/mar/triple.mar", batch-size: 1, timeout-ms: 60000}
+      triple: {url: "https://models.example/mar/triple.mar?version=3", batch-size: 1, timeout-ms: 60000}
     dag:
       pre: [double, triple]
       double: [join]
@@ -403,6 +403,7 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
 
 
 def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(store: Path) -> None:
+    (store / "folder").mkdir()
     (store / "torn.war").write_bytes(b"PK\x03\x04torn")
     worlds.war(store / "circle.war", FUNCTIONS, "models: {}\ndag: {pre: [join], join: [pre]}")
     worlds.war(store / "named.war", FUNCTIONS, SPEC, name="../up")
@@ -420,6 +421,7 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
             ("?url=malformed_url,%3F", 404, "Relative path is not allowed in url: malformed_url,?"),
             ("?url=https://host/x.war", 404, "Given URL https://host/x.war does not match any allowed URL(s)"),
             ("?url=torn.war", 400, "'torn.war' is torn, or neither a zip nor a tar.gz"),
+            ("?url=folder", 400, "'folder' has no WAR-INF/MANIFEST.json: it is no workflow archive"),
             ("?url=circle.war", 400, "the dag goes in a circle: "),
             ("?url=double.mar", 400, "the manifest is none of a workflow: "),
             ("?url=named.war", 400, "workflow '../up' is no name here"),

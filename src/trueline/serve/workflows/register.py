@@ -323,7 +323,9 @@ def _stored(url: str) -> str:
     """What the store calls a model that a specification names. Nothing is fetched: a URL is its file in the store,
     where TorchServe put it too.
     """
-    return url.rsplit("/", 1)[-1] if url.startswith(("http://", "https://", "file://")) else url
+    if not url.startswith(("http://", "https://", "file://")):
+        return url
+    return url.partition("?")[0].rsplit("/", 1)[-1]
 
 
 def _given(node: Node) -> Iterator[tuple[str, str]]:

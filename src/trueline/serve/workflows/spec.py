@@ -63,8 +63,6 @@ SETTINGS = tuple(one.name for one in msgspec.structs.fields(Settings))
 _KEYS = tuple(one.encode_name for one in msgspec.structs.fields(Settings))
 DEFAULTS = Settings(min_workers=1, max_workers=1, batch_size=1, max_batch_delay=50, retry_attempts=1, timeout_ms=10_000)
 """TorchServe's."""
-
-
 _NOTHING = Settings()
 
 

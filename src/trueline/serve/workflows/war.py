@@ -44,6 +44,8 @@ class _Manifest(msgspec.Struct):
 def unpack(path: Path, into: Path, caps: Caps | None = None) -> War:
     """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
     with archive.readable(path.name, MANIFEST, "workflow"):
+        if path.is_dir() and not any((path / name).is_file() for name in (MANIFEST, archive.MANIFEST)):
+            raise KeyError(MANIFEST)  # before a large folder is copied
         digest = archive.lay_out(path, into, caps)
         folder, manifest = _manifest(into)
         source = ""
