@@ -146,3 +146,17 @@ def test_pieces_can_be_read_one_by_one_or_as_a_whole() -> None:
     assert asyncio.run(told(torn=False)) == [b"one", b"two"]
     with pytest.raises(Torn):
         asyncio.run(told(torn=True))
+
+
+def test_a_reader_that_is_busy_with_a_piece_when_the_answer_ends_gets_the_rest() -> None:
+    async def told() -> list[bytes]:
+        pieces = Pieces(lambda: None)
+        pieces.add(b"one")
+        found = []
+        async for piece in pieces.each():
+            found.append(bytes(piece))
+            pieces.add(b"two")
+            pieces.end()
+        return found
+
+    assert asyncio.run(told()) == [b"one", b"two"]

@@ -73,14 +73,15 @@ class Pieces:
         self.listen(more.set)
         try:
             while True:
+                more.clear()
                 for piece in self.take():
                     yield piece
                 if self.torn:
                     raise Torn
-                if self.over:
+                if self.over and not self._ready:  # while a piece was sent, the last ones and the end may have come
                     return
-                more.clear()
-                await more.wait()
+                if not self._ready:
+                    await more.wait()
         finally:
             self.drop()
 
