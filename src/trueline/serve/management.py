@@ -141,10 +141,9 @@ class Management:
                 return torchserve.reply(200, torchserve.pretty({"name": model, "ready": ready}))
             case "GET", ["token"] if self._keys is not None:
                 return self._renew(self._keys, query.get("type", ""))
-            case "OPTIONS", [""]:
-                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
-            case "GET" | "HEAD", ["openapi.json"] | ["api-description"]:
-                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
+            case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
+                told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
+                return torchserve.reply(200, torchserve.pretty(told))
             case "GET" | "HEAD" | "POST", ["ping"]:
                 return torchserve.status("Healthy")
             case _, ["models", *_]:

@@ -172,8 +172,8 @@ def _nested(spec: TensorSpec, skip: int) -> Document:
     return found
 
 
-def management(version: str) -> Document:
-    """The document of the management port."""
+def management(version: str, *, workflows: bool = False) -> Document:
+    """The document of the management port; `workflows`: with what is done with those."""
     model, which = _parameter("model", "path"), _parameter("version", "path")
     registering = [
         _parameter(name, "query", kind)
@@ -186,11 +186,6 @@ def management(version: str) -> Document:
             ("max_batch_delay", "integer"),
         )
     ]
-    workflow = _parameter("workflow", "path")
-    workflow_registering = [
-        *(_parameter(name, "query") for name in ("url", "workflow_name")),
-        *(_parameter(name, "query", "integer") for name in ("response_timeout", "startup_timeout")),
-    ]
     scaling = [_parameter(name, "query", "integer") for name in ("min_worker", "max_worker")]
     paging = [_parameter("limit", "query", "integer"), _parameter("next_page_token", "query", "integer")]
     listed: Document = {"type": "array", "items": {"type": "object"}}
@@ -198,38 +193,43 @@ def management(version: str) -> Document:
     def act(summary: str, answer: Document, *parameters: Document, also: tuple[str, ...] = ()) -> Document:
         return _operation(summary, answer, _TS_ERROR, parameters=parameters, also=also)
 
-    return _document(
-        "Trueline management",
-        version,
-        {
-            "/models": {
-                "get": act("Models by name", {"type": "object"}, *paging),
-                "post": act("Loads a bundle of the store", _TS_STATUS, *registering),
-            },
-            "/models/{model}": {
-                "get": act("How the default version is served", listed, model),
-                "put": act("Runs that go on at the same time", _TS_STATUS, model, *scaling, also=("202",)),
-                "delete": act("Takes the model away", _TS_STATUS, model),
-            },
-            "/models/{model}/split": {"put": act("Traffic by weight: ?1=90&2=10", _TS_STATUS, model)},
-            "/models/{model}/{version}": {
-                "get": act("How a version is served", listed, model, which),
-                "put": act("Runs that go on at the same time", _TS_STATUS, model, which, *scaling, also=("202",)),
-                "delete": act("Takes a version away", _TS_STATUS, model, which),
-            },
-            "/models/{model}/{version}/set-default": {
-                "put": act("Requests without a version go to it", _TS_STATUS, model, which)
-            },
+    paths: Document = {
+        "/models": {
+            "get": act("Models by name", {"type": "object"}, *paging),
+            "post": act("Loads a bundle of the store", _TS_STATUS, *registering),
+        },
+        "/models/{model}": {
+            "get": act("How the default version is served", listed, model),
+            "put": act("Runs that go on at the same time", _TS_STATUS, model, *scaling, also=("202",)),
+            "delete": act("Takes the model away", _TS_STATUS, model),
+        },
+        "/models/{model}/split": {"put": act("Traffic by weight: ?1=90&2=10", _TS_STATUS, model)},
+        "/models/{model}/{version}": {
+            "get": act("How a version is served", listed, model, which),
+            "put": act("Runs that go on at the same time", _TS_STATUS, model, which, *scaling, also=("202",)),
+            "delete": act("Takes a version away", _TS_STATUS, model, which),
+        },
+        "/models/{model}/{version}/set-default": {
+            "put": act("Requests without a version go to it", _TS_STATUS, model, which)
+        },
+    }
+    if workflows:
+        workflow, asked = (
+            _parameter("workflow", "path"),
+            [_parameter(name, "query") for name in ("url", "workflow_name")],
+        )
+        asked += [_parameter(name, "query", "integer") for name in ("response_timeout", "startup_timeout")]
+        paths |= {
             "/workflows": {
                 "get": act("Workflows by name", {"type": "object"}, *paging),
-                "post": act("Registers a workflow of the store", _TS_STATUS, *workflow_registering, also=("500",)),
+                "post": act("Registers a workflow of the store", _TS_STATUS, *asked, also=("500",)),
             },
             "/workflows/{workflow}": {
                 "get": act("How a workflow is served", listed, workflow, also=("503",)),
                 "delete": act("Takes a workflow away with its nodes", _TS_STATUS, workflow),
             },
-        },
-    )
+        }
+    return _document("Trueline management", version, paths)
 
 
 def _parameter(name: str, where: str, kind: str = "string") -> Document:

@@ -115,7 +115,8 @@ class Workflows:
 
     def wanted(self) -> dict[str, WantedWorkflow]:
         """What is served, as the state file says it."""
-        return {name: one.told for name, one in (*self._served.items(), *self._missing.items())}
+        served = {name: one.told for name, one in self._served.items()}
+        return served | {name: one.told for name, one in self._missing.items()}
 
     def busy(self, name: str) -> bool:
         """Whether an act on the workflow is under way."""
