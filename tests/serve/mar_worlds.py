@@ -1,4 +1,4 @@
-"""Small model archives for tests: plain Python handlers, no torch."""
+"""Small archives of models and workflows for tests: plain Python handlers, no torch."""
 
 from __future__ import annotations
 
@@ -36,5 +36,23 @@ def mar(path: Path, code: str = DOUBLE, **options: Any) -> Path:
     """A `.mar` at `path`."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files(code, **options).items():
+            archive.writestr(name, content)
+    return path
+
+
+def war_files(code: str, spec: str, *, name: str = "flow", manifest: str = "WAR-INF/MANIFEST.json") -> dict[str, bytes]:
+    """The files of a workflow's archive, by name."""
+    told = {"workflowName": name, "specFile": "spec.yaml", "handler": "functions.py"}
+    return {
+        manifest: json.dumps({"createdOn": "01/01/2026 00:00:00", "archiverVersion": "1", "workflow": told}).encode(),
+        "functions.py": dedent(code).encode(),
+        "spec.yaml": dedent(spec).encode(),
+    }
+
+
+def war(path: Path, code: str, spec: str, **options: Any) -> Path:
+    """A `.war` at `path`."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in war_files(code, spec, **options).items():
             archive.writestr(name, content)
     return path

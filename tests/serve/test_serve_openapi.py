@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
+import httpx
+import mar_worlds
 import pytest
 import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +31,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     worlds.double_plus(store / "tiny" / "1.bundle", max_rows=8)
     worlds.double_plus(store / "tiny" / "2.bundle", max_rows=8)
     worlds.double_plus(store / "other.bundle")
-    with serve.start(model_store=str(store), load="all", management_port=0) as running:
+    same = "def same(data, context):\n    return data and [b'{}' for row in data]"
+    mar_worlds.war(store / "flow.war", same, "{models: {}, dag: {same: []}}")
+    with serve.start(model_store=str(store), load="all", management_port=0, allow_code=True) as running:
+        httpx.post(f"{running.management_url}/workflows", params={"url": "flow.war"}, timeout=120).raise_for_status()
         yield running
 
 
@@ -92,6 +97,7 @@ def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_s
 ) -> None:
     paths = {operation.path for operation in operations(schemathesis, server.url)}
     assert {"/v2/models/tiny/infer", "/v1/models/other:predict", "/predictions/tiny/2", "/ping"} <= paths
+    assert "/wfpredict/flow" in paths
     for operation in operations(schemathesis, server.url):
         if operation.method.upper() == "GET":
             case = operation.Case()

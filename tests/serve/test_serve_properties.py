@@ -24,6 +24,7 @@ metrics_address http://127.0.0.1:8087
 grpc_inference_port=7070
 grpc_management_port=7071
 model_store=/models
+workflow_store=/workflows
 load_models=all
 number_of_netty_threads=32
 job_queue_size=50
@@ -52,6 +53,7 @@ def test_addresses_stores_and_models_are_taken_and_the_rest_is_named_with_its_re
         "grpc_port": 7070,
         "grpc_management_port": 7071,
         "model_store": "/models",
+        "workflow_store": "/workflows",
         "load": "all",
         "key_file": None,
     }

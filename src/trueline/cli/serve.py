@@ -56,6 +56,7 @@ trueline serve --ts-config config.properties --allow-code
 )
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Requests that may wait for the model.")
 @click.option("--model-store", metavar="DIR", help="A folder of bundles that may be loaded by name.")
+@click.option("--workflow-store", metavar="DIR", help="A folder of TorchServe's workflows; the model store by default.")
 @click.option("--load", default="", metavar="NAMES", help="What of the store to load at start: a,b or all.")
 @click.option("--watch", is_flag=True, help="Keep what --load names as the store has it, from now on.")
 @click.option(
@@ -95,7 +96,7 @@ def command(ctx: click.Context, /, source: str | None, ts_config: str | None, qu
     with progress(quiet=quiet):
         if ts_config is not None:
             given = _configured(ctx, ts_config, given)
-        if given["management_port"] is None and given["model_store"] is not None:
+        if given["management_port"] is None and (given["model_store"] or given["workflow_store"]) is not None:
             given["management_port"] = 8081
         serve(source, **given)
 

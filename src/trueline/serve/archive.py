@@ -28,9 +28,11 @@ import msgspec
 from trueline.errors import BundleError
 
 MANIFEST = "MAR-INF/MANIFEST.json"
+WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
 SUFFIXES = (".mar", ".tar.gz", ".tgz")
-_TEXT_BYTES = 2**20
-"""A manifest or a model-config.yaml is not larger."""
+_WORKFLOW = "'{}' says that this is the archive of a workflow, not of a model: register it at /workflows"
+TEXT_BYTES = 2**20
+"""A manifest, a model-config.yaml or a workflow's specification is not larger."""
 _PIECE = 2**20
 
 
@@ -38,6 +40,10 @@ class ArchiveError(BundleError):
     """An archive that is torn, hostile, or of no form that is served; the message names the entry, never a path."""
 
     code = "archive"
+
+
+class HoldsWorkflow(ArchiveError):
+    """An archive of a workflow where one of a model was looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,51 +104,60 @@ def stem(name: str) -> str:
 
 def unpack(path: Path, into: Path, caps: Caps | None = None) -> Archive:
     """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
-    placer = _Placer(into, caps or Caps())
-    with _readable(path.name):
-        if path.is_dir():
-            digest = _copy_folder(path, placer)
-        else:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                placer.packed_bytes = max(1, file.tell())
-                file.seek(0)
-                if zipfile.is_zipfile(file):
-                    _unzip(file, placer)
-                else:
-                    file.seek(0)
-                    _untar(file, placer)
-        folder = _root(into)
+    with readable(path.name):
+        digest = lay_out(path, into, caps)
+        folder = root(into, MANIFEST)
         manifest = _manifest((folder / MANIFEST).read_bytes())
-    return Archive(folder=folder, manifest=manifest, config=_config(folder, manifest), digest=digest)
+        config = read_yaml(folder, manifest.config_file) if manifest.config_file else {}
+    return Archive(folder=folder, manifest=manifest, config=config, digest=digest)
+
+
+def lay_out(path: Path, into: Path, caps: Caps | None = None) -> str:
+    """Lays out whatever is packed at `path`, and returns its digest; call it inside `readable`. Raises ArchiveError."""
+    placer = _Placer(into, caps or Caps())
+    if path.is_dir():
+        return _copy_folder(path, placer)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        placer.packed_bytes = max(1, file.tell())
+        file.seek(0)
+        if zipfile.is_zipfile(file):
+            _unzip(file, placer)
+        else:
+            file.seek(0)
+            _untar(file, placer)
+    return digest
 
 
 def peek(path: Path) -> Manifest:
     """The manifest of the archive at `path`; nothing is written. Raises ArchiveError."""
-    with _readable(path.name):
+    with readable(path.name):
         if path.is_dir():
             return _manifest((path / MANIFEST).read_bytes())
         with path.open("rb") as file:
             if zipfile.is_zipfile(file):
                 with zipfile.ZipFile(file) as archive, archive.open(MANIFEST) as entry:
-                    return _manifest(entry.read(_TEXT_BYTES + 1))
+                    return _manifest(entry.read(TEXT_BYTES + 1))
             file.seek(0)
             with _tar(file, Caps()) as opened:
                 for member in opened:
+                    if _plain(member.name).endswith(WORKFLOW_MANIFEST):
+                        raise HoldsWorkflow(_WORKFLOW.format(path.name))
                     if member.isfile() and _plain(member.name).endswith(MANIFEST):
                         found = opened.extractfile(member)
                         assert found is not None  # it is a file
-                        return _manifest(found.read(_TEXT_BYTES + 1))
+                        return _manifest(found.read(TEXT_BYTES + 1))
             raise KeyError(MANIFEST)
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
+def readable(name: str, manifest: str = MANIFEST, kind: str = "model") -> Iterator[None]:
+    """What goes wrong inside while the archive `name` is read is raised as ArchiveError."""
     try:
         yield
     except (KeyError, FileNotFoundError) as error:
         raise ArchiveError(
-            f"'{name}' has no {MANIFEST}: it is no model archive", hint="make it with torch-model-archiver"
+            f"'{name}' has no {manifest}: it is no {kind} archive", hint=f"make it with torch-{kind}-archiver"
         ) from error
     except (zipfile.BadZipFile, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise ArchiveError(f"'{name}' is torn, or neither a zip nor a tar.gz: {error}", hint="copy it again") from error
@@ -292,14 +307,14 @@ def _copy_folder(path: Path, placer: _Placer) -> str:
     return digest.hexdigest()
 
 
-def _root(into: Path) -> Path:
+def root(into: Path, manifest: str) -> Path:
     """Where the manifest's folder stands: here, or in the one folder that is here. Raises KeyError."""
-    if (into / MANIFEST).is_file():
+    if (into / manifest).is_file():
         return into
     inner = list(into.iterdir())
-    if len(inner) == 1 and (inner[0] / MANIFEST).is_file():
+    if len(inner) == 1 and (inner[0] / manifest).is_file():
         return inner[0]
-    raise KeyError(MANIFEST)
+    raise KeyError(manifest)
 
 
 # what it says
@@ -322,11 +337,13 @@ class _Manifest(msgspec.Struct):
 
 
 def _manifest(text: bytes) -> Manifest:
-    if len(text) > _TEXT_BYTES:
-        raise ArchiveError(f"entry '{MANIFEST}' is over {_TEXT_BYTES} bytes; no manifest is")
+    if len(text) > TEXT_BYTES:
+        raise ArchiveError(f"entry '{MANIFEST}' is over {TEXT_BYTES} bytes; no manifest is")
     try:
-        found = msgspec.json.decode(text, type=_Manifest)
         raw = msgspec.json.decode(text, type=dict[str, Any])
+        if "workflow" in raw and "model" not in raw:
+            raise HoldsWorkflow(_WORKFLOW.format(MANIFEST))
+        found = msgspec.json.decode(text, type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArchiveError(f"entry '{MANIFEST}' is no manifest of an archive: {error}") from error
     if found.runtime not in ("python", "python2", "python3"):
@@ -345,18 +362,13 @@ def _manifest(text: bytes) -> Manifest:
     )
 
 
-def _config(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The archive's model-config.yaml, as it is. Raises ArchiveError."""
-    if not manifest.config_file:
-        return {}
+def read_yaml(folder: Path, name: str) -> dict[str, Any]:
+    """The YAML that a manifest names, as it is; {} for an empty one. Raises ArchiveError."""
     import yaml
 
-    name = manifest.config_file
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()) or not path.is_file():
-        raise ArchiveError(f"the manifest names the configuration '{_shown(name)}', which the archive does not hold")
-    if path.stat().st_size > _TEXT_BYTES:
-        raise ArchiveError(f"entry '{_shown(name)}' is over {_TEXT_BYTES} bytes; no configuration is")
+    path = inside(folder, name)
+    if path.stat().st_size > TEXT_BYTES:
+        raise ArchiveError(f"entry '{_shown(name)}' is over {TEXT_BYTES} bytes; no configuration is")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -366,6 +378,14 @@ def _config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ArchiveError(f"entry '{_shown(name)}' is to map names to values, it is {type(found).__name__}")
     return found
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file that a manifest names. Raises ArchiveError for one that the archive does not hold."""
+    path = folder / name.replace("\0", "?")
+    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+        raise ArchiveError(f"the manifest names the file '{_shown(name)}', which the archive does not hold")
+    return path
 
 
 def _shown(name: str) -> str:

@@ -11,9 +11,9 @@ outcome cannot be written is undone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,12 +132,10 @@ class Fleet:
         self.how = how or How()
         self._loop = loop
         self._in_thread = in_thread
-        self._state = state
+        self._keeper = wanted.Keeper(state, "models")
         self._handlers = handlers
         self._locks: dict[str, asyncio.Lock] = {}
         self._wanted: dict[Version, WantedVersion] = {}
-        self._kept: dict[str, WantedModel] = {}
-        self._following: set[str] = set()
         self._retiring: set[asyncio.Task[None]] = set()
 
     def lock(self, model: str) -> AbstractAsyncContextManager[None]:
@@ -165,6 +163,7 @@ class Fleet:
         goes on as it was.
         """
         async with self.lock(model):
+            self._check_free(model)
             before = self._at(model, version)
             if before is not None and before.state == "ready" and not replace_it:
                 raise Conflict(f"Model version {version} is already registered for model {model}")
@@ -228,6 +227,15 @@ class Fleet:
             max_delay_s=None if how.max_delay_s == self.how.max_delay_s else how.max_delay_s,
         )
 
+    def _check_free(self, model: str) -> None:
+        """Raises Conflict for a node of a workflow: it changes with that alone."""
+        owners = [one.workflow for one in self.models.all() if one.model == model and one.workflow]
+        if owners:
+            raise Conflict(
+                f"model '{model}' is a node of workflow '{owners[0]}'",
+                hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register it as it is to be",
+            )
+
     def _at(self, model: str, version: str) -> Version | None:
         known = model in self.models.names() and version in self.models.versions(model)
         return self.models.find(model, version) if known else None
@@ -244,7 +252,8 @@ class Fleet:
         version.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
 
     def set_default(self, model: str, version: str) -> None:
-        """Requests without a version go to `version` from now on. Raises NotFound, NotReady."""
+        """Requests without a version go to `version` from now on. Raises NotFound, NotReady, Conflict."""
+        self._check_free(model)
         before = (self.models.default(model), self.models.split(model))
         self.models.set_default(model, version)
         try:
@@ -255,7 +264,8 @@ class Fleet:
         events.emit("default.set", model=model, version=version)
 
     def set_split(self, model: str, weights: Mapping[str, float]) -> None:
-        """Requests without a version go by weight. Raises NotFound, NotReady, RequestError."""
+        """Requests without a version go by weight. Raises NotFound, NotReady, Conflict, RequestError."""
+        self._check_free(model)
         default, before = self.models.default(model), self.models.split(model)
         self.models.set_split(model, Split(dict(weights)))
         try:
@@ -268,7 +278,11 @@ class Fleet:
         )
 
     def scale(self, model: str, version: str, workers: int) -> int:
-        """How many runs of a version go on at the same time. Returns how many it is now. Raises NotFound, NotReady."""
+        """How many runs of a version go on at the same time. Returns how many it is now.
+
+        Raises NotFound, NotReady, Conflict.
+        """
+        self._check_free(model)
         found = self.models.find(model, version)
         before = found.policy.lanes
         found.scale(workers)
@@ -287,9 +301,10 @@ class Fleet:
     async def retire(self, model: str, version: str | None = None) -> None:
         """Takes a version away, or the model with all its versions; returns when their last requests are answered.
 
-        Raises NotFound; RequestError (403) for the default version while there are others.
+        Raises NotFound, Conflict; RequestError (403) for the default version while there are others.
         """
         async with self.lock(model):
+            self._check_free(model)
             names = self.models.versions(model) if version is None else [version]
             others = len(self.models.versions(model)) > 1
             if version is not None and others and self.models.default(model) == version:
@@ -342,34 +357,11 @@ class Fleet:
         return Wanted(models=found)
 
     def _keep(self) -> None:
-        """Writes what was changed here since it was last written, and leaves other models as others wrote them."""
-        if self._state is None:
-            return
-        mine = self.wanted().models
-        changed = {name for name in {*mine, *self._kept} if mine.get(name) != self._kept.get(name)} - self._following
-        if not changed:
-            return
-        with wanted.locked(self._state):
-            models = {name: one for name, one in wanted.read(self._state).models.items() if name not in changed}
-            models |= {name: mine[name] for name in mine if name in changed}
-            wanted.write(self._state, Wanted(models=models))
-        self._remember(changed, mine)
+        self._keeper.keep(self.wanted().models)
 
-    def _remember(self, names: Iterable[str], mine: Mapping[str, WantedModel]) -> None:
-        for name in names:
-            self._kept.pop(name, None)
-            if name in mine:
-                self._kept[name] = mine[name]
-
-    @contextmanager
-    def following(self, model: str) -> Iterator[None]:
+    def following(self, model: str) -> AbstractContextManager[None]:
         """While a model is brought to what the file says, the file is not written for it."""
-        self._following.add(model)
-        try:
-            yield
-        finally:
-            self._following.discard(model)
-            self._remember([model], self.wanted().models)
+        return self._keeper.following(model, lambda: self.wanted().models)
 
     def how_of(self, told: WantedVersion) -> How:
         """How a version of the file is to be run."""

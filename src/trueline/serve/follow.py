@@ -8,7 +8,7 @@ is never written for a model that is being followed. What could not be followed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from trueline import events
@@ -16,16 +16,23 @@ from trueline.errors import TruelineError
 from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found
 from trueline.serve.tokens import Keys
-from trueline.serve.wanted import WantedModel, WantedVersion
+from trueline.serve.wanted import WantedModel, WantedVersion, WantedWorkflow
+from trueline.serve.workflows.register import Workflows
 
 
 class Follower:
     """One server's eye on the file, and on the key file beside it."""
 
     def __init__(
-        self, fleet: Fleet, state: Path, find: Callable[[str], Awaitable[Found]], keys: Keys | None = None
+        self,
+        fleet: Fleet,
+        state: Path,
+        find: Callable[[str], Awaitable[Found]],
+        keys: Keys | None = None,
+        workflows: Workflows | None = None,
     ) -> None:
-        """`find` leads from a source in the file to its bundle."""
+        """`find` leads from a source in the file to its bundle; `workflows` follow the file too."""
+        self._workflows = workflows
         self._fleet = fleet
         self._state = state
         self._find = find
@@ -57,6 +64,22 @@ class Follower:
                 self._seen = None  # what is being done here may make the two equal: look again
             elif want != have:
                 await self._bring(name, want, have)
+        if self._workflows is not None:
+            await self._look_at_workflows(self._workflows, told.workflows)
+
+    async def _look_at_workflows(self, workflows: Workflows, told: Mapping[str, WantedWorkflow]) -> None:
+        for name in {**told, **workflows.wanted()}:
+            want, have = told.get(name), workflows.wanted().get(name)
+            if workflows.busy(name):
+                self._seen = None
+            elif want != have:
+                with workflows.following(name):
+                    try:
+                        await (workflows.unregister(name) if want is None else workflows.bring(name, want))
+                    except TruelineError as error:
+                        events.emit("state.not_followed", workflow=name, why=error.message)
+                    else:
+                        events.emit("state.followed", workflow=name, served=want is not None)
 
     async def _bring(self, name: str, want: WantedModel | None, have: WantedModel | None) -> None:
         with self._fleet.following(name):

@@ -20,9 +20,10 @@ from trueline import events
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
 from trueline.serve import binary, calls, extensions, oip, tensors
+from trueline.serve.asking import KEY_HEADER, PRIORITY_HEADER
 from trueline.serve.calls import Context, header
 from trueline.serve.models import Version
-from trueline.serve.routes import KEY_HEADER, PRIORITY_HEADER, Routes
+from trueline.serve.routes import Routes
 from trueline.serve.tokens import Keys, Kind
 from trueline.wire import inference_pb2 as pb
 
@@ -162,7 +163,7 @@ class Face:
         outputs = found if isinstance(found, dict) else await found
         run = perf_counter()
         response = write_outputs(version, request, wanted, outputs)
-        self._routes.answered(version, inputs, outputs, began, run)
+        self._routes.asking.answered(version, inputs, outputs, began, run)
         return response
 
     async def _stream(

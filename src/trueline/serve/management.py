@@ -26,14 +26,16 @@ from trueline.serve.http import Request, Response, query_of
 from trueline.serve.models import UnknownVersion, Version
 from trueline.serve.store import Store, check_name
 from trueline.serve.tokens import Keys
+from trueline.serve.torchserve import whole
 from trueline.serve.traffic import Traffic
+from trueline.serve.workflows import face as workflow_face
+from trueline.serve.workflows.register import Workflows
 
 Find = Callable[[str], Awaitable[Found]]
 _OF_ARCHIVES = frozenset(
     {"handler", "initial_workers", "batch_size", "max_batch_delay", "response_timeout", "startup_timeout"}
 )
 """Parameters of a registration that say how an archive's handler is run."""
-PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,12 @@ class Management:
         find: Find,
         loop: asyncio.AbstractEventLoop,
         keys: Keys | None = None,
+        workflows: Workflows | None = None,
     ) -> None:
-        """`find` turns a source that the operator allows into a bundle's place; `keys` are what /token renews."""
+        """`find` turns a source that the operator allows into a bundle's place; `keys` are what /token renews;
+        `workflows` are managed too, if there are any to be.
+        """
+        self._workflows = workflows
         self._keys = keys
         self._traffic = Traffic(fleet, loop)
         self._fleet = fleet
@@ -128,21 +134,35 @@ class Management:
                 return _Later(self._unregister(model, None))
             case "DELETE", ["models", model, version]:
                 return _Later(self._unregister(model, version))
+            case method, ["workflows", *rest] if self._workflows is not None:
+                return self._of_workflows(self._workflows, request, method, rest)
             case "GET" | "HEAD", ["v1", "models", model]:
                 ready = self._models.find(model).state == "ready"
                 return torchserve.reply(200, torchserve.pretty({"name": model, "ready": ready}))
             case "GET", ["token"] if self._keys is not None:
                 return self._renew(self._keys, query.get("type", ""))
-            case "OPTIONS", [""]:
-                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
-            case "GET" | "HEAD", ["openapi.json"] | ["api-description"]:
-                return torchserve.reply(200, torchserve.pretty(openapi.management(metadata.version("trueline"))))
+            case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
+                told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
+                return torchserve.reply(200, torchserve.pretty(told))
             case "GET" | "HEAD" | "POST", ["ping"]:
                 return torchserve.status("Healthy")
             case _, ["models", *_]:
                 raise MethodNotAllowed(torchserve.NO_METHOD)
             case _:
                 raise NotFound(torchserve.NO_RESOURCE)
+
+    def _of_workflows(self, workflows: Workflows, request: Request, method: str, rest: list[str]) -> Response | _Later:
+        match method, rest:
+            case "POST", []:
+                return _Later(workflow_face.register(workflows, query_of(request.target) | _json(request)))
+            case "GET" | "HEAD", []:
+                return workflow_face.listed(workflows, query_of(request.target))
+            case "GET" | "HEAD", [name]:
+                return workflow_face.described(workflows, name)
+            case "DELETE", [name]:
+                return _Later(workflow_face.unregister(workflows, name))
+            case _:
+                raise MethodNotAllowed(torchserve.NO_METHOD)
 
     # acts
 
@@ -162,9 +182,9 @@ class Management:
         runtime = given.get("runtime") or "python"
         if runtime not in ("python", "python2", "python3"):
             raise RequestError(f"Invalid RuntimeType value: {runtime[:32]}")
-        workers = _whole(given.get("initial_workers"), 0)
-        delay_s = _whole(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None
-        how = How(max_batch=max(1, _whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
+        workers = whole(given.get("initial_workers"), 0)
+        delay_s = whole(given["max_batch_delay"], 0) / 1e3 if "max_batch_delay" in given else None
+        how = How(max_batch=max(1, whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
         told = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
         how = replace(how, max_queue=self._fleet.how.max_queue, way=self._fleet.how.way, given=told)
         made = await self._fleet.load(found, model, version, source=url, how=how)
@@ -179,8 +199,8 @@ class Management:
         return next(((one.model, one.version) for one in entries if one.source == url), None)
 
     def _scale(self, model: str, version: str, query: Mapping[str, str], *, named: bool) -> Response | _Later:
-        least = _whole(query.get("min_worker"), 1)
-        most = _whole(query.get("max_worker"), least)
+        least = whole(query.get("min_worker"), 1)
+        most = whole(query.get("max_worker"), least)
         if least < 0 or most < 0:
             raise RequestError(f"min_worker and max_worker are 0 or more; got {least} and {most}")
         if most < least:
@@ -210,8 +230,8 @@ class Management:
         rule = canary.Rule(
             max_error_rate=_number(query, "max_error_rate", canary.MAX_ERROR_RATE),
             max_latency_ratio=_number(query, "max_latency_ratio", canary.MAX_LATENCY_RATIO),
-            min_requests=_whole(query.get("min_requests"), canary.MIN_REQUESTS),
-            promote_after=_whole(query.get("promote_after"), 0),
+            min_requests=whole(query.get("min_requests"), canary.MIN_REQUESTS),
+            promote_after=whole(query.get("promote_after"), 0),
         )
         weight = _number(query, "weight", 10.0) / 100
         self._traffic.begin_canary(model, version, weight, rule)
@@ -236,15 +256,10 @@ class Management:
     # reading
 
     def _list(self, query: Mapping[str, str]) -> Response:
-        limit = _whole(query.get("limit"), PAGE)
-        limit = limit if 0 < limit <= PAGE else PAGE
-        start = max(0, _whole(query.get("next_page_token"), 0))
-        names = sorted(self._models.names())
-        page: dict[str, Any] = {"nextPageToken": str(start + limit)} if start + limit < len(names) else {}
-        page["models"] = [
-            {"modelName": name, "modelUrl": self._models.find(name, self._models.default(name)).source}
-            for name in names[start : start + limit]
-        ]
+        defaults = {name: self._models.find(name, self._models.default(name)) for name in self._models.names()}
+        shown = sorted(name for name, one in defaults.items() if one.source or not one.workflow)  # functions are none
+        page, names = torchserve.page(shown, query)
+        page["models"] = [{"modelName": name, "modelUrl": defaults[name].source} for name in names]
         return torchserve.reply(200, torchserve.pretty(page))
 
     def _describe(self, model: str, version: str | None, query: Mapping[str, str]) -> Response | _Later:
@@ -349,11 +364,3 @@ def _number(query: Mapping[str, str], name: str, default: float) -> float:
         return float(query.get(name, default))
     except ValueError as error:
         raise RequestError(f"{name} is a number, got '{query[name][:32]}'") from error
-
-
-def _whole(text: str | None, default: int) -> int:
-    """TorchServe takes its default for what is no whole number."""
-    try:
-        return default if text is None else int(text)
-    except ValueError:
-        return default

@@ -91,6 +91,8 @@ class Version:
     """Why it failed, for clients to read."""
     source: str = ""
     """What it was loaded from, as it was asked for."""
+    workflow: str = ""
+    """The workflow that it is a node of; it comes and goes with that alone."""
     since: float = 0.0
     """When it became ready, in seconds since the epoch."""
     stats: VersionStats = field(default_factory=VersionStats)

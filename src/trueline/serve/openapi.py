@@ -25,8 +25,8 @@ _TS_ERROR = {
 _TS_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
-def data_plane(versions: Iterable[Version], version: str) -> Document:
-    """The document of the data port, for the versions that are ready. `version` is Trueline's."""
+def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[str] = ()) -> Document:
+    """The document of the data port, for the versions that are ready, and the workflows. `version` is Trueline's."""
     paths: Document = {
         "/v2": _get("Server metadata", {"type": "object"}),
         "/v2/health/live": _get("Whether the server lives", {"type": "object"}),
@@ -46,6 +46,9 @@ def data_plane(versions: Iterable[Version], version: str) -> Document:
     for one in versions:
         if one.state == "ready":
             paths |= _model(one)
+    for name in workflows:
+        asked = _operation(f"Asks the workflow {name}", {}, _TS_ERROR, body={}, also=("500", "503"))
+        paths[f"/wfpredict/{name}"] = {"post": asked}
     return _document("Trueline", version, paths)
 
 
@@ -169,8 +172,8 @@ def _nested(spec: TensorSpec, skip: int) -> Document:
     return found
 
 
-def management(version: str) -> Document:
-    """The document of the management port."""
+def management(version: str, *, workflows: bool = False) -> Document:
+    """The document of the management port; `workflows`: with what is done with those."""
     model, which = _parameter("model", "path"), _parameter("version", "path")
     registering = [
         _parameter(name, "query", kind)
@@ -190,30 +193,43 @@ def management(version: str) -> Document:
     def act(summary: str, answer: Document, *parameters: Document, also: tuple[str, ...] = ()) -> Document:
         return _operation(summary, answer, _TS_ERROR, parameters=parameters, also=also)
 
-    return _document(
-        "Trueline management",
-        version,
-        {
-            "/models": {
-                "get": act("Models by name", {"type": "object"}, *paging),
-                "post": act("Loads a bundle of the store", _TS_STATUS, *registering),
-            },
-            "/models/{model}": {
-                "get": act("How the default version is served", listed, model),
-                "put": act("Runs that go on at the same time", _TS_STATUS, model, *scaling, also=("202",)),
-                "delete": act("Takes the model away", _TS_STATUS, model),
-            },
-            "/models/{model}/split": {"put": act("Traffic by weight: ?1=90&2=10", _TS_STATUS, model)},
-            "/models/{model}/{version}": {
-                "get": act("How a version is served", listed, model, which),
-                "put": act("Runs that go on at the same time", _TS_STATUS, model, which, *scaling, also=("202",)),
-                "delete": act("Takes a version away", _TS_STATUS, model, which),
-            },
-            "/models/{model}/{version}/set-default": {
-                "put": act("Requests without a version go to it", _TS_STATUS, model, which)
-            },
+    paths: Document = {
+        "/models": {
+            "get": act("Models by name", {"type": "object"}, *paging),
+            "post": act("Loads a bundle of the store", _TS_STATUS, *registering),
         },
-    )
+        "/models/{model}": {
+            "get": act("How the default version is served", listed, model),
+            "put": act("Runs that go on at the same time", _TS_STATUS, model, *scaling, also=("202",)),
+            "delete": act("Takes the model away", _TS_STATUS, model),
+        },
+        "/models/{model}/split": {"put": act("Traffic by weight: ?1=90&2=10", _TS_STATUS, model)},
+        "/models/{model}/{version}": {
+            "get": act("How a version is served", listed, model, which),
+            "put": act("Runs that go on at the same time", _TS_STATUS, model, which, *scaling, also=("202",)),
+            "delete": act("Takes a version away", _TS_STATUS, model, which),
+        },
+        "/models/{model}/{version}/set-default": {
+            "put": act("Requests without a version go to it", _TS_STATUS, model, which)
+        },
+    }
+    if workflows:
+        workflow, asked = (
+            _parameter("workflow", "path"),
+            [_parameter(name, "query") for name in ("url", "workflow_name")],
+        )
+        asked += [_parameter(name, "query", "integer") for name in ("response_timeout", "startup_timeout")]
+        paths |= {
+            "/workflows": {
+                "get": act("Workflows by name", {"type": "object"}, *paging),
+                "post": act("Registers a workflow of the store", _TS_STATUS, *asked, also=("500",)),
+            },
+            "/workflows/{workflow}": {
+                "get": act("How a workflow is served", listed, workflow, also=("503",)),
+                "delete": act("Takes a workflow away with its nodes", _TS_STATUS, workflow),
+            },
+        }
+    return _document("Trueline management", version, paths)
 
 
 def _parameter(name: str, where: str, kind: str = "string") -> Document:

@@ -8,18 +8,15 @@ fault is a 4xx in the shape of the face that was asked, ours is a 5xx that says 
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trueline import events
-from trueline.errors import NotFound, NotReady, RequestError
+from trueline.errors import NotFound, RequestError
 from trueline.serve import (
     binary,
     coding,
@@ -28,36 +25,24 @@ from trueline.serve import (
     metrics,
     oip,
     openapi,
-    records,
     repository,
     torchserve,
     v1,
 )
-from trueline.serve.handlers import body as bodies
+from trueline.serve.asking import Asking, json
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import JSON, Request, Response, query_of
+from trueline.serve.http import Request, Response
 from trueline.serve.limits import Limits
-from trueline.serve.models import Models, Version
-from trueline.serve.refusals import Method, allow, check_media, extra, face_of
+from trueline.serve.models import Models
+from trueline.serve.refusals import Method, allow, check_media, face_of
 from trueline.serve.repository import Repository
 from trueline.serve.stats import ServerStats
+from trueline.serve.torchserve_paths import TorchServePaths
 
 if TYPE_CHECKING:
+    from trueline.serve.asking import Answer
     from trueline.serve.models import Outputs
-
-    Answer = Response | asyncio.Future[Response]
-    Encode = Callable[[Outputs], Response]
-
-T = TypeVar("T")
-_PREDICT_METHODS = ("POST", "PUT", "GET")
-KEY_HEADER = b"x-trueline-key"
-"""Requests with one key go to one version of a model whose traffic is split."""
-PRIORITY_HEADER = b"x-trueline-priority"
-"""How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
-
-
-def json(status: int, value: object, headers: bytes = b"") -> Response:
-    return Response(status, msgspec.json.encode(value), JSON, headers)
+    from trueline.serve.workflows.register import Workflows
 
 
 class Routes:
@@ -70,17 +55,21 @@ class Routes:
         *,
         body_bytes: int = Limits().body_bytes,
         loader: Repository | None = None,
+        workflows: Workflows | None = None,
         strict: bool = False,
     ) -> None:
-        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one; with
-        `strict` TorchServe's routes answer with its statuses also where ours are better.
+        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one;
+        `workflows` are asked too; with `strict` TorchServe's routes answer with its statuses also where ours are
+        better.
         """
         self.models = models
+        self.stats = ServerStats()
+        self.draining = False
+        self.asking = Asking(models, loop, self.stats, workflows=workflows, strict=strict)
+        self._torchserve = TorchServePaths(self.asking)
         self._repository = loader
         self._strict = strict
         self._body_bytes = body_bytes
-        self.stats = ServerStats()
-        self.draining = False
         self._loop = loop
         self._collector = metrics.Collector(models, self.stats)
 
@@ -91,7 +80,7 @@ class Routes:
         try:
             found = self._route(request)
         except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-            found = self._error(request.path, error)
+            found = self.asking.error(request.path, error)
         if isinstance(found, Response):
             self.stats.by_status[found.status] += 1
         return found
@@ -102,43 +91,6 @@ class Routes:
         if face_of(path) == "oip" or not path:
             return json(status, {"error": message})
         return torchserve.refusal(status, message)
-
-    def _error(self, path: str, error: Exception) -> Response:
-        face = face_of(path)
-        if isinstance(error, RequestError):
-            if face == "torchserve":
-                return torchserve.error(error, extra(error), strict=self._strict)
-            hint = f"; {error.hint}" if error.hint else ""
-            return json(error.status, {"error": error.message + hint}, extra(error))
-        where = traceback.format_exception(error)[-1].strip()
-        events.emit("request.failed", path=path[:200], why=where)
-        logging.getLogger("trueline").debug("request failed", exc_info=error)
-        if face == "torchserve":
-            return torchserve.failed()
-        return json(500, {"error": "the model failed on this request; the server's log says why"})
-
-    def _later(
-        self, path: str, waiting: asyncio.Future[T], finish: Callable[[T], Response]
-    ) -> asyncio.Future[Response]:
-        """The answer that `finish` makes of what `waiting` brings. Cancelling it cancels `waiting`."""
-        answer: asyncio.Future[Response] = self._loop.create_future()
-
-        def done(found: asyncio.Future[T]) -> None:
-            failure = NotReady("the server stops") if found.cancelled() else found.exception()
-            if answer.done():
-                return
-            try:
-                if failure is not None:
-                    raise failure
-                response = finish(found.result())
-            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-                response = self._error(path, error)
-            self.stats.by_status[response.status] += 1
-            answer.set_result(response)
-
-        waiting.add_done_callback(done)
-        answer.add_done_callback(lambda _: waiting.cancel())
-        return answer
 
     # paths
 
@@ -151,27 +103,12 @@ class Routes:
                 return self._infer(request, model, None)
             case ["v2", "models", model, "versions", version, "infer"]:
                 return self._infer(request, model, version)
-            case ["predictions", model]:
-                return self._predict(request, model, None)
-            case ["predictions", model, version, *rest]:
-                return self._predict(request, model, version, "/".join(rest))
-            case ["explanations", model]:
-                return self._explain(request, model, None)
-            case ["explanations", model, version]:
-                return self._explain(request, model, version)
+            case ["predictions", *_]:
+                return self._torchserve.answer(request, parts[1:])
             case ["v1", "models", *rest]:
                 return self._v1(request, rest)
             case ["v2", *rest]:
                 return self._oip(request, rest)
-            case ["invocations"]:
-                return self._invoke(request)
-            case ["models", model, "invoke"] | [model, "predict"]:
-                return self._predict(request, model, None, older=True)
-            case [model, version, "predict"]:
-                return self._predict(request, model, version, older=True)
-            case ["ping"]:
-                allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
-                return self._ping()
             case ["metrics"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return self._metrics(request)
@@ -180,15 +117,19 @@ class Routes:
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
             case ["openapi.json"] | ["api-description"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
-                return json(200, openapi.data_plane(self.models.all(), _version()))
+                return json(200, self._document())
             case [""] if request.method == "OPTIONS":
-                return json(200, openapi.data_plane(self.models.all(), _version()))
+                return json(200, self._document())
             case [""] if request.method in ("GET", "HEAD") and not self._strict:
                 return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
             case [""]:
                 raise Method(torchserve.NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
             case _:
-                raise NotFound(torchserve.NO_RESOURCE)
+                return self._torchserve.answer(request, parts[1:])
+
+    def _document(self) -> openapi.Document:
+        workflows = self.asking.workflows
+        return openapi.data_plane(self.models.all(), _version(), workflows.names() if workflows is not None else ())
 
     def _opened(self, request: Request) -> Answer:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""
@@ -208,7 +149,7 @@ class Routes:
             try:
                 request.body = found.result()
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-                response = self._error(request.path, error)
+                response = self.asking.error(request.path, error)
                 self.stats.by_status[response.status] += 1
                 answer.set_result(response)
                 return
@@ -317,7 +258,7 @@ class Routes:
         allow(request, ("POST",), "Method Not Allowed")
         given = repository.parameters(request.body)
         work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
-        return self._later(request.path, work, lambda found: found)
+        return self.asking.later(request.path, work, lambda found: found)
 
     @property
     def repository(self) -> Repository:
@@ -331,9 +272,9 @@ class Routes:
             self.models.find(model, version)
             raise Method("Method Not Allowed", ("POST",))
         began = perf_counter()
-        found = self._find(request, model, version)
+        found = self.asking.find(request, model, version)
         if isinstance(found, HandlerVersion):
-            return self._handled(request, found)
+            return self.asking.handled(request, found)
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
@@ -346,11 +287,7 @@ class Routes:
             head = b"inference-header-content-length: %d\r\n" % made.json_bytes
             return Response(200, made.body, b"application/octet-stream", head)
 
-        return self._ask(request, found, call.inputs, call.timeout_s, encode, began, call.priority)
-
-    def _find(self, request: Request, model: str, version: str | None) -> Version:
-        key = request.headers.get(KEY_HEADER)
-        return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
+        return self.asking.ask(request, found, call.inputs, call.timeout_s, encode, began, call.priority)
 
     # KServe's V1
 
@@ -362,7 +299,7 @@ class Routes:
             case [called] if called.endswith(":predict"):
                 return self._v1_predict(request, called.removesuffix(":predict"))
             case [called] if called.endswith(":explain"):
-                return self._explain(request, called.removesuffix(":explain"), None)
+                return self._torchserve.explain(request, called.removesuffix(":explain"), None)
             case [model]:
                 allow(request, ("GET", "HEAD"), "Method Not Allowed")
                 ready = self.models.find(model).state == "ready" and not self.draining
@@ -373,109 +310,18 @@ class Routes:
     def _v1_predict(self, request: Request, model: str) -> Answer:
         began = perf_counter()
         allow(request, ("POST",), "Method Not Allowed")
-        found = self._find(request, model, None)
+        found = self.asking.find(request, model, None)
         if isinstance(found, HandlerVersion):
-            return self._handled(request, found)
+            return self.asking.handled(request, found)
         check_media(request)
         call = v1.decode(request.body, found.signature)
-        return self._ask(
+        return self.asking.ask(
             request, found, call.inputs, None, lambda outputs: Response(200, v1.encode(outputs, call)), began
         )
 
-    # TorchServe
-
-    def _ping(self) -> Response:
-        sick = any(version.sick for version in self.models.all())
-        return torchserve.status("Unhealthy", 500) if sick else torchserve.status("Healthy")
-
-    def _handled(
-        self,
-        request: Request,
-        version: HandlerVersion,
-        *,
-        explain: bool = False,
-        rest: str = "",
-        query: bool = False,
-    ) -> Answer:
-        """The answer of an archive's handler."""
-        began = perf_counter()
-        ask = bodies.read(request, explain=explain, url_path=rest, query=query)
-        version.stats.decode_s += perf_counter() - began
-        return self._later(request.path, version.handle(ask, alone=explain), torchserve.handled)
-
-    def _explain(self, request: Request, model: str, version: str | None) -> Answer:
-        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
-        found = self._find(request, model, version or None)
-        if isinstance(found, HandlerVersion):
-            return self._handled(request, found, explain=True)
-        raise NotFound("no explainer is served for this model")
-
-    def _invoke(self, request: Request) -> Answer:
-        """SageMaker's route: the model is named in the query, or the only one."""
-        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
-        names = self.models.names()
-        model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
-        if not model:
-            raise RequestError("Parameter model_name is required.")
-        return self._predict(request, model, None, older=True)
-
-    def _predict(
-        self, request: Request, model: str, version: str | None, rest: str = "", *, older: bool = False
-    ) -> Answer:
-        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
-        began = perf_counter()
-        found = self._find(request, model, version or None)
-        if isinstance(found, HandlerVersion):
-            return self._handled(request, found, rest=rest, query=older)
-        check_media(request)
-        given = records.decode(request.body, found.signature)
-
-        def encode(outputs: Outputs) -> Response:
-            return torchserve.reply(200, records.encode(outputs, single=given.single))
-
-        return self._ask(request, found, given.inputs, None, encode, began)
-
     def _metrics(self, request: Request) -> Answer:
         page = self._loop.run_in_executor(None, metrics.page, self._collector)
-        return self._later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
-
-    def _ask(
-        self,
-        request: Request,
-        version: Version,
-        inputs: dict[str, Any],
-        timeout_s: float | None,
-        encode: Encode,
-        began: float,
-        priority: object = None,
-    ) -> Answer:
-        """The answer of `version`; reading the request began at `began`, and ends now."""
-        version.stats.decode_s += perf_counter() - began
-
-        def finish(outputs: Outputs) -> Response:
-            run = perf_counter()
-            response = encode(outputs)
-            self.answered(version, inputs, outputs, began, run)
-            return response
-
-        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
-        outputs = version.ask(inputs, timeout_s, oip.priority(given))
-        return finish(outputs) if isinstance(outputs, dict) else self._later(request.path, outputs, finish)
-
-    def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
-        """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
-        stats, now = version.stats, perf_counter()
-        stats.encode_s += now - run
-        stats.request_s.add(now - began)
-        stats.last_at = time()
-        if self.models.shadows:
-            self._show(version, inputs, outputs)
-
-    def _show(self, version: Version, inputs: dict[str, Any], outputs: Outputs) -> None:
-        """Asks the shadow of the model once the answer is on its way."""
-        shadow = self.models.shadows.get(version.model)
-        if shadow is not None and shadow.version is not version:
-            self._loop.call_soon(shadow.show, inputs, outputs)
+        return self.asking.later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
 
 
 @cache

@@ -44,6 +44,7 @@ from trueline.serve.settings import Settings
 from trueline.serve.stop import Stop
 from trueline.serve.store import Entry, Store, check_name
 from trueline.serve.tokens import Keys, Kind
+from trueline.serve.workflows.register import Workflows
 
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
@@ -115,12 +116,26 @@ async def run(settings: Settings, announce: Announce) -> None:
         models, loop, lambda work: _in_thread(loop, work), how=how, state=state, handlers=handlers_of(settings)
     )
     sources = _Sources(settings, store, loop)
+    workflows = Workflows(
+        fleet,
+        loop,
+        lambda work: _in_thread(loop, work),
+        sources.allowed,
+        store=_workflow_store(settings, store),
+        state=state,
+        handlers=handlers_of(settings),
+    )
     repository = Repository(fleet, store, loop) if store is not None else None
     routes = Routes(
-        models, loop, body_bytes=settings.max_body_bytes, loader=repository, strict=settings.torchserve_strict
+        models,
+        loop,
+        body_bytes=settings.max_body_bytes,
+        loader=repository,
+        workflows=workflows,
+        strict=settings.torchserve_strict,
     )
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
-    management = Management(fleet, store, sources.allowed, loop, keys)
+    management = Management(fleet, store, sources.allowed, loop, keys, workflows)
     tracer = None if settings.traces is None else tracing.exporting(settings.traces)
     faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
     apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
@@ -137,11 +152,11 @@ async def run(settings: Settings, announce: Announce) -> None:
             if number is not None:
                 await ports.open(what, app, number)
         await _open_grpc(ports, settings, routes, management, keys)
-        record = await _until(stop, loop.create_task(_begin(settings, fleet, store, sources)))
+        record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
             models.started = True
             if state is not None:
-                follower = Follower(fleet, state, sources.operator, keys)
+                follower = Follower(fleet, state, sources.operator, keys, workflows)
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))
             announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, store, record)
@@ -155,6 +170,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         if tracer is not None:
             await loop.run_in_executor(None, tracer.shutdown)
         await fleet.close()
+        await workflows.close()
         await ports.close()
 
 
@@ -203,7 +219,7 @@ def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
 
 def _store(settings: Settings) -> Store | None:
     if settings.model_store is None:
-        if settings.source is None and settings.state is None:
+        if settings.source is None and settings.state is None and settings.workflow_store is None:
             raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
         if settings.load:
             raise UsageError(f"--load {settings.load} names models of a store, and there is no --model-store")
@@ -218,6 +234,15 @@ def _store(settings: Settings) -> Store | None:
     if not Path(settings.model_store).is_dir():
         raise UsageError(f"the model store {settings.model_store} is no folder")
     return Store(Path(settings.model_store))
+
+
+def _workflow_store(settings: Settings, store: Store | None) -> Store | None:
+    """Where workflows lie: the store of models, unless another is named. Raises UsageError."""
+    if settings.workflow_store is None:
+        return store
+    if not Path(settings.workflow_store).is_dir():
+        raise UsageError(f"the workflow store {settings.workflow_store} is no folder")
+    return Store(Path(settings.workflow_store))
 
 
 class _MetricsOnly:
@@ -293,12 +318,17 @@ def _in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asynci
     return answer
 
 
-async def _begin(settings: Settings, fleet: Fleet, store: Store | None, sources: _Sources) -> dict[str, Field]:
+async def _begin(
+    settings: Settings, fleet: Fleet, workflows: Workflows, store: Store | None, sources: _Sources
+) -> dict[str, Field]:
     """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
     models = fleet.models
     if settings.state is not None:
-        for missing in await fleet.restore(wanted.read(Path(settings.state)), sources.operator):
+        kept = wanted.read(Path(settings.state))
+        for missing in await fleet.restore(kept, sources.operator):
             events.emit("version.missing", what=missing)
+        for missing in await workflows.restore(kept.workflows):
+            events.emit("workflow.missing", what=missing)
     record: dict[str, Field] = {"model": "", "version": "", "digest": ""}
     if settings.source is not None and not settings.resumed:
         record = await _load_source(settings, settings.source, fleet, sources)

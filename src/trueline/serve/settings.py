@@ -50,6 +50,8 @@ class Settings:
     max_body_bytes: int = 64 * 2**20
     model_store: str | None = None
     """Folder of bundles that clients of the management port may load by name."""
+    workflow_store: str | None = None
+    """Folder of the workflows that clients of the management port may register by name; the model store by default."""
     models: str = ""
     """How versions run that say nothing of it themselves: JSON in model-config.yaml's words, by `MODEL/VERSION`, or
     under an empty name for every archive."""
@@ -118,6 +120,7 @@ class Options(TypedDict, total=False):
     max_queue: int
     max_body_bytes: int
     model_store: str | None
+    workflow_store: str | None
     models: str
     load: str
     watch: bool

@@ -70,12 +70,12 @@ class Store:
             if _is_bundle(path):
                 found.append(Entry(_stem(path), "1", path.name, path))
             elif archive.is_archive(path):
-                found.append(_archived(path, path.name))
+                found += _archived(path, path.name)
             elif path.is_dir():
                 inner = [one for one in self._visible(path) if _is_bundle(one)]
                 found += [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in sorted(inner)]
-                archives = [one for one in sorted(self._visible(path)) if archive.is_archive(one)]
-                found += [_archived(one, f"{path.name}/{one.name}") for one in archives]
+                for one in sorted(self._visible(path)):
+                    found += _archived(one, f"{path.name}/{one.name}") if archive.is_archive(one) else []
         return found
 
     def of(self, model: str) -> list[Entry]:
@@ -92,15 +92,20 @@ class Store:
         ]
 
 
-def _archived(path: Path, source: str) -> Entry:
-    """An archive under the name and version of its manifest; one that cannot be read under its file's name."""
+def _archived(path: Path, source: str) -> list[Entry]:
+    """An archive under the name and version of its manifest, one that cannot be read under its file's name; a
+    workflow's is no entry.
+    """
+    usual = [Entry(archive.stem(path.name), "1.0", source, path)]
     try:
         told = archive.peek(path)
+    except archive.HoldsWorkflow:
+        return []
     except archive.ArchiveError:
-        return Entry(archive.stem(path.name), "1.0", source, path)
+        return usual
     if NAME.fullmatch(told.model) and NAME.fullmatch(told.version):
-        return Entry(told.model, told.version, source, path)
-    return Entry(archive.stem(path.name), "1.0", source, path)
+        return [Entry(told.model, told.version, source, path)]
+    return usual
 
 
 def _stem(path: Path) -> str:

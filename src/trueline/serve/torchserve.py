@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ _TYPES = {
     507: "InternalServerException",
     504: "RequestTimeoutException",
 }
+PAGE = 100
 NO_METHOD = "Requested method is not allowed, please refer to API document."
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 
@@ -49,6 +51,27 @@ def reply(status: int, body: bytes, extra: bytes = b"") -> Response:
 def pretty(value: dict[str, Any] | list[Any]) -> bytes:
     """JSON with two spaces and a line feed at the end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def whole(text: str | None, default: int) -> int:
+    """A whole number of a query; TorchServe takes its default for what is none."""
+    try:
+        return default if text is None else int(text)
+    except ValueError:
+        return default
+
+
+def page(names: Sequence[str], query: Mapping[str, str]) -> tuple[dict[str, Any], Sequence[str]]:
+    """Of a list the names that `limit` and `next_page_token` ask for, and the answer's head: where the next begin.
+
+    >>> page(["a", "b", "c"], {"limit": "2"})
+    ({'nextPageToken': '2'}, ['a', 'b'])
+    """
+    limit = whole(query.get("limit"), PAGE)
+    limit = limit if 0 < limit <= PAGE else PAGE
+    start = max(0, whole(query.get("next_page_token"), 0))
+    head: dict[str, Any] = {"nextPageToken": str(start + limit)} if start + limit < len(names) else {}
+    return head, names[start : start + limit]
 
 
 def status(word: str, code: int = 200) -> Response:

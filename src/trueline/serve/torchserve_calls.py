@@ -23,6 +23,7 @@ import msgspec
 from trueline import events
 from trueline.errors import RequestError
 from trueline.serve import calls
+from trueline.serve.asking import KEY_HEADER
 from trueline.serve.calls import Context, header
 from trueline.serve.handlers.outcome import Answer, HandlerFailed
 from trueline.serve.handlers.version import HandlerVersion
@@ -31,7 +32,7 @@ from trueline.serve.http import Request, Response
 from trueline.serve.management import Management
 from trueline.serve.models import Version
 from trueline.serve.pieces import Torn
-from trueline.serve.routes import KEY_HEADER, Routes
+from trueline.serve.routes import Routes
 from trueline.serve.tokens import Keys, Kind
 from trueline.wire import torchserve_pb2 as pb
 
@@ -95,8 +96,7 @@ class Inference:
         )
 
     async def _ping(self, request: pb.Nothing, context: Context) -> pb.HealthResponse:
-        sick = any(version.sick for version in self._routes.models.all())
-        return pb.HealthResponse(health="Unhealthy" if sick else "Healthy")
+        return pb.HealthResponse(health="Unhealthy" if self._routes.asking.sick else "Healthy")
 
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)

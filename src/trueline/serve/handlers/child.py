@@ -46,7 +46,7 @@ class Service:
         self._context = _ts("context").Context(
             told["model"],
             str(folder),
-            json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes()),
+            _manifest(folder),
             told["batch_size"],
             told["gpu"],
             told["server_version"],
@@ -94,6 +94,13 @@ class Service:
             if index in request_ids:
                 told = _head(self._context.request_processor[index]) | {"status": code}
                 frames.send(self._sock, {"kind": "piece", "index": index, "answer": told}, [_encoded(value)])
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """{} beside the functions of a workflow: they are no model's."""
+    path = folder / "MAR-INF" / "MANIFEST.json"
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:

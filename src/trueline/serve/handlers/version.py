@@ -121,13 +121,25 @@ class HandlerVersion(Version):
                     f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
                     hint="it was exchanged; register it again",
                 )
-            await self._start(found, given, usual or {}, loop)
+            await self.begin_in(found, given, loop, usual=usual)
         except BaseException:
             place.remove()
             raise
-        self.archive, self._place, self.since = found, place, time.time()
-        self.state = "ready"
+        self._place = place
         return found.digest
+
+    async def begin_in(
+        self,
+        found: Archive,
+        given: Mapping[str, str],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        usual: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The same for what lies in a folder already, which stays its owner's. Raises ArchiveError, NotStarted."""
+        await self._start(found, given, usual or {}, loop)
+        self.archive, self.since = found, time.time()
+        self.state = "ready"
 
     async def _start(
         self,

@@ -1,0 +1,165 @@
+"""From a request for a version to its answer, now or later: what every face over HTTP does alike.
+
+A version is found, asked, and counted; whatever goes wrong on the way becomes the answer of that one request, in the
+form of the face that was asked. Which path is which, the faces know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from trueline import events
+from trueline.errors import NotReady, RequestError
+from trueline.serve import oip, torchserve
+from trueline.serve.handlers import body as bodies
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.http import JSON, Request, Response
+from trueline.serve.models import Models, Version
+from trueline.serve.refusals import extra, face_of
+from trueline.serve.stats import ServerStats
+
+if TYPE_CHECKING:
+    from trueline.serve.models import Outputs
+    from trueline.serve.workflows.register import Workflows
+
+    Answer = Response | asyncio.Future[Response]
+    Encode = Callable[[Outputs], Response]
+
+T = TypeVar("T")
+KEY_HEADER = b"x-trueline-key"
+"""Requests with one key go to one version of a model whose traffic is split."""
+PRIORITY_HEADER = b"x-trueline-priority"
+"""How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
+
+
+def json(status: int, value: object, headers: bytes = b"") -> Response:
+    return Response(status, msgspec.json.encode(value), JSON, headers)
+
+
+class Asking:
+    """Asks the versions of `models`. Its methods are called on the loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        loop: asyncio.AbstractEventLoop,
+        stats: ServerStats,
+        *,
+        workflows: Workflows | None = None,
+        strict: bool = False,
+    ) -> None:
+        """`workflows` are asked too, if there are any to be; `strict`: TorchServe's statuses also where ours are
+        better.
+        """
+        self.models = models
+        self.workflows = workflows
+        self.stats = stats
+        self.strict = strict
+        self._loop = loop
+
+    @property
+    def sick(self) -> bool:
+        """Whether something that is served cannot answer, and will not by itself."""
+        lost = self.workflows is not None and self.workflows.sick
+        return lost or any(version.sick for version in self.models.all())
+
+    def error(self, path: str, error: Exception) -> Response:
+        """The answer for a request on `path` that failed."""
+        face = face_of(path)
+        if isinstance(error, RequestError):
+            if face == "torchserve":
+                return torchserve.error(error, extra(error), strict=self.strict)
+            hint = f"; {error.hint}" if error.hint else ""
+            return json(error.status, {"error": error.message + hint}, extra(error))
+        where = traceback.format_exception(error)[-1].strip()
+        events.emit("request.failed", path=path[:200], why=where)
+        logging.getLogger("trueline").debug("request failed", exc_info=error)
+        if face == "torchserve":
+            return torchserve.failed()
+        return json(500, {"error": "the model failed on this request; the server's log says why"})
+
+    def later(self, path: str, waiting: asyncio.Future[T], finish: Callable[[T], Response]) -> asyncio.Future[Response]:
+        """The answer that `finish` makes of what `waiting` brings. Cancelling it cancels `waiting`."""
+        answer: asyncio.Future[Response] = self._loop.create_future()
+
+        def done(found: asyncio.Future[T]) -> None:
+            failure = NotReady("the server stops") if found.cancelled() else found.exception()
+            if answer.done():
+                return
+            try:
+                if failure is not None:
+                    raise failure
+                response = finish(found.result())
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
+                response = self.error(path, error)
+            self.stats.by_status[response.status] += 1
+            answer.set_result(response)
+
+        waiting.add_done_callback(done)
+        answer.add_done_callback(lambda _: waiting.cancel())
+        return answer
+
+    def find(self, request: Request, model: str, version: str | None) -> Version:
+        """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
+        key = request.headers.get(KEY_HEADER)
+        return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
+
+    def handled(
+        self,
+        request: Request,
+        version: HandlerVersion,
+        *,
+        explain: bool = False,
+        rest: str = "",
+        query: bool = False,
+    ) -> Answer:
+        """The answer of an archive's handler."""
+        began = perf_counter()
+        ask = bodies.read(request, explain=explain, url_path=rest, query=query)
+        version.stats.decode_s += perf_counter() - began
+        return self.later(request.path, version.handle(ask, alone=explain), torchserve.handled)
+
+    def ask(
+        self,
+        request: Request,
+        version: Version,
+        inputs: dict[str, Any],
+        timeout_s: float | None,
+        encode: Encode,
+        began: float,
+        priority: object = None,
+    ) -> Answer:
+        """The answer of `version`; reading the request began at `began`, and ends now."""
+        version.stats.decode_s += perf_counter() - began
+
+        def finish(outputs: Outputs) -> Response:
+            run = perf_counter()
+            response = encode(outputs)
+            self.answered(version, inputs, outputs, began, run)
+            return response
+
+        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
+        outputs = version.ask(inputs, timeout_s, oip.priority(given))
+        return finish(outputs) if isinstance(outputs, dict) else self.later(request.path, outputs, finish)
+
+    def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
+        """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
+        stats, now = version.stats, perf_counter()
+        stats.encode_s += now - run
+        stats.request_s.add(now - began)
+        stats.last_at = time()
+        if self.models.shadows:
+            self._show(version, inputs, outputs)
+
+    def _show(self, version: Version, inputs: dict[str, Any], outputs: Outputs) -> None:
+        """Asks the shadow of the model once the answer is on its way."""
+        shadow = self.models.shadows.get(version.model)
+        if shadow is not None and shadow.version is not version:
+            self._loop.call_soon(shadow.show, inputs, outputs)

@@ -1,0 +1,112 @@
+"""TorchServe's paths of the data port, and SageMaker's among them.
+
+    /ping
+    /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}]
+    /wfpredict/{workflow}
+    /invocations, /models/{m}/invoke, /{m}/predict, /{m}/{ver}/predict     the query becomes parameters
+
+Source: TorchServe 0.12's InferenceRequestHandler, as the contract page has it.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from trueline.errors import NotFound, RequestError
+from trueline.serve import records, torchserve
+from trueline.serve.handlers import body as bodies
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.http import JSON, Request, Response, query_of
+from trueline.serve.refusals import allow, check_media
+from trueline.serve.workflows.run import UnknownWorkflow
+
+if TYPE_CHECKING:
+    from trueline.serve.asking import Answer, Asking
+    from trueline.serve.handlers.outcome import Answer as Outcome
+    from trueline.serve.models import Outputs
+
+_PREDICT_METHODS = ("POST", "PUT", "GET")
+
+
+class TorchServePaths:
+    """Answers what TorchServe answers on its inference port."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+
+    def answer(self, request: Request, parts: list[str]) -> Answer:
+        """The answer for the path of `parts`. Raises RequestError, NotFound for a path that is none of these."""
+        match parts:
+            case ["predictions", model]:
+                return self._predict(request, model, None)
+            case ["predictions", model, version, *rest]:
+                return self._predict(request, model, version, "/".join(rest))
+            case ["explanations", model]:
+                return self.explain(request, model, None)
+            case ["explanations", model, version]:
+                return self.explain(request, model, version)
+            case ["invocations"]:
+                return self._invoke(request)
+            case ["models", model, "invoke"] | [model, "predict"]:
+                return self._predict(request, model, None, older=True)
+            case [model, version, "predict"]:
+                return self._predict(request, model, version, older=True)
+            case ["wfpredict", workflow]:
+                return self._workflow(request, workflow)
+            case ["ping"]:
+                allow(request, ("GET", "POST", "HEAD"), torchserve.NO_METHOD)
+                return self._ping()
+            case _:
+                raise NotFound(torchserve.NO_RESOURCE)
+
+    def explain(self, request: Request, model: str, version: str | None) -> Answer:
+        """Why the model answers so. Raises RequestError, NotFound."""
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        found = self._asking.find(request, model, version or None)
+        if isinstance(found, HandlerVersion):
+            return self._asking.handled(request, found, explain=True)
+        raise NotFound("no explainer is served for this model")
+
+    def _ping(self) -> Response:
+        return torchserve.status("Unhealthy", 500) if self._asking.sick else torchserve.status("Healthy")
+
+    def _workflow(self, request: Request, name: str) -> Answer:
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        if self._asking.workflows is None:
+            raise UnknownWorkflow(name)
+        found = self._asking.workflows.find(name)
+        ask = bodies.read(request, explain=False)
+        return self._asking.later(request.path, found.predict(ask, strict=self._asking.strict), _of_workflow)
+
+    def _invoke(self, request: Request) -> Answer:
+        """SageMaker's route: the model is named in the query, or the only one."""
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        names = self._asking.models.names()
+        model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
+        if not model:
+            raise RequestError("Parameter model_name is required.")
+        return self._predict(request, model, None, older=True)
+
+    def _predict(
+        self, request: Request, model: str, version: str | None, rest: str = "", *, older: bool = False
+    ) -> Answer:
+        allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
+        began = perf_counter()
+        found = self._asking.find(request, model, version or None)
+        if isinstance(found, HandlerVersion):
+            return self._asking.handled(request, found, rest=rest, query=older)
+        check_media(request)
+        given = records.decode(request.body, found.signature)
+
+        def encode(outputs: Outputs) -> Response:
+            return torchserve.reply(200, records.encode(outputs, single=given.single))
+
+        return self._asking.ask(request, found, given.inputs, None, encode, began)
+
+
+def _of_workflow(answer: Outcome) -> Response:
+    """What the last node answered; TorchServe calls it JSON, whatever it is, and here a handler may say otherwise."""
+    made = torchserve.handled(answer)
+    made.content_type = made.content_type or JSON
+    return made
