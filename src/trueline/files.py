@@ -21,6 +21,8 @@ from trueline.errors import StorageError
 
 PARTIAL = ".partial-"
 """Prefix of names under construction; anything with it may be deleted when its writer is gone."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What link(2) says on a file system that has no hard links."""
 
 
 def user_cache() -> Path:
@@ -83,8 +85,12 @@ def _fsync_tree(folder: Path) -> None:
         _fsync_dir(Path(root))
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Writes `data` to `path` whole or not at all. Raises StorageError; the old content is then untouched."""
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = True) -> bool:
+    """Writes `data` to `path` whole or not at all. Raises StorageError; the old content is then untouched.
+
+    Without `replace` a `path` that is there stays as it is, also when another process makes it at this moment.
+    Returns whether `data` was written.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +101,34 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
                 file.flush()
                 os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            written = _named(Path(name), path, replace=replace)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
         _fsync_dir(path.parent)
     except OSError as error:
         raise storage_error(error, path) from error
+    return written
+
+
+def _named(partial: Path, path: Path, *, replace: bool) -> bool:
+    if replace:
+        os.replace(partial, path)
+        return True
+    try:
+        os.link(partial, path)  # unlike a rename, it fails where the name is taken
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            return False
+        os.replace(partial, path)  # two writers at the same moment: the second one's stays
+        return True
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager

@@ -1,20 +1,28 @@
-"""S3 servers for tests, each on a free port of the loopback: moto's in this process; rclone's, which checks keys."""
+"""S3 servers for tests, each on a free port of the loopback.
+
+server   checks keys   refuses a second conditional write
+moto     no            yes      in this process, in memory
+rclone   yes           no       over a folder
+swift    yes           yes      OpenStack's, over a folder
+"""
 
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import swift_world
+from loopback import free_ports, until_listening
 
-KEY, SECRET = "trueline-tests-key", "trueline-tests-secret"
+KEY, SECRET = "trueline:tests-key", "trueline-tests-secret"
+CHECKING = ("rclone", "swift")
+REFUSING = ("moto", "swift")
 
 
 @contextmanager
@@ -38,28 +46,22 @@ def rclone(folder: Path) -> Iterator[str]:
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None or subprocess.run([found, "serve", "s3", "--help"], capture_output=True, check=False).returncode:
         pytest.skip("no rclone that serves S3 is installed: make test-s3")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     folder.mkdir(exist_ok=True)
     command = [found, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", str(folder)]
     with (folder.parent / "rclone.log").open("wb") as log:
         process = subprocess.Popen([*command, "--config", "/dev/null"], stdout=log, stderr=log)
     try:
-        _wait(process, port, folder.parent / "rclone.log")
+        until_listening(process, port, folder.parent / "rclone.log")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path, patience_s: float = 120.0) -> None:
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until and process.poll() is None:
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"rclone does not listen: {log.read_text()[-2000:]}")
+def swift(folder: Path) -> AbstractContextManager[str]:
+    """The URL of Swift's proxy; see `swift_world`."""
+    return swift_world.serving(folder, KEY, SECRET)
 
 
-SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"moto": moto, "rclone": rclone}
+SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"moto": moto, "rclone": rclone, "swift": swift}

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from s3_worlds import KEY, SECRET, SERVERS
+from s3_worlds import CHECKING, KEY, REFUSING, SECRET, SERVERS
 from worlds import WORLDS, flat
 
+from trueline import events, files
 from trueline.data import look, remote
 from trueline.data.cache import BlockCache
 from trueline.data.open import open_records
 from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords, Records
-from trueline.data.write import Plan, RangeWriter
+from trueline.data.write import Plan, RangeWriter, StoreFolder
 from trueline.errors import DataError
 
 pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
@@ -67,7 +68,7 @@ def test_an_object_that_was_replaced_is_an_error_and_an_absent_one_is_named(buck
         open_records(f"{bucket}/b.csv")
 
 
-@pytest.mark.parametrize("server", ["rclone"], indirect=True)
+@pytest.mark.parametrize("server", CHECKING, indirect=True)
 def test_a_store_that_refuses_the_key_is_an_error_that_names_the_object_and_no_secret(
     bucket: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,83 @@ def test_parts_that_were_written_before_a_death_are_not_written_again(bucket: st
     assert rows_of(open_records(f"{bucket}/answers")) == table.to_pylist()
     with pytest.raises(DataError, match="made of something else"):
         RangeWriter(f"{bucket}/answers", Plan(num_records=100, range_records=40, of="model 8"))
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The names of the events of a test."""
+    names: list[str] = []
+    with events.listening(lambda name, _: names.append(name)):
+        yield names
+
+
+def _frozen_before_its_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks from here on saw nothing: as one that looked, was frozen, and goes on after the others."""
+    fs, _ = remote.opened("s3://records/")
+    monkeypatch.setattr(type(fs), "exists", lambda self, path: False)
+
+
+@pytest.mark.parametrize("server", REFUSING, indirect=True)
+def test_a_part_that_is_there_is_not_replaced_by_a_writer_that_was_frozen_before_its_put(
+    bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(num_records=4, range_records=4)
+    late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
+    first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
+    facts = first.commit()
+    _frozen_before_its_put(monkeypatch)
+    late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
+    assert late.commit() == facts
+    assert rows_of(open_records(f"{bucket}/answers")) == [{"record": n} for n in (1, 2, 3, 4)]
+    assert said == ["part.kept"]
+
+
+@pytest.mark.parametrize("server", REFUSING, indirect=True)
+def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(num_records=4, of="model 7")
+    asked: list[str] = []
+    get = StoreFolder.get
+
+    def overtaken(folder: StoreFolder, name: str) -> bytes | None:
+        asked.append(name)
+        found = get(folder, name)
+        if len(asked) == 1:  # the other one begins between the look and the PUT of this one
+            RangeWriter(f"{bucket}/answers", Plan(num_records=4, of="model 8"))
+            _frozen_before_its_put(monkeypatch)
+            monkeypatch.setattr(StoreFolder, "names", lambda folder: set())
+        return found
+
+    monkeypatch.setattr(StoreFolder, "get", overtaken)
+    with pytest.raises(DataError, match=r"holds what was made of something else: .*model 8"):
+        RangeWriter(f"{bucket}/answers", plan)
+
+
+@pytest.mark.parametrize("server", ["rclone"], indirect=True)
+def test_where_a_store_overwrites_it_is_said_and_a_late_writer_that_looks_changes_nothing(
+    bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(num_records=4, range_records=4)
+    late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
+    first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
+    late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
+    assert rows_of(open_records(f"{bucket}/answers")) == [{"record": n} for n in (1, 2, 3, 4)]
+    assert said == ["store.overwrites", "store.overwrites", "part.kept"]
+
+
+@pytest.mark.parametrize("server", ["rclone"], indirect=True)
+def test_where_a_store_overwrites_the_commit_list_shows_a_part_that_was_replaced_later(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(num_records=4, range_records=4)
+    late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
+    first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
+    (part,) = first.commit()["parts"]
+    _frozen_before_its_put(monkeypatch)
+    late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
+    fs, _ = remote.opened(f"{bucket}/")
+    assert files.sha256_bytes(fs.cat_file(f"records/answers/{part['name']}")) != part["sha256"]
 
 
 def test_an_epoch_is_read_from_the_cache_once_its_blocks_are_there(

@@ -10,13 +10,14 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from worlds import WORLDS, as_table, flat, nested, raw, rich
 
-from trueline import files
+from trueline import events, files
 from trueline.data import look
 from trueline.data.open import open_records
 from trueline.data.records import Records
-from trueline.data.write import COMMIT, Plan, RangeWriter, committed
+from trueline.data.write import COMMIT, Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
 
 
@@ -68,6 +69,52 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
     second.write(40, 80, table.slice(40, 40))  # again, by another: the same bytes
     second.commit()
     assert rows_of(open_records(where)) == flat(100)
+
+
+def test_a_part_that_is_there_stays_when_a_late_writer_comes_with_other_content_and_that_is_said(where: str) -> None:
+    plan = Plan(num_records=4, range_records=4)
+    late, first = RangeWriter(where, plan), RangeWriter(where, plan)
+    first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
+    said: list[dict[str, Any]] = []
+    with events.listening(lambda name, fields: said.append({"event": name, **fields})):
+        late.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
+        assert said == []
+        late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
+    assert [(one["event"], one["name"]) for one in said] == [("part.kept", plan.name(0, 4))]
+    assert rows_of(open_records(where)) == [{"record": n} for n in (1, 2, 3, 4)]
+
+
+def test_a_store_whose_package_only_looks_before_it_writes_is_not_taken_for_one_that_refuses(tmp_path: Path) -> None:
+    class Looking(fsspec.AbstractFileSystem):  # as those are that define `open` and nothing else
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            return Path(path).open(mode)
+
+        def info(self, path: str, **options: Any) -> dict[str, Any]:
+            return {"name": path, "size": Path(path).stat().st_size, "type": "file"}
+
+    folder = StoreFolder(Looking(), str(tmp_path / "out"))
+    said: list[str] = []
+    with events.listening(lambda name, _: said.append(name)):
+        assert folder.put("part", b"one")
+        assert not folder.put("part", b"two")
+    assert (folder.refuses, said, folder.get("part")) == (False, ["store.overwrites"], b"one")
+
+
+def test_a_package_that_refuses_the_condition_itself_is_written_to_without_it(tmp_path: Path) -> None:
+    class Strict(MemoryFileSystem):
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            if options:
+                raise TypeError(f"unexpected {options}")
+            super().pipe_file(path, value)
+
+    folder = StoreFolder(Strict(), f"/{tmp_path.name}")
+    said: list[Any] = []
+    with events.listening(lambda name, fields: said.append((name, fields["why"]))):
+        assert folder.put("part", b"one")
+        assert not folder.put("part", b"two")
+    assert said == [("store.overwrites", "TypeError: unexpected {'mode': 'create'}")]
+    assert folder.get("part") == b"one"
 
 
 def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Path) -> None:
@@ -123,11 +170,11 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
     writes: list[str] = []
     original = files.write_atomic
 
-    def dying(target: Path, data: bytes, **options: Any) -> None:
+    def dying(target: Path, data: bytes, **options: Any) -> bool:
         writes.append(target.name)
         if len(writes) == 4:
             raise KeyboardInterrupt
-        original(target, data, **options)
+        return original(target, data, **options)
 
     monkeypatch.setattr(files, "write_atomic", dying)
     with pytest.raises(KeyboardInterrupt):

@@ -1,8 +1,11 @@
 """Promises of the files that are whole or absent."""
 
+import errno
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,6 +23,35 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert target.read_bytes() == b"two"
     assert target.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in target.parent.iterdir()] == ["file"]
+
+
+def no_links(*_):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("link", [os.link, no_links])
+def test_a_file_that_is_there_stays_when_it_is_not_to_be_replaced(tmp_path, monkeypatch, link):
+    monkeypatch.setattr(os, "link", link)
+    target = tmp_path / "deep" / "file"
+    assert files.write_atomic(target, b"one", mode=0o600, replace=False)
+    assert not files.write_atomic(target, b"two", replace=False)
+    assert target.read_bytes() == b"one"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in target.parent.iterdir()] == ["file"]
+
+
+def test_of_many_writers_at_the_same_moment_one_has_written_the_file(tmp_path):
+    start = threading.Barrier(8)
+
+    def writing(number):
+        start.wait()
+        return files.write_atomic(tmp_path / "file", b"%d" % number, replace=False)
+
+    with ThreadPoolExecutor(8) as pool:
+        written = list(pool.map(writing, range(8)))
+    assert sum(written) == 1
+    assert (tmp_path / "file").read_bytes() == b"%d" % written.index(True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -4,33 +4,40 @@
     <where>/part-000000000000-000000065536.parquet  a range, whole or absent: a rename, or one PUT of an object
     <where>/_commit.json                            every part with records and digest; it comes last
 
-Many processes may write one folder: they agree on the plan, and a range that two of them write is the same bytes twice.
+Many processes may write one folder: they agree on the plan, and of a range that two of them write the first one's part
+stays, also when the second was frozen for an hour and computes other numbers. On a disk a part is named by link(2), in
+a store by a PUT with `If-None-Match: *`. Which stores refuse such a PUT is tried, not believed. Where one does not,
+a writer looks before it writes, and one that is frozen between the two still replaces the part.
+
 Who starts again writes what is missing. A reader may trust a folder that has its commit list; names that begin with `_`
-hold no records. Local folders and every store of fsspec.
+hold no records. Local folders and every store of fsspec. Source: RFC 9110, section 13.1.2.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from trueline import files
+from trueline import events, files
 from trueline.data.listing import Uri, is_remote, local_path
 from trueline.data.packing import PACKERS, pack
 from trueline.errors import DataError, StorageError, listed
 
 RANGE_RECORDS = 65536
-COMMIT, PLAN = "_commit.json", "_plan.json"
+COMMIT, PLAN, TWICE = "_commit.json", "_plan.json", "_twice"
+_TWICE = b"Written a second time by each writer at its start, to see whether this store refuses that.\n"
 
 
 class Folder(Protocol):
     """Files by name, each whole or absent. Raises StorageError."""
 
-    def put(self, name: str, data: bytes) -> None: ...
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+        """Whether `data` was written; without `replace` it is not where `name` is there."""
+        ...
 
     def get(self, name: str) -> bytes | None: ...
 
@@ -41,8 +48,8 @@ class Folder(Protocol):
 class LocalFolder:
     path: Path
 
-    def put(self, name: str, data: bytes) -> None:
-        files.write_atomic(self.path / name, data)
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+        return files.write_atomic(self.path / name, data, replace=replace)
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -56,18 +63,59 @@ class LocalFolder:
         return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreFolder:
     """An object exists once its PUT is done."""
 
     fs: Any
     root: str
+    refuses: bool | None = field(default=None, init=False)
+    """Whether the store refuses to write an object that is there; None until it was tried."""
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+        path = f"{self.root}/{name}"
+        if not replace and self.refuses is None:
+            why = self._overwrites()
+            self.refuses = not why
+            if why:
+                events.emit("store.overwrites", where=self.root, why=why)
         try:
-            self.fs.pipe_file(f"{self.root}/{name}", data)
+            if not replace and self._exists(path):
+                return False
+            if not replace and self.refuses:
+                return self._create(path, data)
+            self.fs.pipe_file(path, data)
         except OSError as error:
-            raise _store_error(f"{self.root}/{name}", error) from None
+            raise _store_error(path, error) from None
+        return True
+
+    def _exists(self, path: str) -> bool:
+        """Asked also where the store refuses: what is there need not be sent, and large objects go in several parts,
+        for whose end some stores know no condition."""
+        self.fs.invalidate_cache(self.root)
+        return bool(self.fs.exists(path))
+
+    def _create(self, path: str, data: bytes) -> bool:
+        try:
+            self.fs.pipe_file(path, data, mode="create")
+        except Exception as error:
+            if not _taken(error):
+                raise
+            return False
+        return True
+
+    def _overwrites(self) -> str:
+        """Why the store cannot be relied on to refuse, or nothing. Tried on an object that nobody reads: who reads the
+        plan could find one that is being replaced."""
+        from fsspec import AbstractFileSystem
+
+        if getattr(self.fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+            return "its package knows no condition, and only looks before it writes"
+        try:
+            twice = all(self._create(f"{self.root}/{TWICE}", _TWICE) for _ in range(2))
+        except Exception as error:  # noqa: BLE001 - packages say in their own ways that they know no condition
+            return _words(error)
+        return "it wrote an object a second time" if twice else ""
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -87,10 +135,23 @@ class StoreFolder:
             raise _store_error(self.root, error) from None
 
 
+def _taken(error: Exception) -> bool:
+    """s3fs makes a FileExistsError of AWS's answer only; Swift's 412, and the answer to the one of two writers at the
+    same moment that lost, are in the cause."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    lost = answer.get("Error", {}).get("Code") == "ConditionalRequestConflict"
+    return isinstance(error, FileExistsError) or status == 412 or lost
+
+
 def _store_error(where: str, error: OSError) -> StorageError:
+    return StorageError(f"the store fails at {where}: {_words(error)}")
+
+
+def _words(error: Exception) -> str:
     from trueline.data.remote import redacted
 
-    return StorageError(f"the store fails at {where}: {redacted(f'{type(error).__name__}: {error}')}")
+    return redacted(f"{type(error).__name__}: {error}")
 
 
 def folder_at(where: Uri) -> Folder:
@@ -131,12 +192,13 @@ class RangeWriter:
         mine = _json(asdict(plan))
         found = self._folder.get(PLAN)
         if found is None:
-            strangers = sorted(name for name in self._folder.names() if not name.startswith("."))
+            strangers = sorted(name for name in self._folder.names() if not name.startswith(".") and name != TWICE)
             if strangers:
                 raise DataError(f"{where} is not empty (it has {listed(strangers[:3])})", hint="name a new folder")
             self._folder.put(PLAN, mine)
-        elif found != mine:
-            theirs = found.decode(errors="replace").strip()
+            found = self._folder.get(PLAN)  # of two that begin at the same moment one gives way
+        if found != mine:
+            theirs = (found or b"").decode(errors="replace").strip()
             raise DataError(
                 f"{where} holds what was made of something else: {theirs}, now {mine.decode()}",
                 hint="name a new folder, or give the arguments of the first run",
@@ -148,12 +210,20 @@ class RangeWriter:
         return [(start, stop) for start, stop in self.plan.ranges() if self.plan.name(start, stop) not in there]
 
     def write(self, start: int, stop: int, table: pa.Table) -> None:
-        """Records [start, stop), which is one of the plan's ranges. Raises DataError, StorageError."""
+        """Records [start, stop), which is one of the plan's ranges; if it is there, it stays. Raises DataError,
+        StorageError."""
         if (start, stop) not in ((s, e) for s, e in self.plan.ranges()[start // self.plan.range_records :][:1]):
             raise DataError(f"[{start}, {stop}) is no range of the plan (they are of {self.plan.range_records})")
         if len(table) != stop - start:
             raise DataError(f"range [{start}, {stop}) was given {len(table)} records")
-        self._folder.put(self.plan.name(start, stop), pack(table, self.plan.format))
+        name, data = self.plan.name(start, stop), pack(table, self.plan.format)
+        if self._folder.put(name, data):
+            return
+        there = self._folder.get(name)
+        if there is None:
+            raise StorageError(f"{name} of {self._where} was there and is gone", hint="start again: it is missing now")
+        if there != data:  # otherwise the first writer was this one, whose store's package asked twice
+            events.emit("part.kept", name=name, why="another writer was first, and wrote other content")
 
     def commit(self) -> dict[str, Any]:
         """Says that all is there. Raises DataError that names what is missing."""
@@ -170,7 +240,7 @@ class RangeWriter:
                 {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
             )
         facts = {**asdict(self.plan), "parts": parts}
-        self._folder.put(COMMIT, _json(facts))
+        self._folder.put(COMMIT, _json(facts), replace=True)
         return facts
 
 
