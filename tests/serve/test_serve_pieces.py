@@ -146,3 +146,18 @@ def test_pieces_can_be_read_one_by_one_or_as_a_whole() -> None:
     assert asyncio.run(told(torn=False)) == [b"one", b"two"]
     with pytest.raises(Torn):
         asyncio.run(told(torn=True))
+
+
+def test_what_comes_while_the_reader_has_a_piece_is_read_too() -> None:
+    async def act() -> list[bytes]:
+        pieces = Pieces(lambda: None)
+        pieces.add(b"one")
+        found = []
+        async for piece in pieces.each():
+            found.append(bytes(piece))
+            if len(found) == 1:
+                pieces.add(b"two")
+                pieces.end()
+        return found
+
+    assert asyncio.run(act()) == [b"one", b"two"]

@@ -75,6 +75,8 @@ class Pieces:
             while True:
                 for piece in self.take():
                     yield piece
+                if self._ready:
+                    continue  # it came while the reader had the last one
                 if self.torn:
                     raise Torn
                 if self.over:
