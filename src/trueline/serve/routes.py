@@ -52,6 +52,8 @@ T = TypeVar("T")
 _PREDICT_METHODS = ("POST", "PUT", "GET")
 KEY_HEADER = b"x-trueline-key"
 """Requests with one key go to one version of a model whose traffic is split."""
+SEQUENCE_HEADER = b"ts_request_sequence_id"
+"""The key of requests without one."""
 PRIORITY_HEADER = b"x-trueline-priority"
 """How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
 
@@ -349,7 +351,7 @@ class Routes:
         return self._ask(request, found, call.inputs, call.timeout_s, encode, began, call.priority)
 
     def _find(self, request: Request, model: str, version: str | None) -> Version:
-        key = request.headers.get(KEY_HEADER)
+        key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
         return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
 
     # KServe's V1
