@@ -151,8 +151,10 @@ def test_a_sequence_that_is_idle_or_lasts_too_long_expires_and_frees_its_place()
     _, idle = world.tried("a")
     assert idle is not None
     assert idle.why == "sequence 'a' has expired: it was idle for 10 s"
-    world.ask("b")
+    waits = world.ask("b")
+    assert world.pass_s(11.0) == [], "one that waits for a worker is not idle"
     first = world.take(0)
+    assert first == [waits]
     world.pass_s(59.0)
     assert world.sequences.num_open == 1, "one that runs is not idle"
     behind = world.ask("b")
@@ -192,7 +194,10 @@ def test_what_a_dead_worker_remembered_is_lost_and_what_it_had_not_begun_is_not(
     assert late is not None
     assert late.why == "sequence 'a' was lost with its worker"
     assert world.take(1) == [fresh]
-    assert world.ask("a", start=True) in world.take(2, 2)
+    again = world.ask("a", start=True, end=True)
+    assert world.take(2, 2) == [again]
+    world.answer(2, [running, Job(Part("a", end=True))])
+    assert world.sequences.num_open == 2, "an answer of the life before does not end this one"
 
 
 def test_a_request_that_is_taken_back_leaves_no_gap_that_keeps_others_waiting() -> None:
