@@ -152,6 +152,40 @@ def test_every_outcome_of_a_handler_is_answered_as_torchserve_does(tmp_path: Pat
     assert any(name == "PredictionTime" for name, *_ in counted)
 
 
+STEPS = """
+    def handle(data, context):
+        if data is None:
+            context.cache = {}
+            return None
+        names = [context.get_request_id(index) for index in range(len(data))]
+        for name, row in zip(names, data):
+            context.cache.setdefault(name, int(row["act"] or "0"))
+            context.cache[name] -= 1
+        context.stopping_criteria = [lambda answer, name=name: more(context.cache, name) for name in names]
+        return [f"{context.cache[name]} of {len(names)} " for name in names]
+
+    def more(cache, name):
+        if cache[name] < 0:
+            return None
+        return cache[name] == 0
+"""
+
+
+def test_a_handler_with_stopping_criteria_is_called_until_each_answer_is_whole(tmp_path: Path) -> None:
+    async def act(pool: Pool) -> None:
+        pieces: dict[str, list[bytes]] = {}
+        asked = []
+        for name, act in [("long", "3"), ("plain", "0"), ("short", "2")]:
+            told = ask(act)
+            told.request_id = name
+            told.on_piece = lambda piece, name=name: pieces.setdefault(name, []).append(bytes(piece.body))
+            asked.append(pool.submit(told))
+        assert [(await one).body for one in asked] == [b"0 of 1 ", b"-1 of 3 ", b"0 of 2 "]
+        assert pieces == {"long": [b"2 of 3 ", b"1 of 2 "], "short": [b"1 of 3 "]}
+
+    in_pool(launch(tmp_path, STEPS, batch_size=3, max_batch_delay_s=5.0), act)
+
+
 def test_requests_that_wait_are_answered_as_one_batch_and_an_explanation_alone(tmp_path: Path) -> None:
     batches: list[int] = []
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KEY_HEADER = b"x-trueline-key"
 """Requests with one key go to one version of a model whose traffic is split."""
+SEQUENCE_HEADER = b"ts_request_sequence_id"
+"""The key of requests without one."""
 PRIORITY_HEADER = b"x-trueline-priority"
 """How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
 
@@ -108,7 +110,7 @@ class Asking:
 
     def find(self, request: Request, model: str, version: str | None) -> Version:
         """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
-        key = request.headers.get(KEY_HEADER)
+        key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
         return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
 
     def handled(

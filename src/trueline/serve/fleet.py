@@ -75,6 +75,8 @@ class How:
     max_queue: int = 256
     workers: int | None = None
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+    shared: bool = False
+    """Whether other processes answer on the same ports."""
     usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
     name for every archive."""
@@ -212,7 +214,15 @@ class Fleet:
     async def _start(self, made: HandlerVersion, found: Found, how: How, digest: str | None) -> WantedVersion:
         """Makes an archive's handler ready. Raises ArchiveError, NotStarted."""
         usual = self.how.usual_of(made.model, made.version)
-        kept = await made.begin(found.path, how.given, self._in_thread, self._loop, digest or found.digest, usual=usual)
+        kept = await made.begin(
+            found.path,
+            how.given,
+            self._in_thread,
+            self._loop,
+            digest or found.digest,
+            usual=usual,
+            shared=self.how.shared,
+        )
         return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(how.given))
 
     async def _prove(self, made: Version, found: Found, how: How, digest: str | None) -> WantedVersion:

@@ -279,7 +279,7 @@ class Management:
             facts = self._described(one)
             if isinstance(one, HandlerVersion) and one.state == "ready":
                 asked = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
-                answer = await one.handle(asked, alone=True)
+                answer = await one.handle(asked, alone=True, loose=True)
                 said = answer.body if answer.pieces is None else await answer.pieces.whole()
                 facts["customizedMetadata"] = _read(said)
             told.append(facts)

@@ -62,6 +62,9 @@ _ELSEWHERE = {
     "keystore_type": "it belongs to a Java keystore",
     "token_expiration_min": "tokens have 256 bits and no end, unless the key file gives them one",
     "header_key_id": "not read",
+    "ts_header_key_sequence_id": "sequences are named by the header ts_request_sequence_id",
+    "ts_header_key_sequence_start": "sequences begin by the header ts_request_sequence_start",
+    "ts_header_key_sequence_end": "sequences are closed by the header ts_request_sequence_end",
 }
 """Keys that are known and change nothing, and why."""
 _PER_MODEL = {

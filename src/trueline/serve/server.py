@@ -109,6 +109,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         max_batch=settings.max_batch,
         max_delay_s=settings.max_delay_s,
         max_queue=settings.max_queue,
+        shared=settings.shared,
         usual=_usual(settings),
     )
     state = Path(settings.state) if settings.state is not None else None

@@ -25,6 +25,7 @@ from trueline.errors import RequestError
 from trueline.serve import calls
 from trueline.serve.asking import KEY_HEADER
 from trueline.serve.calls import Context, header
+from trueline.serve.handlers import sequences
 from trueline.serve.handlers.outcome import Answer, HandlerFailed
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
@@ -101,16 +102,20 @@ class Inference:
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)
         body = bytes(answer.body) if answer.pieces is None else await _whole(answer)
-        return pb.PredictionResponse(prediction=body, sequence_id=request.sequence_id)
+        return pb.PredictionResponse(prediction=body, sequence_id=_sequence_of(request, answer))
 
-    async def _stream(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
-        answer = await self._ask(request, context)
+    async def _stream(
+        self, request: pb.PredictionsRequest, context: Context, *, named: bool = False
+    ) -> AsyncIterator[pb.PredictionResponse]:
+        """`named`: a request of a stateful model is to name its sequence."""
+        answer = await self._ask(request, context, named=named)
+        name = _sequence_of(request, answer)
         if answer.pieces is None:
-            yield pb.PredictionResponse(prediction=bytes(answer.body), sequence_id=request.sequence_id)
+            yield pb.PredictionResponse(prediction=bytes(answer.body), sequence_id=name)
             return
         try:
             async for piece in answer.pieces.each():
-                yield pb.PredictionResponse(prediction=bytes(piece), sequence_id=request.sequence_id)
+                yield pb.PredictionResponse(prediction=bytes(piece), sequence_id=name)
         except Torn as error:
             raise HandlerFailed("the answer broke off: its handler failed") from error
 
@@ -121,26 +126,30 @@ class Inference:
         async for request in requests:
             try:
                 self._door.check("StreamPredictions2", context)
-                async for response in self._stream(request, context):
+                async for response in self._stream(request, context, named=True):
                     yield response
             except RequestError as error:
-                yield _told(request, self._door.code(error), error.message)
+                hint = f"; {error.hint}" if error.hint else ""
+                yield _told(request, self._door.code(error), error.message + hint)
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
                 events.emit("request.failed", path="StreamPredictions2", why=f"{type(error).__name__}: {error}")
                 yield _told(request, grpc.StatusCode.INTERNAL, calls.FAILED)
 
-    async def _ask(self, request: pb.PredictionsRequest, context: Context) -> Answer:
+    async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> Answer:
         if not request.model_name:
             raise RequestError("Parameter model_name is required.")
         key = header(context, KEY_HEADER.decode())
         found = self._routes.models.find(
-            request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
+            request.model_name,
+            request.model_version or None,
+            request.sequence_id if key is None else key.decode("latin-1"),
         )
         if isinstance(found, HandlerVersion):
+            known = request.sequence_id or sequences.START in request.input
+            if named and not known and found.stateful:
+                raise RequestError("Parameter sequenceId is required.", hint=f"or the input {sequences.START}")
             parts = [(name, "", value) for name, value in request.input.items()]
-            headers = {"explain": "False"}
-            if request.sequence_id:
-                headers["ts_request_sequence_id"] = request.sequence_id
+            headers = {"explain": "False"} | _in_sequence(request)
             return await found.handle(Ask(request_id=str(uuid4()), parts=parts, headers=headers))
         return await self._ask_bundle(found, request.input)
 
@@ -159,6 +168,20 @@ def _body(given: Mapping[str, bytes]) -> bytes:
     if len(given) == 1 and next(iter(given)) in _WHOLE:
         return next(iter(given.values()))
     return msgspec.json.encode({name: msgspec.Raw(value or b"null") for name, value in given.items()})
+
+
+def _in_sequence(request: pb.PredictionsRequest) -> dict[str, str]:
+    """What HTTP says in headers: the id has a field of its own, begin and end are inputs."""
+    found = {sequences.ID: request.sequence_id} if request.sequence_id else {}
+    for name in (sequences.START, sequences.END):
+        if name in request.input:
+            found[name] = request.input[name].decode("utf-8", "replace")
+    return found
+
+
+def _sequence_of(request: pb.PredictionsRequest, answer: Answer) -> str:
+    """The sequence that the answer names, as one may just have begun."""
+    return answer.headers.get(sequences.ID, request.sequence_id)
 
 
 async def _answered(found: Response | asyncio.Future[Response]) -> Response:

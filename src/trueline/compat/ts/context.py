@@ -64,6 +64,13 @@ class Context:
         self.model_yaml_config = model_yaml_config or {}
         self.request_ids: dict[int, str] | None = None
         self.request_processor: list[RequestProcessor] = []
+        self.cache: dict[Any, Any] = {}
+        """The handler's own, as long as its process lives."""
+        self.stopping_criteria: Any = None
+        """By index: called with an answer, False wants another call for more of it, True and None do not."""
+        self.header_key_sequence_id = "ts_request_sequence_id"
+        self.header_key_sequence_start = "ts_request_sequence_start"
+        self.header_key_sequence_end = "ts_request_sequence_end"
         self.send_piece: Callable[[Sequence[Any], Mapping[int, str], int], None] | None = None
         """How a piece of an answer is sent before the whole: set by the worker."""
         self._system_properties = {
@@ -81,6 +88,10 @@ class Context:
 
     def get_request_id(self, idx: int = 0) -> str | None:
         return None if self.request_ids is None else self.request_ids.get(idx)
+
+    def get_sequence_id(self, idx: int) -> Any:
+        """Of a stateful model, which sequence request `idx` of the batch is of."""
+        return self.get_request_header(idx, self.header_key_sequence_id)
 
     def get_request_header(self, idx: int, key: str) -> Any:
         return self.request_processor[idx].get_request_property(key)

@@ -41,6 +41,8 @@ class Service:
     def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
         """Loads and initializes. Raises whatever the handler raises."""
         self._sock = sock
+        self._open: list[int] = []
+        """Of the batch under way, which requests the handler is called with."""
         folder = Path(told["folder"])
         self._metrics = _ts("metrics.metrics_store").MetricsStore(told["model"])
         self._context = _ts("context").Context(
@@ -73,12 +75,10 @@ class Service:
                 at += 1
             data.append(given)
             processors.append(_ts("context").RequestProcessor(headers | request["headers"]))
-        self._context.request_ids = {index: request["id"] for index, request in enumerate(head["requests"])}
-        self._context.request_processor = processors
+        ids = [request["id"] for request in head["requests"]]
         began = time.perf_counter()
         try:
-            found = self._answer(data, self._context)
-            bodies = _bodies(found, len(data))
+            bodies = self._steps(data, processors, ids)
         except Exception as error:  # noqa: BLE001 - blind on purpose: whatever the handler raises fails its batch
             code, message = _refusal(error)
             told = {"kind": "refused", "code": code, "message": message, "metrics": self._metrics.drain()}
@@ -88,12 +88,33 @@ class Service:
         answers = [_head(one) for one in processors]
         frames.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
 
+    def _steps(self, data: list[Any], processors: list[Any], ids: list[str]) -> list[bytes | bytearray]:
+        """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose
+        criterion says False; what it has answered them goes out as a piece.
+        """
+        last: dict[int, bytes | bytearray] = {}
+        self._open = list(range(len(data)))
+        while self._open:
+            context, going = self._context, self._open
+            context.request_ids = {index: ids[at] for index, at in enumerate(going)}
+            context.request_processor = [processors[at] for at in going]
+            context.stopping_criteria = None
+            found = self._answer([data[at] for at in going], context)
+            last |= zip(going, _bodies(found, len(going)), strict=True)
+            criteria = context.stopping_criteria or {}
+            stops = [criteria[index](found[index]) if criteria else None for index in range(len(going))]
+            self._open = [at for at, stop in zip(going, stops, strict=True) if stop is not None and not stop]
+            for at in self._open:
+                frames.send(self._sock, {"kind": "piece", "index": at, "answer": _head(processors[at])}, [last[at]])
+        return [last[at] for at in range(len(data))]
+
     def _send_piece(self, values: Sequence[Any], request_ids: Mapping[int, str], code: int) -> None:
         """A piece of each answer, before the whole is there."""
         for index, value in enumerate(values):
             if index in request_ids:
                 told = _head(self._context.request_processor[index]) | {"status": code}
-                frames.send(self._sock, {"kind": "piece", "index": index, "answer": told}, [_encoded(value)])
+                at = self._open[index]
+                frames.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encoded(value)])
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -40,3 +40,12 @@ class StartFailed(TruelineError):
     """A handler's process did not become ready. The message says why, and names no path."""
 
     code = "start_failed"
+
+
+class NoSequence(RequestError):
+    """The request's sequence is closed, expired, lost or full, or there is no room for another; the message says which,
+    behind TorchServe's words for all of them.
+    """
+
+    code = "no_sequence"
+    status = 503

@@ -17,17 +17,28 @@ from trueline.serve.handlers.envelopes import NAMES
 NOT_RUN = (
     "asyncCommunication",
     "continuousBatching",
-    "sequenceMaxIdleMSec",
-    "sequenceTimeoutMSec",
-    "maxNumSequence",
-    "maxSequenceJobQueueSize",
-    "stateful",
     "useJobTicket",
     "useVenv",
 )
 """Keys of model-config.yaml that are known and change nothing here; the handler sees them."""
+OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
+"""Keys that say something of a stateful model only."""
 _BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0)
 MAX_WORKERS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which terms a stateful model keeps sequences of requests."""
+
+    max_idle_s: float
+    """A sequence that nobody asks for so long is closed."""
+    timeout_s: float = 0.0
+    """How long a sequence may last; 0: as long as it is asked."""
+    max_sequences: int = 1
+    """Of the model at the same time; never fewer than its workers take into their batches."""
+    queue_size: int = 1
+    """Requests of one sequence that may wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +60,12 @@ class Plan:
     """What is around the data (`envelopes`); empty: nothing."""
     gpus: tuple[int, ...] = ()
     """Worker i gets gpus[i % len(gpus)]; none: the processor."""
+    sequences: Terms | None = None
+    """Of a stateful model."""
+
+    def max_sequences(self, workers: int) -> int:
+        """How many sequences `workers` keep between them; 0 when the model is not stateful."""
+        return max(self.sequences.max_sequences, self.batch_size * workers) if self.sequences else 0
 
 
 def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, str], gpus: Sequence[int] = ()) -> Plan:
@@ -74,6 +91,36 @@ def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, s
         queue_size=max(1, int(_number(config, "jobQueueSize", 100))),
         envelope=_envelope(manifest.envelope or config.get("serviceEnvelope") or ""),
         gpus=_gpus(config, gpus),
+        sequences=_terms(config),
+    )
+
+
+def ignored(config: Mapping[str, Any], plan: Plan) -> list[str]:
+    """The keys of the archive's configuration that say something and change nothing."""
+    silent = NOT_RUN if plan.sequences else (*NOT_RUN, *OF_SEQUENCES)
+    return [key for key in silent if config.get(key)]
+
+
+def _terms(config: Mapping[str, Any]) -> Terms | None:
+    """TorchServe 0.12 asks for `sequenceBatching: true` beside the times, older ones for the times alone."""
+    max_idle_s = _number(config, "sequenceMaxIdleMSec", 0) / 1e3
+    stateful = config.get("sequenceBatching", config.get("stateful", max_idle_s > 0))
+    if not isinstance(stateful, bool):
+        raise ArchiveError(
+            f"'sequenceBatching' of the archive's configuration is to be true or false, not {stateful!r}"
+        )
+    if not stateful:
+        return None
+    if not max_idle_s:
+        raise ArchiveError(
+            "the archive's configuration wants sequences and no end of them: say in 'sequenceMaxIdleMSec' after how "
+            "many milliseconds without a request one is closed"
+        )
+    return Terms(
+        max_idle_s=max_idle_s,
+        timeout_s=_number(config, "sequenceTimeoutMSec", 0) / 1e3,
+        max_sequences=max(1, int(_number(config, "maxNumSequence", 1))),
+        queue_size=max(1, int(_number(config, "maxSequenceJobQueueSize", 1))),
     )
 
 

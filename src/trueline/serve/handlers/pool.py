@@ -4,8 +4,9 @@
        │                     │                              grows; one that dies for `max_retry_s` is given up
     full: 429          dies: 503 at once
 
-A request waits in one queue until a worker is idle and its batch is full or old enough. What is decided is in `plan`;
-here are the queue, the timers and the lives of the workers.
+A request waits in one queue until a worker is idle and its batch is full or old enough; of a stateful model it waits in
+that of its sequence for the worker that remembers it. What is decided is in `plan` and `sequences`; here are the queue,
+the timers and the lives of the workers.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
-from trueline.serve.handlers.outcome import Answer, StartFailed
+from trueline.serve.handlers import sequences
+from trueline.serve.handlers.outcome import Answer, NoSequence, StartFailed
 from trueline.serve.handlers.plan import MAX_WORKERS, backoff_s, gather
+from trueline.serve.handlers.sequences import Dropped, Part, Sequences
 from trueline.serve.handlers.worker import Ask, Launch, Worker
+from trueline.serve.models import NO_WORKER
 
 MAX_QUEUE_BYTES = 256 * 2**20
 """Of what waits for one model; a lone request is let in whatever its size."""
@@ -33,6 +37,8 @@ class _Job:
     alone: bool
     since: float
     future: asyncio.Future[Answer]
+    part: Part | None = None
+    """In a sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +77,15 @@ class Pool:
         self._emptied: list[asyncio.Future[None]] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._given_up = 0
+        terms = launch.plan.sequences
+        self._sequences: Sequences[_Job] | None = None if terms is None else Sequences(terms)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._waiting())
+
+    def _waiting(self) -> list[_Job]:
+        return self._queue + self._sequences.waiting() if self._sequences else self._queue
 
     @property
     def num_workers(self) -> int:
@@ -86,9 +97,13 @@ class Pool:
         """Whether a worker was given up and nobody has asked for others since."""
         return self._given_up > 0
 
-    def workers(self) -> list[tuple[int, Worker]]:
-        """Those that are up, by number."""
-        return [(slot.number, slot.worker) for slot in self._slots if slot.worker is not None]
+    def workers(self) -> list[tuple[int, Worker, bool]]:
+        """Those that are up: number, process, and whether it takes what comes."""
+        return [
+            (slot.number, slot.worker, slot.worker.ready and not slot.leaving)
+            for slot in self._slots
+            if slot.worker is not None
+        ]
 
     # how many
 
@@ -102,20 +117,33 @@ class Pool:
             raise
 
     def scale(self, workers: int) -> None:
-        """So many workers from now on; one that is to go answers what it was asked first."""
+        """So many workers from now on; one that is to go answers what it was asked first, and stays until its sequences
+        have ended. With 0 those end when what waits is answered.
+        """
         self._given_up = 0
-        staying = [slot for slot in self._slots if not slot.leaving]
-        for _ in range(min(workers, MAX_WORKERS) - len(staying)):
+        wanted = min(workers, MAX_WORKERS)
+        for slot in [one for one in self._slots if one.leaving][: max(0, wanted - self.num_workers)]:
+            slot.leaving = False
+        for _ in range(wanted - self.num_workers):
             self._add()
-        for slot in sorted(staying, key=lambda one: one.busy)[: max(0, len(staying) - workers)]:
+        staying = [slot for slot in self._slots if not slot.leaving]
+        for slot in sorted(staying, key=lambda one: (self._kept_by(one), one.busy))[: max(0, len(staying) - workers)]:
             slot.leaving = True
+        self._pump()
         self._trim()
 
+    def _kept_by(self, slot: _Slot) -> int:
+        """How many sequences its worker remembers."""
+        return self._sequences.on(slot.number) if self._sequences else 0
+
     def _trim(self) -> None:
-        """Lets those go that are to go. The last of all stay until the queue is empty."""
-        last = bool(self._queue) and not self.num_workers
-        for slot in [one for one in self._slots if one.leaving and not one.busy and not last]:
-            self._remove(slot)
+        """Lets those go that are to go. The last of all stay until nothing waits."""
+        last = not self.num_workers
+        if last and self._waiting():
+            return
+        for slot in [one for one in self._slots if one.leaving and not one.busy]:
+            if last or not self._kept_by(slot):
+                self._remove(slot)
 
     async def settled(self) -> None:
         """Returns when every worker that is wanted has been ready once. Raises StartFailed."""
@@ -130,6 +158,8 @@ class Pool:
 
     def _remove(self, slot: _Slot) -> None:
         self._slots.remove(slot)
+        if self._sequences:
+            self._drop(self._sequences.lost(slot.number, now=self._loop.time(), how="was closed with its worker"))
         assert slot.task is not None
         self._ending.add(slot.task)
         slot.task.add_done_callback(self._ending.discard)
@@ -163,6 +193,9 @@ class Pool:
             except asyncio.CancelledError:
                 slot.first.cancel()
                 raise
+            self._trim()
+            if slot not in self._slots:
+                return  # it was to go, and has no sequences to stay for any more
             now = self._loop.time()
             if not deaths or answered or now - began > max_retry_s > 0:
                 deaths, failing_since = 0, now
@@ -192,10 +225,19 @@ class Pool:
             self._pump()
             return await asyncio.shield(worker.ended), worker.answered > 0
         finally:
+            self._forget(slot, worker)
             slot.worker = None
             worker.kill("was stopped")
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(worker.ended)
+
+    def _forget(self, slot: _Slot, worker: Worker) -> None:
+        """What its process remembered is gone."""
+        if self._sequences and self._kept_by(slot):
+            events.emit(
+                "sequences.lost", model=self.launch.model, worker=slot.number, count=self._kept_by(slot), pid=worker.pid
+            )
+            self._drop(self._sequences.lost(slot.number, now=self._loop.time()))
 
     def _give_up(self, slot: _Slot, why: str) -> None:
         events.emit("worker.given_up", model=self.launch.model, worker=slot.number, why=why)
@@ -206,42 +248,68 @@ class Pool:
 
     # requests
 
-    def submit(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
-        """A future of the answer; cancel it to withdraw. Raises Overloaded when the queue is full, NotReady.
+    def submit(self, ask: Ask, *, alone: bool = False, part: Part | None = None) -> asyncio.Future[Answer]:
+        """A future of the answer; cancel it to withdraw. `part` is the request's in a sequence of a stateful model.
 
-        The future raises HandlerFailed for what the handler refuses, DeadlineExceeded, NotReady.
+        Raises Overloaded when the queue is full, NoSequence, NotReady. The future raises HandlerFailed for what the
+        handler refuses, DeadlineExceeded, NoSequence, NotReady.
         """
         plan = self.launch.plan
         if not self._slots:
             raise NotReady(f"model '{self.launch.model}' has no worker")
-        waiting_bytes = sum(job.ask.num_bytes for job in self._queue)
-        full = waiting_bytes + ask.num_bytes > MAX_QUEUE_BYTES and bool(self._queue)
-        if full or len(self._queue) >= plan.queue_size:
-            raise Overloaded(
-                f"{len(self._queue)} requests of {waiting_bytes} bytes wait for this model already",
-                hint="come back later",
-            )
-        job = _Job(ask=ask, alone=alone, since=self._loop.time(), future=self._loop.create_future())
-        self._queue.append(job)
+        job = _Job(ask=ask, alone=alone, since=self._loop.time(), future=self._loop.create_future(), part=part)
+        self._enqueue(job)
         patience_s = plan.client_timeout_s or plan.response_timeout_s + plan.startup_timeout_s
         timer = self._loop.call_later(patience_s, self._expire, job, patience_s)
         job.future.add_done_callback(lambda _: self._leave(job, timer))
         self._pump()
         return job.future
 
+    def _enqueue(self, job: _Job) -> None:
+        """Raises Overloaded, NoSequence."""
+        waiting = self._waiting()
+        waiting_bytes = sum(one.ask.num_bytes for one in waiting)
+        full = waiting_bytes + job.ask.num_bytes > MAX_QUEUE_BYTES and bool(waiting)
+        if full or (job.part is None and len(self._queue) >= self.launch.plan.queue_size):
+            raise Overloaded(
+                f"{len(waiting)} requests of {waiting_bytes} bytes wait for this model already", hint="come back later"
+            )
+        if self._sequences is None or job.part is None:
+            self._queue.append(job)
+            return
+        self._end_sequences()
+        room = self.launch.plan.max_sequences(self.num_workers)
+        refused = self._sequences.join(job, now=job.since, room=room)
+        if refused is not None:
+            raise self._no_sequence(refused)
+
+    def _no_sequence(self, refused: sequences.Refusal) -> NoSequence:
+        return NoSequence(f'Model "{self.launch.model}" {NO_WORKER}: {refused.why}', hint=refused.hint)
+
+    def _drop(self, dropped: Dropped[_Job]) -> None:
+        for job, refused in dropped:
+            self._fail(job, self._no_sequence(refused))
+
+    def _end_sequences(self) -> None:
+        """Those whose time has passed."""
+        if self._sequences:
+            self._drop(self._sequences.expire(self._loop.time()))
+
     def _leave(self, job: _Job, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
         if job in self._queue:
             self._queue.remove(job)
-            self._trim()
-            self._tell_emptied()
+        elif self._sequences and job.part is not None:
+            self._sequences.leave(job)
+        self._trim()
+        self._tell_emptied()
 
     def _expire(self, job: _Job, patience_s: float) -> None:
-        if job in self._queue or self.launch.plan.client_timeout_s:
+        if self.launch.plan.client_timeout_s or job in self._waiting():
             self._fail(job, DeadlineExceeded(f"no answer within {patience_s:g} s"))
 
     def _fail_all(self, why: str) -> None:
-        for job in list(self._queue):
+        for job in list(self._waiting()):
             self._fail(job, NotReady(f"model '{self.launch.model}' has no worker: {why}"))
 
     @staticmethod
@@ -257,7 +325,7 @@ class Pool:
         return found
 
     def _tell_emptied(self) -> None:
-        if self._emptied and not self._queue and not any(slot.busy for slot in self._slots):
+        if self._emptied and not self._waiting() and not any(slot.busy for slot in self._slots):
             waiters, self._emptied = self._emptied, []
             for waiter in waiters:
                 if not waiter.done():
@@ -268,22 +336,41 @@ class Pool:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
-        staying = self.num_workers > 0
-        for slot in self._slots:
-            if slot.busy or (slot.leaving and staying) or slot.worker is None or not slot.worker.ready:
-                continue
-            waiting = [job for job in self._queue if not job.future.done()]
-            count, wake_at = gather(waiting, now=self._loop.time(), plan=self.launch.plan)
-            if wake_at is not None:
-                self._wake = self._loop.call_at(wake_at, self._pump)
-                return
-            if not count:
-                return
-            self._run(slot, slot.worker, waiting[:count])
+        self._end_sequences()
+        able = [one for one in self._slots if one.worker is not None and one.worker.ready]
+        open_to_all = [one for one in able if not one.leaving or not self.num_workers]
+        if self._sequences:
+            self._sequences.place([one.number for one in sorted(open_to_all, key=lambda one: one.busy)])
+        times = [self._sequences.wake_at()] if self._sequences else []
+        for slot in able:
+            if not slot.busy:
+                jobs, wake_at = self._due(slot, loose=slot in open_to_all)
+                times.append(wake_at)
+                if jobs:
+                    self._run(slot, jobs)
+        wake_at = min((one for one in times if one is not None), default=None)
+        if wake_at is not None:
+            self._wake = self._loop.call_at(wake_at, self._pumped)
 
-    def _run(self, slot: _Slot, worker: Worker, jobs: Sequence[_Job]) -> None:
+    def _pumped(self) -> None:
+        self._pump()
+        self._trim()
+
+    def _due(self, slot: _Slot, *, loose: bool) -> tuple[list[_Job], float | None]:
+        """What an idle worker runs now, else when to ask again; `loose`: also what is of no sequence."""
+        now, plan = self._loop.time(), self.launch.plan
+        waiting = [job for job in self._queue if loose and not job.future.done()]
+        count, wake_at = gather(waiting, now=now, plan=plan)
+        if count or self._sequences is None:
+            return waiting[:count], wake_at
+        return self._sequences.take(slot.number, now=now, plan=plan)
+
+    def _run(self, slot: _Slot, jobs: Sequence[_Job]) -> None:
         for job in jobs:
-            self._queue.remove(job)
+            if job.part is None:
+                self._queue.remove(job)
+        worker = slot.worker
+        assert worker is not None
         slot.busy = True
         began = self._loop.time()
         answering = worker.ask([job.ask for job in jobs])
@@ -303,6 +390,10 @@ class Pool:
             if self._on_batch is not None:
                 waited_s = sum(began - job.since for job in jobs)
                 self._on_batch(len(jobs), self._loop.time() - began, waited_s)
+        if self._sequences:
+            closed = [] if failure else [one for told in done.result() for one in sequences.closed_by(told.headers)]
+            parts = [job for job in jobs if job.part is not None]
+            self._drop(self._sequences.answered(slot.number, parts, closed, now=self._loop.time()))
         self._pump()
         self._trim()
         self._tell_emptied()

@@ -21,10 +21,12 @@ from trueline.serve import archive
 from trueline.serve.archive import Archive
 from trueline.serve.batcher import USUAL, Policy
 from trueline.serve.handlers import plan as plans
+from trueline.serve.handlers import sequences
 from trueline.serve.handlers.measures import Measures
 from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
 from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.sequences import Part
 from trueline.serve.handlers.worker import Ask, Launch, Limits
 from trueline.serve.models import NO_WORKER, Loaded, Version
 from trueline.serve.pieces import Pieces
@@ -89,13 +91,14 @@ class HandlerVersion(Version):
     @property
     def policy(self) -> Policy:
         """Its batching and workers in the server's own words. Raises NotReady."""
-        plan = self.pool.launch.plan
+        plan, lanes = self.pool.launch.plan, self.pool.num_workers
+        in_sequences = plan.sequences.queue_size * plan.max_sequences(lanes) if plan.sequences else 0
         return Policy(
             batch=plan.batch_size > 1,
             max_batch=plan.batch_size,
             max_delay_s=plan.max_batch_delay_s,
-            lanes=self.pool.num_workers,
-            max_requests=plan.queue_size,
+            lanes=lanes,
+            max_requests=in_sequences or plan.queue_size,
         )
 
     async def begin(
@@ -107,9 +110,10 @@ class HandlerVersion(Version):
         digest: str | None = None,
         *,
         usual: Mapping[str, Any] | None = None,
+        shared: bool = False,
     ) -> str:
         """Lays the archive out, starts its workers, and returns its digest. The archive's configuration goes before
-        `usual`, and `given` before both.
+        `usual`, and `given` before both. `shared`: other processes answer on the same ports.
 
         Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
         """
@@ -121,7 +125,7 @@ class HandlerVersion(Version):
                     f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
                     hint="it was exchanged; register it again",
                 )
-            await self.begin_in(found, given, loop, usual=usual)
+            await self.begin_in(found, given, loop, usual=usual, shared=shared)
         except BaseException:
             place.remove()
             raise
@@ -135,21 +139,21 @@ class HandlerVersion(Version):
         loop: asyncio.AbstractEventLoop,
         *,
         usual: Mapping[str, Any] | None = None,
+        shared: bool = False,
     ) -> None:
         """The same for what lies in a folder already, which stays its owner's. Raises ArchiveError, NotStarted."""
-        await self._start(found, given, usual or {}, loop)
+        plan = plans.draw_up(found.manifest, {**(usual or {}), **found.config}, given, gpus())
+        if shared and plan.sequences is not None:
+            raise archive.ArchiveError(
+                "the model is stateful: one worker remembers a sequence, and of several processes any may get its "
+                "next request; serve it with --processes 1"
+            )
+        await self._start(found, plan, loop)
         self.archive, self.since = found, time.time()
         self.state = "ready"
 
-    async def _start(
-        self,
-        found: Archive,
-        given: Mapping[str, str],
-        usual: Mapping[str, Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        plan = plans.draw_up(found.manifest, {**usual, **found.config}, given, gpus())
-        ignored = [key for key in plans.NOT_RUN if found.config.get(key)]
+    async def _start(self, found: Archive, plan: plans.Plan, loop: asyncio.AbstractEventLoop) -> None:
+        ignored = plans.ignored(found.config, plan)
         if ignored or found.manifest.requirements_file:
             events.emit(
                 "archive.ignored",
@@ -213,21 +217,33 @@ class HandlerVersion(Version):
         """Raises NoTensors."""
         raise NoTensors(self.model)
 
-    def handle(self, ask: Ask, *, alone: bool = False) -> asyncio.Future[Answer]:
-        """The handler's answer, or its head once the first piece was sent; `alone`: in a batch of its own.
+    def handle(self, ask: Ask, *, alone: bool = False, loose: bool = False) -> asyncio.Future[Answer]:
+        """The handler's answer, or its head once the first piece was sent; `alone`: in a batch of its own; `loose`: of
+        no sequence.
 
-        Raises NotReady, Overloaded; the future HandlerFailed, DeadlineExceeded, NotReady.
+        Of a stateful model it is a request of the sequence that its headers name, else the first of a new one; the
+        answer's headers name it. Raises NotReady, Overloaded, NoSequence; the future HandlerFailed, DeadlineExceeded,
+        NotReady, NoSequence.
         """
         self.check_ready()
         if not self.pool.num_workers:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         began = time.perf_counter()
-        told = _Told()
+        part = None
+        if self.stateful and not loose:
+            part = sequences.part_of(ask.headers)
+            ask.headers = {**ask.headers, **sequences.told(part)}
+        told = _Told(part)
         ask.on_piece = told.piece
-        waiting = self.pool.submit(ask, alone=alone)
+        waiting = self.pool.submit(ask, alone=alone, part=part)
         told.follow(waiting)
         waiting.add_done_callback(lambda done: self._answered(began, done))
         return told.answer
+
+    @property
+    def stateful(self) -> bool:
+        """Whether its requests are of sequences. Raises NotReady."""
+        return self.pool.launch.plan.sequences is not None
 
     def _answered(self, began: float, done: asyncio.Future[Answer]) -> None:
         if done.cancelled():
@@ -273,26 +289,41 @@ class HandlerVersion(Version):
             "maxRetryTimeoutInSec": round(plan.max_retry_s),
             "clientTimeoutInMills": round(plan.client_timeout_s * 1e3),
             "deviceType": "gpu" if plan.gpus else "cpu",
+            **self._of_sequences(),
             "workers": [
                 {
                     "id": str(9000 + number),
                     "startTime": time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(worker.since)),
-                    "status": "READY" if worker.ready else "UNLOADING",
+                    "status": "READY" if open_to_all else "UNLOADING",
                     "memoryUsage": _resident(worker.pid),
                     "pid": worker.pid,
                     "gpu": bool(plan.gpus),
                     "gpuUsage": "N/A",
                 }
-                for number, worker in workers
+                for number, worker, open_to_all in workers
             ],
+        }
+
+    def _of_sequences(self) -> dict[str, Any]:
+        plan = self.pool.launch.plan
+        if plan.sequences is None:
+            return {}
+        return {
+            "stateful": True,
+            "sequenceMaxIdleMSec": round(plan.sequences.max_idle_s * 1e3),
+            "sequenceTimeoutMSec": round(plan.sequences.timeout_s * 1e3),
+            "maxNumSequence": plan.max_sequences(self.pool.num_workers),
+            "maxSequenceJobQueueSize": plan.sequences.queue_size,
         }
 
 
 class _Told:
     """What becomes of one request: an answer at once, or its head and then its pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Part | None = None) -> None:
+        """With a `part` the answer names its sequence, unless the handler does."""
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._own = {} if part is None else {sequences.ID: part.id}
         self._pieces: Pieces | None = None
         self._waiting: asyncio.Future[Answer] | None = None
 
@@ -308,7 +339,7 @@ class _Told:
             if self.answer.done():
                 return
             self._pieces = Pieces(self._stop)
-            self.answer.set_result(replace(piece, body=b"", pieces=self._pieces))
+            self.answer.set_result(replace(self._named(piece), body=b"", pieces=self._pieces))
         self._pieces.add(piece.body)
 
     def _stop(self) -> None:
@@ -328,7 +359,10 @@ class _Told:
         elif failure is not None:
             self.answer.set_exception(failure)
         else:
-            self.answer.set_result(waiting.result())
+            self.answer.set_result(self._named(waiting.result()))
+
+    def _named(self, answer: Answer) -> Answer:
+        return replace(answer, headers={**self._own, **answer.headers}) if self._own else answer
 
 
 def _resident(pid: int) -> int:
