@@ -67,7 +67,7 @@ def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: 
     decoded: list[int] = []
     original = parquet._row_group
     monkeypatch.setattr(
-        parquet, "_row_group", lambda file, index, *rest: decoded.append(index) or original(file, index, *rest)
+        parquet, "_row_group", lambda file, at, *rest, **how: decoded.append(at) or original(file, at, *rest, **how)
     )
     source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="training")
     assert [unit.count for unit in source.units] == [25] * 4

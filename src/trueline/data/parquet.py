@@ -2,7 +2,8 @@
 
 A unit is a row group, the smallest thing that Parquet decodes. In the order of windows (`data/windows.py`) a group is
 decoded once an epoch; in a full permutation over more data than the cache holds, for nearly every record, so write
-row groups of a few thousand rows. Page checksums are verified where the writer wrote them. Listing needs no torch.
+row groups of a few thousand rows. Page checksums, where the writer wrote them, are verified when a group is first read.
+Listing needs no torch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class ParquetFormat:
     def __init__(self) -> None:
         self._footers: dict[tuple[str, Stamp], Any] = {}
         """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
+        self._verified: set[tuple[str, Stamp, int]] = set()
+        """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
 
     def list(self, file: File) -> Listed:
         try:
@@ -51,14 +54,17 @@ class ParquetFormat:
         return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
-        table = _row_group(file, part.at, self._footers.get((file.uri, file.stamp)))
+        group = file.uri, file.stamp, part.at
+        footer = self._footers.get((file.uri, file.stamp))
+        table = _row_group(file, part.at, footer, verify=group not in self._verified)
+        self._verified.add(group)
         if len(table) != part.count:
             return table  # the caller says that the file lies
         return table.slice(start, stop - start)
 
 
-def _row_group(file: File, index: int, footer: Any) -> pa.Table:
-    options = {"metadata": footer, "page_checksum_verification": True}
+def _row_group(file: File, index: int, footer: Any, *, verify: bool) -> pa.Table:
+    options = {"metadata": footer, "page_checksum_verification": verify}
     if file.path is not None:
         with pq.ParquetFile(file.path, memory_map=True, **options) as found:
             return found.read_row_group(index, use_threads=False)

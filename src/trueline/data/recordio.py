@@ -115,28 +115,42 @@ def _chunk_records(data: bytes, part: Part, file: File) -> pa.Table:
 
 
 def _unpacked(payload: bytes | memoryview, part: Part, file: File) -> pa.Array:
-    """`length, bytes` again and again, as one Arrow array: contents are moved once, and no record becomes an object."""
-    lengths, at, size = [], 0, len(payload)
-    unpack = struct.Struct("<I").unpack_from
-    for _ in range(part.count):
-        if at + 4 > size:
-            break
-        (length,) = unpack(payload, at)
-        lengths.append(length)
-        at += 4 + length
-    if at != size or len(lengths) != part.count:
+    """`length, bytes` again and again, as one Arrow array: contents are moved once."""
+    alike = _of_one_length(payload, part.count)
+    if alike is not None:
+        count, length = alike.shape
+        offsets, values = np.arange(count + 1, dtype=np.int64) * length, pa.py_buffer(np.ascontiguousarray(alike))
+        return _binary(offsets, values)
+    records: list[bytes] = []
+    at, size = 0, len(payload)
+    unpack, whole = struct.Struct("<I").unpack_from, bytes(payload)
+    while at + 4 <= size and len(records) < part.count:
+        (length,) = unpack(whole, at)
+        begin, at = at + 4, at + 4 + length
+        records.append(whole[begin:at])
+    if at != size or len(records) != part.count:
         raise DataError(
             f"{file.uri} lies at byte {part.at}: the chunk claims {part.count} records in {size} bytes, "
-            f"but {len(lengths)} records end at byte {at}"
+            f"but {len(records)} records end at byte {at}"
         )
-    ends = np.cumsum(lengths, dtype=np.int64)
-    offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    keep = np.ones(size, bool)
-    heads = offsets[:-1] + 4 * np.arange(part.count)
-    keep[(heads[:, None] + np.arange(4)).ravel()] = False
-    values = np.frombuffer(payload, np.uint8)[keep]
-    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(values)]
-    return pa.BinaryArray.from_buffers(pa.binary(), part.count, buffers)
+    return _binary(np.cumsum([0, *map(len, records)], dtype=np.int64), pa.py_buffer(b"".join(records)))
+
+
+def _of_one_length(payload: bytes | memoryview, count: int) -> npt.NDArray[np.uint8] | None:
+    """The contents [count, length] of records that are all of one length; None for any others.
+
+    Equal heads at equal distances are proof: each says where the next one is.
+    """
+    if not count or len(payload) % count or len(payload) < 4 * count:
+        return None
+    table = np.frombuffer(payload, np.uint8).reshape(count, -1)
+    heads = table[:, :4].copy().view("<u4")
+    return table[:, 4:] if bool((heads == table.shape[1] - 4).all()) else None
+
+
+def _binary(offsets: Ints, values: pa.Buffer) -> pa.Array:
+    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), values]
+    return pa.BinaryArray.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
 def _runs(starts: Ints) -> list[Part]:

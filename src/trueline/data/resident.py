@@ -37,6 +37,10 @@ class Tables:
     def take(self, indices: npt.ArrayLike) -> pa.Table:
         """The records `indices`, in that order. Raises DataError."""
         wanted = np.asarray(indices, np.int64)
+        last = len(wanted) - 1
+        if last > 0 and wanted[last] - wanted[0] == last and bool((np.diff(wanted) == 1).all()):
+            run = self.run(int(wanted[0]), int(wanted[last]) + 1)
+            return run.combine_chunks() if run.column(0).num_chunks > 1 else run  # a copy only where units meet
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         return self._resident.take(numbers, wanted - self._starts[numbers])
 
@@ -49,6 +53,8 @@ class Tables:
             if unit.offset >= stop:
                 break
             parts.append(self._resident.slice(number, max(start - unit.offset, 0), min(stop - unit.offset, unit.count)))
+        if len(parts) == 1:
+            return parts[0]
         return pa.concat_tables(parts) if parts else self._records.schema.empty_table()
 
 
@@ -84,7 +90,12 @@ class Resident:
         with self._lock:
             if self._records.ranged and unit not in self._tables:
                 return self._records.load(unit, start, stop)
-            return self._whole(unit).slice(start, stop - start)
+            table = self._whole(unit)
+            if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
+                # Who reads in order is past this unit, and would find it gone next time round. Memory that was given
+                # back is memory that the next unit gets at once.
+                self._num_bytes -= self._tables.pop(unit).nbytes
+            return table.slice(start, stop - start)
 
     def _payable(self, units: Ints) -> bool:
         return len(units) > 1 and all(int(unit) in self._tables for unit in units)

@@ -145,7 +145,7 @@ class GlooGroup:
             self._before = set(_sockets())
             self.generation = generation
             self.open, self._broken = True, False
-            self._outcomes = outcomes = queue.SimpleQueue()
+            outcomes = self._outcomes = queue.SimpleQueue[_Outcome]()
         if generation < self._cut_below:  # its cut came before there was anything to cut
             raise RuntimeError(f"gloo: generation {generation} was cut before it was formed")
         patience = timedelta(seconds=self.patience_s)
