@@ -96,7 +96,7 @@ def test_settings_are_a_models_own_else_those_of_all_else_torchserves() -> None:
     assert [node.name for node in found.nodes] == ["pre", "m1", "post"]
     assert (m1.url, m1.said.workers, m1.said.batch_size, m1.said.max_batch_delay) == ("one.mar", 2, 8, None)
     assert (m1.attempts, m1.timeout_s, pre.attempts, pre.timeout_s) == (1, 5.0, 2, 5.0)
-    assert (pre.url, pre.said.batch_size, post.parents, found.leaf) == ("", None, ("m1",), "post")
+    assert (pre.url, pre.said.batch_size, post.parents, found.leaves) == ("", None, ("m1",), ("post",))
     assert found.dag == {"pre": ("m1",), "m1": ("post",)}
     assert found.ignored == ("models.spare", "models.m1.batchsize")
     common = found.common
@@ -109,7 +109,6 @@ def test_settings_are_a_models_own_else_those_of_all_else_torchserves() -> None:
         ("{a: [b], b: [c], c: [a]}", r"the dag goes in a circle: . -> . -> . -> ."),
         ("{a: [b], b: [c, a], c: []}", r"the dag goes in a circle"),
         ("{a: [a]}", r"the dag goes in a circle: a -> a"),
-        ("{a: [b, c]}", r"the dag ends in the nodes b, c; it may end in one: let them lead to a function"),
         ("{a: [c], b: [c]}", r"the dag has the start nodes a, b; it may have one: put a function before them"),
         ("{a: [zz]}", r"node 'zz' of the dag is neither a model of the specification \(it has: m\) nor a function"),
         ("{zz: [a]}", r"node 'zz' of the dag is neither"),
@@ -159,7 +158,8 @@ def test_a_graph_is_refused_or_every_node_stands_after_what_it_needs(
         assert set(node.parents) <= seen
         seen.add(node.name)
     assert seen == {*dag, *(name for nexts in dag.values() for name in nexts)}
-    assert all(found.leaf not in node.parents for node in found.nodes)
+    assert found.leaves
+    assert all(leaf not in node.parents for leaf in found.leaves for node in found.nodes)
 
 
 def test_the_functions_of_a_handler_are_known_without_running_it() -> None:
@@ -191,7 +191,7 @@ def test_a_workflow_is_read_from_a_zip_a_folder_and_a_tar_with_a_top_folder(tmp_
         into = tmp_path / f"into-{name}"
         into.mkdir()
         found = war.unpack(tmp_path / name, into)
-        assert (found.name, found.handler, found.spec.leaf) == ("flow", "functions.py", "join"), name
+        assert (found.name, found.handler, found.spec.leaves) == ("flow", "functions.py", ("join",)), name
         assert len(found.digest) == 64
         assert (found.folder / "functions.py").is_file()
 
@@ -323,6 +323,19 @@ def laid_out(folder: Path) -> list[Path]:
 def one_function(code: str, **settings: Any) -> tuple[str, str]:
     """Code and specification of a workflow of one function, `only`."""
     return code, yaml.safe_dump({"models": settings, "dag": {"only": []}})
+
+
+@pytest.mark.slow
+def test_a_workflow_of_several_ends_answers_their_texts_by_node(store: Path) -> None:
+    code = "".join(f"def {name}(data, context): return ['{name}' if data else '']\n" for name in "abc")
+    worlds.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
+
+    async def act(office: Office) -> None:
+        status, _ = await office.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
+        assert status == 200
+        assert await office.ask("POST", "/wfpredict/ends", b"x") == (200, {"b": "b", "c": "c"})
+
+    run(store, act)
 
 
 @pytest.mark.slow

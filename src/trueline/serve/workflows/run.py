@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from trueline import events
 from trueline.errors import NotFound, Overloaded, RequestError
 from trueline.serve.handlers.outcome import Answer, HandlerFailed
@@ -57,7 +59,7 @@ class Workflow:
     _running: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     def predict(self, ask: Ask, *, strict: bool = False) -> asyncio.Task[Answer]:
-        """The answer of the last node; cancel it to withdraw the request everywhere.
+        """The answer of the last nodes; cancel it to withdraw the request everywhere.
 
         The task raises NodeFailed, Overloaded, and HandlerFailed of 4xx where a handler refuses its input; with
         `strict` that is NodeFailed too, as in TorchServe.
@@ -81,7 +83,7 @@ class Workflow:
                     tasks[node.name] = group.create_task(one(node))
         except ExceptionGroup as errors:
             raise _first(errors) from None  # the events of its attempts have said why
-        return tasks[self.spec.leaf].result()
+        return _together([(name, tasks[name].result()) for name in self.spec.leaves])
 
     async def _asked(
         self,
@@ -133,6 +135,18 @@ def _given(answers: Sequence[tuple[str, Answer]]) -> list[tuple[str, str, bytes 
     if len(answers) == 1:
         return [("body", "", answers[0][1].body)]
     return [(name, "", answer.body) for name, answer in answers]
+
+
+def _together(ends: Sequence[tuple[str, Answer]]) -> Answer:
+    """The answer of the only last node as it is; of several, an object of their texts by node, as TorchServe answers.
+
+    >>> _together([("a", Answer(body=b"1")), ("b", Answer(body=b"{}"))]).body
+    b'{"a":"1","b":"{}"}'
+    """
+    if len(ends) == 1:
+        return ends[0][1]
+    texts = {name: bytes(answer.body).decode("utf-8", "replace") for name, answer in ends}
+    return Answer(body=msgspec.json.encode(texts), headers={"content-type": "application/json"})
 
 
 async def _whole(answer: Answer) -> Answer:

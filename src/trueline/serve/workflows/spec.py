@@ -108,9 +108,10 @@ class Spec:
     """What is said and changes nothing: models that the graph does not use, keys that nobody knows."""
 
     @property
-    def leaf(self) -> str:
-        """The node whose answer is the workflow's: the only one that may come last."""
-        return self.nodes[-1].name
+    def leaves(self) -> tuple[str, ...]:
+        """The nodes whose answers are the workflow's: those that lead to no other."""
+        inner = {parent for node in self.nodes for parent in node.parents}
+        return tuple(node.name for node in self.nodes if node.name not in inner)
 
 
 def read(found: Mapping[str, Any], functions: Collection[str] | None) -> Spec:
@@ -141,7 +142,7 @@ def read(found: Mapping[str, Any], functions: Collection[str] | None) -> Spec:
         )
         for name in _ordered(parents)
     )
-    _check_ends(nodes)
+    _check_start(nodes)
     return Spec(nodes=nodes, dag=dag, common=common.over(DEFAULTS), ignored=_ignored(found, models, parents))
 
 
@@ -214,19 +215,12 @@ def _ordered(parents: Mapping[str, list[str]]) -> list[str]:
         raise SpecError(f"the dag goes in a circle: {circle}") from error
 
 
-def _check_ends(nodes: Collection[Node]) -> None:
+def _check_start(nodes: Collection[Node]) -> None:
     starts = [node.name for node in nodes if not node.parents]
     if len(starts) != 1:
         raise SpecError(
             f"the dag has the start nodes {_names(starts)}; it may have one: put a function before them that passes "
             "the request on"
-        )
-    inner = {parent for node in nodes for parent in node.parents}
-    leaves = [node.name for node in nodes if node.name not in inner]
-    if len(leaves) != 1:
-        raise SpecError(
-            f"the dag ends in the nodes {_names(leaves)}; it may end in one: let them lead to a function that puts "
-            "their answers together"
         )
 
 
