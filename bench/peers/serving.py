@@ -113,7 +113,7 @@ PEERS: dict[str, tuple[str, str, list[str], Ask]] = {
     "mlserver": (
         "peer_model.py",
         _MLSERVER,
-        ["-m", "mlserver.cli", "start", "."],
+        ["-c", "from mlserver.cli import main; main()", "start", "."],
         lambda x: _post("/v2/models/mlp/infer", _tensor(x)),
     ),
     "bentoml": (

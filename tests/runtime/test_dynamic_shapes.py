@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,25 @@ def test_a_length_that_has_to_divide_is_a_multiple_in_the_signature() -> None:
 
 
 def test_a_free_dimension_for_which_the_program_is_fixed_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"works for a 'length' of 6 only \(dimension 1 of input 'x'\)"):
+    with pytest.raises(CaptureError, match=r"works for a 'length' of 6 only \(dimension 1 of input 'x'\)") as refused:
         exported(Fixed(), torch.randn(3, 6), dynamic_shapes={"x": {1: "length"}})
+    assert re.match(r".*\.py:\d+: return ", refused.value.hint), "the line that fixes it"
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = torch.nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.cells(x)[0]
+        return found
+
+
+def test_a_length_that_a_module_of_torch_fixes_is_refused_with_the_line_that_calls_it() -> None:
+    with pytest.raises(CaptureError, match="works for a 'length' of 6 only") as refused:
+        exported(Recurrent(), torch.randn(3, 6, 4), dynamic_shapes={"x": {1: "length"}})
+    assert refused.value.hint.endswith(": found: torch.Tensor = self.cells(x)[0]")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import paths, pt2, ranges, torch_settings
+from trueline.runtime import constants, paths, pt2, ranges, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -63,13 +63,14 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
     axes = _free_axes(calling)
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     free = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in axes)
+    fixed: Mapping[int, paths.Place] = {}
     try:
-        with torch.no_grad(), as_trained(), quiet():
+        with torch.no_grad(), as_trained(), quiet(), constants.watched() as fixed:
             program = torch.export.export(Flat(module, calling), example, dynamic_shapes=(free,), strict=False)
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
     except Exception as error:
-        _refuse_constant(error, calling)
+        _refuse_constant(error, calling, fixed)
         place = paths.users_line(error)
         raise CaptureError(
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
@@ -80,7 +81,7 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",
         )
-    return _described(program, calling)
+    return _described(program, calling, fixed)
 
 
 def _free_axes(calling: Calling) -> list[list[int]]:
@@ -94,22 +95,22 @@ def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
 
 
-def _refuse_constant(error: Exception, calling: Calling) -> None:
+def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, paths.Place]) -> None:
     """Raises CaptureError with the input's own name when torch says that a free dimension became a constant."""
     found = _CONSTANT.search(str(error))
     if found is None:
         return
     index, axis, size = map(int, found.groups())
-    raise _fixed(calling.presumed.inputs[index], axis, size) from error
+    raise _fixed(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
-def _fixed(spec: TensorSpec, axis: int, size: int) -> CaptureError:
+def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, paths.Place]) -> CaptureError:
     symbol = spec.shape[axis]
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
-    return CaptureError(
-        f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')",
-        hint="leave that dimension out of dynamic_shapes(), or write the model without the number",
-    )
+    why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
+    act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
+    place = fixed.get(size)
+    return CaptureError(why, hint=act) if place is None else CaptureError(f"{why}: {act}", hint=f"{place}")
 
 
 def _reason(error: Exception) -> str:
@@ -117,10 +118,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _described(program: torch.export.ExportedProgram, calling: Calling) -> Exported:
+def _described(program: torch.export.ExportedProgram, calling: Calling, fixed: Mapping[int, paths.Place]) -> Exported:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
-    symbols = _symbols(shapes, calling)
+    symbols = _symbols(shapes, calling, fixed)
     inputs = tuple(
         msgspec.structs.replace(spec, shape=_sized(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
@@ -151,13 +152,13 @@ def _described(program: torch.export.ExportedProgram, calling: Calling) -> Expor
     )
 
 
-def _symbols(shapes: Sequence[Any], calling: Calling) -> dict[str, str]:
+def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, paths.Place]) -> dict[str, str]:
     """torch's symbols -> the signature's. Raises CaptureError for a free dimension that became a constant."""
     same: dict[Place, str] = {}
     for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):
         for axis, wanted in enumerate(spec.shape):
             if isinstance(wanted, str) and isinstance(shape[axis], int):
-                raise _fixed(spec, axis, shape[axis])
+                raise _fixed(spec, axis, shape[axis], fixed)
             if isinstance(wanted, str):
                 same[spec.name, axis] = str(shape[axis])
     groups = calling.free.grouped(same)

@@ -137,6 +137,16 @@ def users_line(error: BaseException) -> Place | None:
     return None
 
 
+def line_at_hand() -> Place | None:
+    """The innermost line of the user's code that is being run by this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
 def _places(trace: TracebackType | None) -> Iterator[Place]:
     while trace is not None:
         yield Place(file=trace.tb_frame.f_code.co_filename, line=trace.tb_lineno)

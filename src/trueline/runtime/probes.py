@@ -24,6 +24,8 @@ LIMIT = 30
 INTEGERS = ("smallest integers", "largest integers", "random integers")
 LARGER = (17, 32, 8)
 """Batch sizes that are tried last, if there is room."""
+MANY = 32
+"""Records among which two equal scores are taken in another order, where a runtime takes them so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ def make_probes(
     maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
     wanted = sizes if isinstance(sizes, Mapping) else {next(iter(maker.base)): sizes}
     head = [maker.probe({}, "as given"), *maker.reordered()]
-    valued = _distinct([*maker.valued({}, _changes), *maker.wild(), *maker.small()])
+    valued = _distinct([*maker.valued({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
     room = limit - len(head) - len(valued) - 1
     sized = list(maker.sized({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
     probes = [head[0], *sized, *head[1:], *valued]
@@ -210,6 +212,16 @@ class _Maker:
             yield self.probe(sizes, what, change=_on(self.floats, change), made=True)
         for what in integers if self.whole else ():
             yield self.probe(sizes, what, change=self._integers(what), made=True)
+
+    def alike(self) -> Iterator[Probe]:
+        """Many records of equal values: which of equal scores a sort or a top-k takes first, each runtime decides."""
+        sizes = fitting(self.signature, self.base, {next(iter(self.base)): MANY}) or self.base
+
+        def three(array: Array) -> Array:
+            return self.random.integers(-1, 2, array.shape).astype(array.dtype)
+
+        if self.floats:
+            yield self.probe(sizes, "three values", change=_on(self.floats, three), made=True)
 
     def small(self) -> Iterator[Probe]:
         """Other values at the smallest sizes."""
