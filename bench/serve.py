@@ -222,8 +222,8 @@ def rollouts(bench: Bench) -> Figures:
 
 
 def overload(bench: Bench) -> Figures:
-    """A model of some milliseconds, so that ten times its capacity can be asked by one client."""
-    bundle = bench.bundle("deep", lambda: mlp(width=1024, layers=12))
+    """A model of some ten milliseconds: whoever asks ten times its capacity from the same two cores has to be cheap."""
+    bundle = bench.bundle("deep", lambda: mlp(width=2560, layers=12))
     request = asking("deep", ROW, binary=True)
     with start(bundle.path, max_batch=1, max_queue=32) as server:
         peak = rate(settled(server.port, request, 16, bench.seconds))

@@ -39,6 +39,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     ended: float = 0.0
     outcome: Outcome = ""
     why: str = ""
+    scratch: str = ""
+    """A folder of its own, which its processes name on their command lines."""
 
 
 def hold(job_dir: Path) -> int:

@@ -21,6 +21,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,9 @@ class LocalJob:
         with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
             held.callback(os.close, folder.hold(self.job_dir))
             held.enter_context(ending.signals_as_errors(self.job_dir))
-            launch = folder.Launch(pid=os.getpid(), started=time.time())
+            _bury(folder.read_launch(self.job_dir))
+            self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+            launch = folder.Launch(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             folder.write_launch(self.job_dir, launch)
             held.push(lambda kind, error, trace: self._tell_the_end(launch, error))
             job = self.settings
@@ -83,7 +86,6 @@ class LocalJob:
         (self.job_dir / "logs").mkdir(parents=True, exist_ok=True)
         files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
         (self.job_dir / "master.json").unlink(missing_ok=True)
-        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
         self.socket = self.scratch / "agent"
         self.life, self._life_end = os.pipe()
         self._sweep()
@@ -286,6 +288,17 @@ def main() -> None:
             running.run()
     except errors.TruelineError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
+
+
+def _bury(before: folder.Launch | None) -> None:
+    """Ends what a launcher that was killed has left: a stopped process sees the lifeline's end only when it wakes."""
+    if before is None or before.ended or not before.scratch:
+        return
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if entry.name.isdecimal() and before.scratch.encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+    shutil.rmtree(before.scratch, ignore_errors=True)
 
 
 def _exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
