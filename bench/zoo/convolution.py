@@ -199,12 +199,12 @@ class Shuffle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.half, self.head = block(3, 16, stride=2), block(8, 8, groups=8), nn.Linear(16, 10)
+        self.stem, self.worked, self.head = block(3, 16, stride=2), block(8, 8, groups=8), nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         left, right = x.chunk(2, dim=1)
-        x = torch.cat([left, self.half(right)], 1)
+        x = torch.cat([left, self.worked(right)], 1)
         b, c, h, w = x.shape
         x = x.reshape(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
         found: Tensor = self.head(x.amax(dim=(2, 3)))
