@@ -102,6 +102,18 @@ def test_a_store_that_never_answers_is_an_error_with_the_number_of_attempts(tmp_
         stored(tmp_path, bucket, Store(fs, patient()))
 
 
+def test_a_server_that_sends_the_whole_objects_checksum_with_a_part_is_told_from_damage() -> None:
+    class FlexibleChecksumError(Exception):
+        """botocore's own, of rclone's answers to ranges of large objects."""
+
+    def ask() -> bytes:
+        raise FlexibleChecksumError("Expected checksum A did not match calculated checksum: B")
+
+    with pytest.raises(DataError, match=r"did not match .*\(4 attempts\)") as caught:
+        patient().ask(ask, "s3://bucket/one")
+    assert "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required" in caught.value.hint
+
+
 def test_what_is_refused_is_not_asked_again_and_no_secret_is_told(tmp_path: Path, bucket: str) -> None:
     waits: list[float] = []
     fs = Flaky([PermissionError("403 ExpiredToken: https://id:pw@host/x?X-Amz-Signature=s3cr3t&n=1")])

@@ -41,6 +41,10 @@ _SECRET = re.compile(
     r"(?i)([\w-]*(?:signature|token|secret|passw(?:or)?d|credential|accesskey(?:id)?|access_key|key_id)[\w-]*)"
     r"([=:]\s*)[^&\s,;'\"]+"
 )
+_HINTS = {
+    "FlexibleChecksumError": "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required: this server sends the checksum of the "
+    "whole object with a part of it (rclone does)"
+}
 _USER = re.compile(r"(\w://)[^/@\s]+@")
 
 
@@ -67,7 +71,8 @@ class Patience:
                     raise _refused(what, PermissionError(str(error))) from None
                 why = redacted(f"{type(error).__name__}: {error}")
                 if attempt + 1 == self.attempts:
-                    raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)") from None
+                    hint = _HINTS.get(type(error).__name__, "")
+                    raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)", hint=hint) from None
                 wait_s = self.first_s * 2**attempt * (1 - self.chance() / 2)
                 events.emit("store.retried", what=what, why=why, wait_s=wait_s)
                 self.sleep(wait_s)
