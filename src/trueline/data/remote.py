@@ -42,8 +42,8 @@ _SECRET = re.compile(
     r"([=:]\s*)[^&\s,;'\"]+"
 )
 _HINTS = {
-    "FlexibleChecksumError": "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required: this server sends the checksum of the "
-    "whole object with a part of it (rclone does)"
+    "FlexibleChecksumError": "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required: this server sends the checksum of "
+    "the whole object with a part of it (rclone does)"
 }
 _USER = re.compile(r"(\w://)[^/@\s]+@")
 
