@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
-_FOOTERS = 256
+_FOOTERS, _VERIFIED = 256, 65536
 
 
 class ParquetFormat:
@@ -57,6 +57,8 @@ class ParquetFormat:
         group = file.uri, file.stamp, part.at
         footer = self._footers.get((file.uri, file.stamp))
         table = _row_group(file, part.at, footer, verify=group not in self._verified)
+        if len(self._verified) >= _VERIFIED:
+            self._verified.clear()  # to compare once more costs less than to remember every group of a large store
         self._verified.add(group)
         if len(table) != part.count:
             return table  # the caller says that the file lies
