@@ -126,28 +126,34 @@ def test_a_group_whose_cut_came_before_it_was_formed_is_not_formed():
 
 
 def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 300.0)
-    monkeypatch.setattr("trueline.train.group.START_TIMEOUT_S", 300.0)
+    """Whoever connects to the dead member tries again and again, with no socket that a cut could shut."""
     _store, address = start_store()
-    group, outcome = GlooGroup(), queue.SimpleQueue()
+    forming, outcome, trying, over = GlooGroup(), queue.SimpleQueue(), threading.Event(), threading.Event()
+
+    def tries_again(*_):
+        trying.set()
+        over.wait()
+        raise RuntimeError("timed out at last")
 
     def form():
         try:
-            group.form(4, rank=0, size=2, store=address)  # rank 1 has died
+            forming.form(4, rank=0, size=2, store=address)
         except RuntimeError as error:
             outcome.put(str(error))
-            group.close()
+            forming.close()
 
-    thread = threading.Thread(target=form)
-    thread.start()
-    while not group.open:
-        time.sleep(0.001)
-    group.cut_until_left(5)
-    thread.join()
-    assert "generation 4" in outcome.get_nowait()
-    group.form(5, rank=0, size=1, store=address)  # what was given up is in nobody's way
+    with monkeypatch.context() as dead:
+        dead.setattr(group, "_connected", tries_again)
+        thread = threading.Thread(target=form, daemon=True)
+        thread.start()
+        assert trying.wait(100)
+        forming.cut_until_left(5)
+        thread.join()
+    assert "generation 4 was not formed: it was cut" in outcome.get_nowait()
+    forming.form(5, rank=0, size=1, store=address)
+    over.set()  # what was given up comes to its end in nobody's way
     dist.all_reduce(torch.ones(1))
-    group.close()
+    forming.close()
 
 
 def test_nothing_waits_for_gloo_itself(monkeypatch):
