@@ -121,12 +121,13 @@ class GlooGroup:
             if mine not in self._promises:
                 return  # the group was cut: what comes late is not believed
             self._promises.discard(mine)
+            cut = self._broken
         try:
             theirs.value()
             if target.data_ptr() != gives.data_ptr():
                 target.copy_(gives)
         except Exception as error:  # noqa: BLE001  whatever made the operation fail, its waiter is told
-            _fail(mine, str(error))
+            _fail(mine, f"the group was cut: {error}" if cut else str(error))
         else:
             mine.set_result(target)
 
