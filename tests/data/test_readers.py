@@ -1,6 +1,7 @@
 """Promises of the processes that read ahead: the same batches, nothing lost with them, nothing left of them."""
 
 import os
+import random
 import select
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trueline.data import seeded
 from trueline.data.readers import ReaderLost, Readers, reader_of
-from trueline.data.seeded import SeededReader, kept
+from trueline.data.seeded import SeededReader, kept, mark
 from trueline.data.source import Batch, as_source
 from trueline.errors import DataError
 from trueline.train.elastic import Elastic
@@ -192,3 +194,40 @@ def trained(**options) -> torch.Tensor:
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_training_with_readers_gives_the_same_weights(micro_batch):
     assert torch.equal(trained(readers=3, micro_batch=micro_batch), trained(micro_batch=micro_batch))
+
+
+class Counted(Records):
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+def test_a_batch_that_was_read_ahead_is_handed_out_once_and_only_to_who_asks_for_just_it():
+    records = Counted()
+    reader = SeededReader(as_source(records, mode="training", feed=None, recipe="r"), 7)
+    reader.read_ahead(np.array([3, 1]), epoch=0)
+    ahead = reader.read(np.array([3, 1]), epoch=0)
+    assert records.asked == [3, 1]
+    assert_equal(ahead, reader.read(np.array([3, 1]), epoch=0))
+    reader.read_ahead(np.array([5]), epoch=0)
+    reader.read(np.array([5]), epoch=1)
+    reader.read(np.array([5]), epoch=0)
+    assert records.asked == [3, 1, 3, 1, 5, 5, 5]
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "as its state"])
+def test_every_draw_moves_the_mark_and_nothing_else_does(monkeypatch, in_place):
+    assert seeded._IN_PLACE, "this interpreter keeps its generator where CPython does"
+    monkeypatch.setattr(seeded, "_IN_PLACE", in_place)
+    draws = [random.random, lambda: random.getrandbits(8), np.random.rand, lambda: torch.rand(1)]
+    with kept():
+        for draw in draws:
+            for _ in range(1300):  # a generator makes its 624 words anew twice
+                before = mark()
+                assert mark() == before
+                draw()
+                assert mark() != before

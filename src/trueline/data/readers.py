@@ -103,6 +103,9 @@ class Readers:
         if len(self._coming) < self.ahead and key not in self._coming and len(indices):
             self._ask(key, indices)
 
+    def read_ahead(self, indices: Indices, *, epoch: int) -> None:
+        """Nothing: the processes read while this one computes, and need no time of its own."""
+
     def _ask(self, key: tuple[int, bytes], indices: Indices) -> None:
         reader = min(self._readers, key=lambda one: len(one.waiting))
         self._numbers += 1

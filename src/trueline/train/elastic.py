@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 
 from trueline import events
 from trueline.data.readers import reader_of
-from trueline.data.seeded import seed_all
 from trueline.data.source import Batch, Source, as_source
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
 from trueline.train import belongings, devices, nature
@@ -33,6 +32,7 @@ from trueline.train.faults import Faults
 from trueline.train.fellowship import Fellowship
 from trueline.train.group import GlooGroup, start_store
 from trueline.train.healing import Healing
+from trueline.train.intake import Intake
 from trueline.train.keeper import Keeper
 from trueline.train.link import connect
 from trueline.train.options import Options
@@ -88,22 +88,25 @@ class Elastic:
         )
         place = functools.partial(devices.placed_batch, device=devices.of_model(model))
         self._source, self._reader = source, reader_of(source, seed, place, readers=options.readers)
-        self._draws, self._seed, self._tried_rate = kind.draws or shard > 0, seed, kind.rate
+        self._tried_rate = kind.rate
         check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)
         group = GlooGroup()
         self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
         self._pace = Pace()
-        self._replica.on_computed = self._pace.computed
+        self._replica.on_computed, self._replica.on_sent = self._pace.computed, self._read_ahead
         link = connect(group.cut_until_left)
         if keeper is None:
             keeper, faults = belongings.of_script(self._plan, source)
         self._faults = Faults(faults, link.ref)
         self._fellows = Fellowship(link, group, self._faults)
         self._link = link
+        self._intake = Intake(self._plan, self._reader, self._fellows, self._pace, seed, kind.draws or shard > 0)
         self._healing = Healing(self._replica, self._fellows, self._faults)
         self._keeper, self._validation = keeper, validation
         self._trials = Trials(link, self._plan, self._reader, self._replica)
+        self._host_waits = devices.of_model(model).type == "cpu"
+        """A device computes on when all is on its way, and the hook that says so is not in the main thread."""
         self._batch: StepBatch | None = None
         self._failed = False
         self._part = Part()
@@ -205,7 +208,7 @@ class Elastic:
         self._pace.begin()
         self._replica.begin()
         self._part, self._failed = Part(), False
-        pieces = self._plan.pieces(step, rank=fellows.position, weights=fellows.dealt)
+        pieces = self._intake.pieces(step)
         if fellows.view.careful:
             self._trials.try_all(step, [piece.records for piece in pieces])
         if not pieces or not self._healing.holds:
@@ -219,43 +222,35 @@ class Elastic:
             if self._batch is None:
                 return
             self._part.digest += piece.digest
-            self._prefetch(step, pieces[number:])
+            self._intake.prefetch(step, pieces[number:])
             yield self._batch
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             if self._failed:
                 return
 
-    def _prefetch(self, step: int, left: Sequence[Piece]) -> None:
-        """What comes next is read while this batch is computed, if the members stay as they are."""
-        ahead, fellows = self._reader.ahead, self._fellows
-        coming = [(step, piece) for piece in left[:ahead]]
-        for later in range(step + 1, min(step + 1 + ahead, self.total_steps)):
-            if len(coming) >= ahead:
-                break
-            pieces = self._plan.pieces(later, rank=fellows.position, weights=fellows.dealt)
-            coming += [(later, piece) for piece in pieces[: ahead - len(coming)]]
-        for at, piece in coming:
-            self._reader.prefetch(piece.records, epoch=self._plan.epoch_of(at))
-
     def _read(self, step: int, piece: Piece, *, last: bool) -> StepBatch | None:
         """The batch of a piece; None when a record in it cannot be read and the group has regrouped without it."""
-        epoch = self._plan.epoch_of(step)
         try:
-            found = self._reader.read(piece.records, epoch=epoch)
+            found = self._intake.read(step, piece, last=last)
         except Exception as error:  # noqa: BLE001  reading runs the user's code
             self.blame(error, piece.records)
             return None
-        weight = len(piece.records) / len(self._plan.records(step))
-        if self._draws:
-            seed_all(self._seed, step, piece.shard)
         self._replica.syncing = last
-        self._pace.lap("data")
         if last:
             self._link.doing("computing")
-        return StepBatch(
-            inputs=found.inputs, labels=found.labels, records=piece.records, step=step, weight=weight, last=last
-        )
+        return found
+
+    def _read_ahead(self) -> None:
+        """All of a step is on its way: the next one's first batch is read, as if that step had come already."""
+        if self._fellows.view.careful or not self._healing.holds or not self._host_waits:
+            return
+        self._link.doing("reading")
+        try:
+            self._intake.read_ahead(self.steps + 1)
+        except Exception as error:  # noqa: BLE001  it will be read again when its time comes, and then looked into
+            events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
+        self._link.doing("waiting")
 
     def _words(self) -> list[float]:
         """The ledger's words and the rates, as this worker has them before the sum."""

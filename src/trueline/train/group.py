@@ -112,6 +112,11 @@ class GlooGroup:
             self._break_promises()
         return mine
 
+    def summed(self, value: torch.Tensor, *, to: torch.Tensor | None = None) -> torch.futures.Future[torch.Tensor]:
+        """Begins the sum of `value`, which lies in host memory, over the members; a promise of it (see `promise`)."""
+        assert dist.group.WORLD is not None
+        return self.promise(dist.group.WORLD.allreduce([value]), value, to=to)
+
     def wait(self, work: Any) -> None:
         """Returns when `work` is done. Raises RuntimeError when it failed, or when the group was cut."""
         self.promise(work, _NOTHING).wait()

@@ -22,9 +22,14 @@ class Pace:
     last_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Milliseconds of the last step that was applied."""
     _since: float = 0.0
+    _ahead_s: float = 0.0
+    """What reading the next step's batch took within this step."""
+    _before_s: float = 0.0
+    """What reading this step's batch took within the one before."""
 
     def begin(self) -> None:
         self.spent_s = dict.fromkeys(PARTS, 0.0)
+        self._before_s, self._ahead_s = self._ahead_s, 0.0
         self._since = time.perf_counter()
 
     def lap(self, part: str) -> None:
@@ -36,9 +41,15 @@ class Pace:
     def computed(self) -> None:
         self.lap("compute")
 
+    def read_ahead(self) -> None:
+        """The time since the last call was spent on reading for the next step."""
+        before = self.spent_s["data"]
+        self.lap("data")
+        self._ahead_s = self.spent_s["data"] - before
+
     def measured(self, records: int) -> None:
         """This worker's part of the step, `records` in number, is computed."""
-        local_s = self.spent_s["data"] + self.spent_s["compute"]
+        local_s = self._before_s + self.spent_s["data"] - self._ahead_s + self.spent_s["compute"]
         if records and local_s > 0:
             self.rate = shares.smoothed(self.rate, records / local_s)
 

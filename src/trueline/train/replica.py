@@ -92,6 +92,8 @@ class Replica:
         """Whether the next forward is that of the step's last piece."""
         self.on_computed: Callable[[], None] = lambda: None
         """Called when the local part of a backward is over, before it waits for peers."""
+        self.on_sent: Callable[[], None] = lambda: None
+        """Called after that, when all of a step is on its way to the peers: there is time for something else."""
         self._running = nature.running_statistics(model) if sharded else []
         self._counters = nature.batch_counters(model) if sharded else []
         self._tallied = num_records if tallied else 0
@@ -99,7 +101,9 @@ class Replica:
         width = self._tallied + sum(value.numel() for value in self._running)
         self._ordered = OrderedSum(self._parameters, group, width + 1) if options.bitwise else None
         self._device = devices.of_model(model)
-        self._beside = torch.zeros(width, device=self._device)
+        self._width = width
+        self._contribution = self._beside = torch.zeros(width, device=self._device)
+        """This worker's contribution beside its gradients: the words, and after them the tally and the statistics."""
         self._before: list[torch.Tensor] = []
         self._original = torch.compile(model.forward) if options.compile else model.forward
         self._inside = self._went = False
@@ -116,8 +120,9 @@ class Replica:
         if self._ordered is not None:
             self._ordered.enter()
             return
-        words = torch.zeros(books.WORDS + size + len(self._beside), device=self._device)
-        self._replicated.words = torch.nn.Parameter(words)
+        self._contribution = torch.zeros(books.WORDS + size + self._width, device=self._device)
+        self._beside = self._contribution[books.WORDS + size :]
+        self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
@@ -125,7 +130,7 @@ class Replica:
             gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
         )
-        self._ddp.register_comm_hook(self._group, lambda group, bucket: _summed(group, bucket.buffer()))
+        self._ddp.register_comm_hook(None, lambda _, bucket: self._send(bucket))
 
     def detach(self) -> None:
         """Forgets the group; DDP's hooks go with it, so that an old group never sees a new gradient."""
@@ -167,7 +172,8 @@ class Replica:
     def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
         """Backward of a piece that is not the last; nothing leaves this process."""
         self._note(weight, records)
-        self._last_of_local(self.advance.scaled(loss) * weight).backward()  # type: ignore[no-untyped-call]
+        (self.advance.scaled(loss) * weight).backward()  # type: ignore[no-untyped-call]
+        self.on_computed()
         self._take_back()
         if self._ordered is not None:
             self._row(loss, len(records))
@@ -195,8 +201,8 @@ class Replica:
             total = self.advance.scaled(loss) * weight
             if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
                 total = total + self._zeros(self._parameters)
-        row = torch.cat([torch.tensor(words, device=self._device), self._beside])
-        total = self._last_of_local(total + (self._replicated.words * row).sum().to(total.dtype))
+        self._enter(words)
+        total = total + torch.dot(self._replicated.words, self._contribution).to(total.dtype)
         total.backward()  # type: ignore[no-untyped-call]
         self._take_back()
         gradient = self._replicated.words.grad
@@ -217,7 +223,9 @@ class Replica:
             self.add(*piece)
         self.on_computed()
         row = torch.tensor(words, dtype=torch.float64)
-        self._group.wait(dist.all_reduce(row, async_op=True))
+        promise = self._group.summed(row)
+        self.on_sent()
+        promise.wait()
         summed = self._ordered.reduce(shards, order).float()
         self._summed = summed[:-1]
         found: list[float] = row.tolist()
@@ -239,15 +247,27 @@ class Replica:
         total: torch.Tensor = outputs[0] if self.options.find_unused_parameters else outputs
         return total
 
-    def _last_of_local(self, total: torch.Tensor) -> torch.Tensor:
-        """`total`, whose backward says when the engine has done its own part and only waits for peers."""
-        engine = torch.autograd.Variable._execution_engine
+    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the plain sum of a bucket (not the mean), promised by the group.
 
-        def began(gradient: torch.Tensor) -> None:
-            engine.queue_callback(self.on_computed)  # runs before DDP's own, which was queued later and waits
+        A bucket on a device is summed in host memory; the copy waits for what computes the bucket, and for nothing
+        else. The last bucket is the end of the local part of a backward.
+        """
+        gradients: torch.Tensor = bucket.buffer()
+        host = gradients.cpu()
+        promise = self._group.summed(host, to=gradients)
+        if bucket.is_last():
+            self.on_computed()
+            self.on_sent()
+        return promise
 
-        total.register_hook(began)  # type: ignore[no-untyped-call]
-        return total
+    def _enter(self, words: list[float]) -> None:
+        """Writes the words into this worker's contribution."""
+        if self._contribution.is_cpu:
+            with np.errstate(over="ignore"):  # a loss that is too large is infinite for everybody, and looked into
+                self._contribution.numpy()[: len(words)] = words
+        else:
+            self._contribution[: len(words)] = torch.tensor(words)
 
     def _note(self, weight: float, records: Ints) -> None:
         """Enters a piece's records and what its forward did to the running statistics."""
@@ -323,15 +343,6 @@ class Replica:
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.advance.averaged()
-
-
-def _summed(group: GlooGroup, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the plain sum of a bucket (not the mean), waited for through the group's promises.
-
-    A bucket on a device is summed in host memory; the copy waits for what computes the bucket, and for nothing else.
-    """
-    host = bucket.cpu()
-    return group.promise(dist.all_reduce(host, async_op=True), host, to=bucket)
 
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
