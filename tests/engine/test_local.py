@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,8 @@ def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
     assert psutil.wait_procs(processes, timeout=100)[1] == []
 
 
-def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stands_still", [False, True], ids=["running", "stopped"])
+def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_path, monkeypatch, stands_still):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
         life, life_end = os.pipe()
@@ -63,6 +65,11 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
         agent.kill()
         agent.wait()
         assert all(process.is_running() for process in processes)
+        if stands_still:
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)
+                while process.status() != psutil.STATUS_STOPPED:
+                    pass
         os.close(life_end)
         os.close(life)
         assert psutil.wait_procs(processes, timeout=100)[1] == []

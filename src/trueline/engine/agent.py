@@ -58,6 +58,7 @@ class Agent:
         self.selector.register(self.wake, selectors.EVENT_READ)
         self.life = int(os.environ.get(lifeline.VARIABLE, "-1"))
         if self.life >= 0:
+            lifeline.wake_at_end(self.life)
             self.selector.register(self.life, selectors.EVENT_READ)
         for born in orphans.recorded(self.births):
             self._adopt(born)
