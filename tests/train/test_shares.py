@@ -46,6 +46,18 @@ def test_noise_below_a_tenth_moves_no_record_unless_it_lasts():
     assert split == shares.Split((93.0, 100.0, 100.0))
 
 
+@pytest.mark.parametrize(("known", "steps"), [([-100.0, -100.0], 1), ([100.0, 100.0], shares.STEADY)])
+def test_a_split_that_was_only_tried_gives_way_to_the_first_step_that_was_measured(known, steps):
+    fellows = Fellowship(None, None, None, view=pb.View(members=["a", "b"]), plan=pb.Plan(rates=known))  # type: ignore[arg-type]
+    fellows.start_shares([False, False])
+    needed = 0
+    while fellows.weights == (100.0, 100.0):
+        needed += 1
+        fellows.heard([100.0, 94.0])
+    assert needed == steps
+    assert fellows.weights == (100.0, 94.0)
+
+
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [-5.0, 0.0]])
 def test_rates_that_nobody_measured_change_nothing(rates):
     assert shares.Split((3.0, 1.0)).following(rates) == shares.Split((3.0, 1.0))

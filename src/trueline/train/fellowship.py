@@ -110,7 +110,8 @@ class Fellowship:
         self.position = self.order.index(self.rank)
         # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
-        self._deal(shares.Split(shares.first(rates, behind=behind)))
+        guessed = not any(rate > 0 for rate in self.rates)
+        self._deal(shares.Split(shares.first(rates, behind=behind), guessed=guessed))
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -5,8 +5,9 @@ see the same figures after the same step and derive the same weights from them h
 its own. A member whose figure is 0 takes no part: it is still taking the state.
 
 Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end
-another split would have saved more than `SLACK`: a noisy neighbour of a second does not make the batch sizes dance
-(compiled models and caches like them steady), a slow machine does, and so does a split that was guessed a little wrong.
+another split would have saved more than `SLACK`; where the split was only tried before the first step, that one is
+enough. A noisy neighbour of a second does not make the batch sizes dance (compiled models and caches like them steady),
+a slow machine does, and so does a split that was guessed a little wrong.
 """
 
 from __future__ import annotations
@@ -59,18 +60,22 @@ class Split:
     weights: tuple[float, ...] = (1.0,)
     uneven: int = 0
     """For so many steps on end members have waited for others longer than `SLACK`."""
+    guessed: bool = False
+    """The weights stem from no step that was measured."""
 
     def following(self, rates: Sequence[float]) -> Split:
         """The split of the next step, when the members of this one measured `rates`.
 
         >>> Split((1.0, 1.0)).following([100.0, 101.0])
-        Split(weights=(1.0, 1.0), uneven=0)
+        Split(weights=(1.0, 1.0), uneven=0, guessed=False)
         >>> Split((1.0, 1.0)).following([100.0, 10.0])
-        Split(weights=(100.0, 10.0), uneven=0)
+        Split(weights=(100.0, 10.0), uneven=0, guessed=False)
         >>> Split((1.0, 1.0), uneven=6).following([100.0, 106.0])
-        Split(weights=(1.0, 1.0), uneven=7)
+        Split(weights=(1.0, 1.0), uneven=7, guessed=False)
         >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0])
-        Split(weights=(100.0, 106.0), uneven=0)
+        Split(weights=(100.0, 106.0), uneven=0, guessed=False)
+        >>> Split((1.0, 1.0), guessed=True).following([100.0, 106.0])
+        Split(weights=(100.0, 106.0), uneven=0, guessed=False)
         """
         if not any(rate > 0 for rate in rates):
             return self
@@ -81,7 +86,7 @@ class Split:
         if max(abs(1 / part - 1) for part in parts) > DEAD_BAND:
             return Split(new)
         uneven = self.uneven + 1 if max(parts) > 1 + SLACK else 0
-        return Split(new) if uneven >= STEADY else Split(old, uneven)
+        return Split(new) if uneven >= (1 if self.guessed else STEADY) else Split(old, uneven)
 
 
 def _bounded(rates: Sequence[float]) -> tuple[float, ...]:
