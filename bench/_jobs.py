@@ -56,7 +56,7 @@ class Watch:
     def __call__(self, name: str, fields: Fields) -> None:
         if name == "worker.running":
             self.pids[fields["worker"]] = fields["pid"]
-        elif name == "worker.lost":
+        elif name in ("worker.lost", "worker.killed"):  # it ended, or it hung and was ended
             self.pids.pop(fields["worker"], None)
         elif name == "step.applied":
             signal.alarm(STILL_S)
