@@ -19,6 +19,7 @@ class Job:
     def __init__(self, keeper):
         self.keeper, self.weights, self.evaluations, self.told = keeper, torch.zeros(4), [], []
         self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
+        self.save_from = 0
 
     def as_tree(self):
         return {"steps": self.ledger.steps, "certificates": [], "evaluations": [dict(one) for one in self.evaluations]}
@@ -175,3 +176,12 @@ def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, mo
     job.complete()
     assert [step for step, _, _ in job.told] == [1]
     assert said == [("checkpoint.not_pruned", 1)]
+
+
+def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_the_step_asked_for(tmp_path):
+    job = Job(Keeper(tmp_path, {}, every=1000))
+    job.save_from = 3
+    for _ in range(5):
+        job.step()
+    job.complete()
+    assert [step for step, _, _ in job.told] == [3, 5]  # the last one is the job's own

@@ -169,6 +169,6 @@ def _detach(folder: Path, *, as_json: bool) -> None:
         f"{folder} runs in the background (process {pid})\n"
         f"  trueline logs -f {_short(folder)}    follow it\n"
         f"  trueline status {_short(folder)}     see how it is\n"
-        f"  trueline halt {_short(folder)}       end it after its next checkpoint"
+        f"  trueline halt {_short(folder)}       end it after a checkpoint"
     )
     say(text, {"job": str(folder), "pid": pid}, as_json=as_json)

@@ -9,7 +9,7 @@ from trueline.cli.options import job_argument, json_option, quiet_option, say, v
 
 _EXAMPLES = """
 trueline halt digits-1
-    waits up to 30 s for the next checkpoint, then ends every process of runs/digits-1
+    asks for a checkpoint, waits up to 30 s for it, then ends every process of runs/digits-1
 
 trueline halt digits-1 --patience 0
     at once; says how many steps `trueline resume digits-1` will do again
@@ -24,8 +24,8 @@ trueline halt digits-1 --patience 0
 def command(job: str, patience: float, as_json: bool, quiet: bool) -> None:
     """End a running job so that it can be resumed.
 
-    It is ended just after a checkpoint if one is written in time; steps after the newest checkpoint are lost
-    and will be done again, which is said. Ctrl-C while it waits leaves the job running. JOB is a job's folder,
+    It writes a checkpoint first, if it can in time; steps after the newest checkpoint are lost and will be done
+    again, which is said. Ctrl-C while it waits leaves the job running. JOB is a job's folder,
     or its name under ./runs.
     """
     from trueline.train import jobs

@@ -193,7 +193,7 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
 def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
     """Ends the job and returns what is left of it; the steps after its newest checkpoint will be done again.
 
-    Waits up to `patience_s` for a checkpoint that is newer than the one at hand. Raises UsageError when the job does
+    Asks for a checkpoint, and waits for it up to `patience_s`. Raises UsageError when the job does
     not run, TrainError when it does not end.
     """
     _expect_running(folder)
@@ -214,10 +214,19 @@ def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
 
 
 def _await_checkpoint(folder: Path, patience_s: float) -> None:
-    deadline, first = time.monotonic() + patience_s, read(folder).checkpoint
+    deadline, wanted = time.monotonic() + patience_s, 0
     events.emit("job.halting", patience_s=patience_s)
     while time.monotonic() < deadline and folders.held(folder):
-        now = read(folder)
-        if now.checkpoint > first or now.checkpoint == now.step > 0:
+        if not wanted:
+            with contextlib.suppress(TrainError):  # the master is away; its successor may answer
+                wanted = _asked_to_save(folder)
+        if wanted and read(folder).checkpoint >= wanted:
             return
         time.sleep(0.1)  # asks again
+
+
+def _asked_to_save(folder: Path) -> int:
+    """So many steps the checkpoint that was just asked for will have at least. Raises TrainError."""
+    with _master(folder) as ask:
+        wanted: int = ask("Save", pb.Cursor()).save_from
+    return wanted

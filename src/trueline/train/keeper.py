@@ -52,6 +52,8 @@ class Keeper:
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None
         self._saved: object = None
+        self._begun = 0
+        """Steps of the newest state that was copied."""
 
     @classmethod
     def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Keeper:
@@ -70,10 +72,11 @@ class Keeper:
     ) -> None:
         """Writes a checkpoint when one is due after the step just applied.
 
-        `best` says that an evaluation of this very state is the best so far, `due` that somebody asks for one; neither
-        is skipped.
+        `best` says that an evaluation of this very state is the best so far, `due` that somebody asks for one, as the
+        master may too (`link.save_from`); none of these is skipped.
         """
         steps = replica.ledger.steps
+        due = due or self._begun < link.save_from <= steps
         busy = self._busy()
         if best or due:
             if busy > 1:
@@ -90,6 +93,7 @@ class Keeper:
         return len(self._writers)
 
     def _begin(self, replica: Replica, link: Link) -> None:
+        self._begun = replica.ledger.steps
         copied = self._copies.take(replica.state())
         before = self._writers[-1] if self._writers else None
         writer = threading.Thread(target=self._run, args=(before, copied, link), name="checkpoint")

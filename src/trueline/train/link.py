@@ -34,6 +34,8 @@ class Link(Protocol):
     leads: bool
     """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
     those that it does not get within a second: the one that leads may be dead."""
+    save_from: int
+    """An operator asks for a checkpoint of so many steps or more; 0: nobody does."""
 
     def ready(
         self,
@@ -125,6 +127,7 @@ class MasterLink:
         self._applied: deque[pb.Applied] = deque()
         self._certificates: deque[pb.Certificate] = deque()
         self._evaluations: deque[pb.Evaluation] = deque()
+        self.save_from = 0
         self._phase, self._since = "starting", time.monotonic()
         self._sending = threading.Lock()
         self._wake = threading.Event()
@@ -221,6 +224,7 @@ class MasterLink:
             message = self._unreported(everything=everything)
             ack: pb.Ack = self._call(self._master.Report, message)
             self._reported(message, ack.committed)
+        self.save_from = ack.save_from
 
     def _unreported(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
@@ -288,6 +292,7 @@ class Solo:
     def __init__(self) -> None:
         self.ref = "worker-0.0"
         self.leads = True
+        self.save_from = 0
         self._store = ""
         self._view: pb.View | None = None
         self.steps: list[pb.Applied] = []

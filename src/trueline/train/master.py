@@ -92,6 +92,8 @@ class Master:
         self._scaling = Scaling()
         self._lost: dict[str, h.Gone] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.save_from = 0
+        """An operator asks for a checkpoint of so many steps or more; 0: nobody."""
         self.stopped = asyncio.Event()
         self.failed = False
         if self.state.generation:

@@ -95,7 +95,8 @@ class Service(pb_grpc.MasterServicer):
 
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
         await self._tell(h.Heard(request.ref, request.step, request.phase, request.phase_s), context)
-        return pb.Ack(committed=self.master.enter(request))
+        committed = self.master.enter(request)
+        return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
         await self._tell(h.Leaving(request.ref), context)
@@ -115,6 +116,8 @@ class Service(pb_grpc.MasterServicer):
 
     async def Saved(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
         await self._tell(h.Saved(request.ref, request.step, request.path, request.digest), context)
+        if request.step >= self.master.save_from:
+            self.master.save_from = 0
         return pb.Ack()
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
@@ -133,6 +136,11 @@ class Service(pb_grpc.MasterServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         self.master.happen(h.Scale(request.workers, request.why or "asked for"))
         return pb.Ack(committed=self.master.account.logged)
+
+    async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
+        committed = self.master.account.logged
+        self.master.save_from = max(committed, 1)
+        return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         return pb.JobStatus(json=json.dumps(status(self.master)))

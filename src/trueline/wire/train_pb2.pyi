@@ -422,16 +422,20 @@ class Ack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMITTED_FIELD_NUMBER: _builtins.int
+    SAVE_FROM_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """steps in the master's log"""
+    save_from: _builtins.int
+    """somebody asks for a checkpoint of so many steps or more; 0: nobody"""
     def __init__(
         self,
         *,
         committed: _builtins.int = ...,
+        save_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "save_from", b"save_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

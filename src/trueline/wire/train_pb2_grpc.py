@@ -89,6 +89,11 @@ class MasterStub:
                 request_serializer=trueline_dot_wire_dot_train__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/trueline.train.v1.Master/Save',
+                request_serializer=trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
+                response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/trueline.train.v1.Master/Status',
                 request_serializer=trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
@@ -188,6 +193,13 @@ class MasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Save(self, request, context):
+        """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For operators: the job as one JSON object.
         """
@@ -265,6 +277,11 @@ def add_MasterServicer_to_server(servicer, server):
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
                     request_deserializer=trueline_dot_wire_dot_train__pb2.ScaleRequest.FromString,
+                    response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=trueline_dot_wire_dot_train__pb2.Cursor.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
@@ -579,6 +596,33 @@ class Master:
             target,
             '/trueline.train.v1.Master/Scale',
             trueline_dot_wire_dot_train__pb2.ScaleRequest.SerializeToString,
+            trueline_dot_wire_dot_train__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/trueline.train.v1.Master/Save',
+            trueline_dot_wire_dot_train__pb2.Cursor.SerializeToString,
             trueline_dot_wire_dot_train__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -62,6 +62,8 @@ class MasterStub:
     """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
     Scale: _grpc.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]
     """For operators: another number of workers, from now on."""
+    Save: _grpc.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.Ack]
+    """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
     Status: _grpc.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]
     """For operators: the job as one JSON object."""
     Follow: _grpc.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]
@@ -98,6 +100,8 @@ class MasterAsyncStub(MasterStub):
     """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
     Scale: _aio.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]  # type: ignore[assignment]
     """For operators: another number of workers, from now on."""
+    Save: _aio.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.Ack]  # type: ignore[assignment]
+    """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
     Status: _aio.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]  # type: ignore[assignment]
     """For operators: the job as one JSON object."""
     Follow: _aio.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]  # type: ignore[assignment]
@@ -197,6 +201,14 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
         """For operators: another number of workers, from now on."""
+
+    @_abc_1.abstractmethod
+    def Save(
+        self,
+        request: _train_pb2.Cursor,
+        context: _ServicerContext,
+    ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
+        """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
 
     @_abc_1.abstractmethod
     def Status(
