@@ -2,7 +2,8 @@
 
     python bench/serve.py [--only PART,PART] [--quick] [--venvs bench/.venvs]
 
-    overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON
+    overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON, beside that of
+               a bare Python server that reads and writes as many bytes
     peers      requests/s of a small model at 32 connections, beside LitServe, MLServer, BentoML and Ray Serve, as many
                of them as bench/peers/serving.sh has installed under --venvs; batching on in each
     image      requests/s of a 602 kB tensor
@@ -34,12 +35,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _floor import floor
 from _load import HUNG, Answer, closed_loop, paced, quantile_ms, rate
 from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _table import report
 from peers import serving
-from serve_overhead import cpu_s, pss_mb
+from serve_overhead import connect, cpu_s, first_answer, pss_mb
 from trueline.bundle import Bundle
 from trueline.serve import RunningServer, start
 
@@ -98,6 +100,14 @@ def raw_cpu_us(bundle: Bundle, x: np.ndarray[Any, Any], seconds: float) -> float
     return (time.process_time() - cpu) / runs * 1e6
 
 
+def cpu_us(pid: int, port: int, request: bytes, seconds: float) -> float:
+    """Processor time of a process for each request of 8 connections."""
+    settled(port, request, 8, seconds / 2)
+    before = cpu_s(pid)
+    answers = closed_loop(port, request, clients=8, seconds=seconds)
+    return (cpu_s(pid) - before) / len(answers) * 1e6
+
+
 def overhead(bench: Bench) -> Figures:
     bundle = bench.bundle("mlp", mlp)
     raw_us = raw_cpu_us(bundle, ROW, min(1.0, bench.seconds))
@@ -105,11 +115,12 @@ def overhead(bench: Bench) -> Figures:
     with start(bundle.path) as server:
         for name, binary in (("binary", True), ("json", False)):
             request = asking("mlp", ROW, binary=binary)
-            settled(server.port, request, 8, bench.seconds / 2)
-            before = cpu_s(server.pid)
-            answers = closed_loop(server.port, request, clients=8, seconds=bench.seconds)
-            spent_us = (cpu_s(server.pid) - before) / len(answers) * 1e6
-            found[f"overhead_us_{name}"] = round(spent_us - raw_us, 1)
+            spent_us = cpu_us(server.pid, server.port, request, bench.seconds)
+            with connect(server.port) as client:
+                answer_bytes = first_answer(client, request)
+            with floor(len(request), answer_bytes) as (pid, port):
+                floor_us = cpu_us(pid, port, request, bench.seconds / 2)
+            found |= {f"overhead_us_{name}": round(spent_us - raw_us, 1), f"floor_us_{name}": round(floor_us, 1)}
     return found
 
 

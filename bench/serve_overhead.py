@@ -2,7 +2,8 @@
 
 A small MLP (256-256-10, FP32, as in the anchors) is sealed into a bundle and served by a process of its own; a
 client of plain sockets keeps 1 and then 8 connections busy for a few seconds each. The server's user and system time
-comes from the kernel, so neighbours on the machine blur requests per second, and hardly the figure that counts.
+comes from the kernel, so neighbours on the machine blur requests per second, and hardly the figure that counts. Beside
+each load stands the floor: what a Python server costs that reads the same bytes, writes as many back and does nothing.
 
     python bench/serve_overhead.py [--seconds 3]
 """
@@ -14,6 +15,7 @@ import json
 import os
 import select
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signatu
 from trueline.serve import RunningServer, start
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _floor import floor
 from _table import report
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -124,7 +127,12 @@ class Load:
     per_second: float
     p50_us: float
     p99_us: float
-    cpu_us: float
+    user_us: float
+    system_us: float
+
+    @property
+    def cpu_us(self) -> float:
+        return self.user_us + self.system_us
 
 
 def connect(port: int) -> socket.socket:
@@ -173,25 +181,41 @@ def closed_loop(port: int, request: bytes, clients: int, seconds: float) -> list
     return times
 
 
-def cpu_s(pid: int) -> float:
+def user_system_s(pid: int) -> tuple[float, float]:
     """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
+    return int(fields[11]) * TICK_S, int(fields[12]) * TICK_S
+
+
+def cpu_s(pid: int) -> float:
+    """Both together."""
+    return sum(user_system_s(pid))
 
 
 def measured(server_pid: int, port: int, request: bytes, clients: int, seconds: float) -> Load:
     closed_loop(port, request, clients, 0.3)
-    before, began = cpu_s(server_pid), time.perf_counter()
+    before, began = user_system_s(server_pid), time.perf_counter()
     times = closed_loop(port, request, clients, seconds)
-    took, spent = time.perf_counter() - began, cpu_s(server_pid) - before
+    took, after = time.perf_counter() - began, user_system_s(server_pid)
     p50, p99 = np.percentile(times, [50, 99]) * 1e6
+    user_us, system_us = ((now - then) / len(times) * 1e6 for now, then in zip(after, before, strict=True))
     return Load(
         requests=len(times),
         per_second=len(times) / took,
         p50_us=float(p50),
         p99_us=float(p99),
-        cpu_us=spent / len(times) * 1e6,
+        user_us=user_us,
+        system_us=system_us,
     )
+
+
+def floor_us(port: int, request: bytes, clients: int, seconds: float) -> float:
+    """Processor time of the bare server for each request, under the same load as the server on `port`."""
+    with connect(port) as client:
+        answer_bytes = first_answer(client, request)
+    with floor(len(request), answer_bytes) as (pid, bare):
+        apart(pid)
+        return measured(pid, bare, request, clients, seconds).cpu_us
 
 
 def pss_mb(pid: int) -> float:
@@ -233,18 +257,34 @@ def main() -> None:
         server, ready_s = timed(lambda: start(bundle.path))
         with server:
             apart(server.pid)
-            loads = {}
+            loads: dict[str, Load] = {}
+            floors: dict[str, float] = {}
             for digits, label in ((1, "1kB"), (7, "2.7kB")):
                 request = infer_request(digits)
                 for clients in (1, 8):
-                    loads[f"{label} c{clients}"] = measured(server.pid, server.port, request, clients, seconds)
+                    name = f"{label} c{clients}"
+                    loads[name] = measured(server.pid, server.port, request, clients, seconds)
+                    floors[name] = floor_us(server.port, request, clients, seconds / 2)
             pss, torch = pss_mb(server.pid), torch_loaded(server.pid)
     rows = [
-        [name, load.requests, load.per_second, load.p50_us, load.p99_us, load.cpu_us, load.cpu_us - raw_us]
+        [
+            name,
+            load.requests,
+            load.per_second,
+            load.p50_us,
+            load.p99_us,
+            load.user_us,
+            load.system_us,
+            load.cpu_us - raw_us,
+            floors[name],
+        ]
         for name, load in loads.items()
     ]
+    dearest = max(loads, key=lambda name: loads[name].cpu_us)
     result = {
-        "overhead_us_json": round(max(load.cpu_us for load in loads.values()) - raw_us, 1),
+        "overhead_us_json": round(loads[dearest].cpu_us - raw_us, 1),
+        "floor_us": round(floors[dearest], 1),
+        "above_floor_us": round(statistics.mean(loads[name].cpu_us - raw_us - floors[name] for name in loads), 1),
         "ready_s": round(ready_s, 3),
         "pss_mb": round(pss, 1),
         "torch_loaded": torch,
@@ -254,13 +294,16 @@ def main() -> None:
                 "per_second": round(load.per_second),
                 "p50_us": round(load.p50_us, 1),
                 "p99_us": round(load.p99_us, 1),
-                "cpu_us": round(load.cpu_us, 1),
+                "user_us": round(load.user_us, 1),
+                "system_us": round(load.system_us, 1),
                 "overhead_us": round(load.cpu_us - raw_us, 1),
+                "floor_us": round(floors[name], 1),
             }
             for name, load in loads.items()
         },
     }
-    report(["load", "requests", "per s", "p50 us", "p99 us", "CPU us", "overhead us"], rows, result)
+    headers = ["load", "requests", "per s", "p50 us", "p99 us", "user us", "system us", "overhead us", "floor us"]
+    report(headers, rows, result)
 
 
 if __name__ == "__main__":
