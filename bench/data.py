@@ -1,6 +1,6 @@
 """What the data layer costs, each figure beside its baseline in the same run.
 
-    python -m bench.data [--records 60000] [--no-tensors]
+    python -m bench.data [--records 60000] [--only parquet]
 
 CPU seconds of the whole process (user and system, all threads), the best of many turns. Last, one line of JSON;
 null is what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a store that may be written).
@@ -35,7 +35,10 @@ from trueline.data.records import FileRecords, Records
 from trueline.data.remote import Patience, Store, list_store, opened
 from trueline.data.resident import Tables
 from trueline.data.source import Unit
+from trueline.data.table import TableSource
+from trueline.data.tensors import tensor
 from trueline.data.windows import WindowOrder
+from trueline.train.plan import JobPlan
 
 _BYTES = 784
 _GROUP = 4096
@@ -55,6 +58,17 @@ def rate(count: int, work: Callable[[], Any], turns: int = 30, enough_s: float =
     return count / min(took)
 
 
+def rates(count: int, turns: int = 25, **works: Callable[[], Any]) -> dict[str, float]:
+    """`rate` of several works that take turns, so that whatever else the machine does meets all of them."""
+    took: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
+        for name, work in works.items():
+            before = time.process_time()
+            work()
+            took[name].append(time.process_time() - before)
+    return {name: count / min(times) for name, times in took.items()}
+
+
 def pictures(count: int) -> pa.Table:
     """Half of each record's bytes are noise, half are zeros, and a label."""
     noise = np.random.default_rng(0).integers(0, 256, (count, _BYTES), dtype=np.uint8)
@@ -64,48 +78,49 @@ def pictures(count: int) -> pa.Table:
     return pa.table({"image": image, "label": pa.array(np.arange(count))})
 
 
-def pixels(table: pa.Table) -> np.ndarray[Any, Any]:
-    column = table["image"].combine_chunks()
-    start = column.offset * _BYTES
-    flat = np.frombuffer(column.buffers()[2], np.uint8)[start : start + len(column) * _BYTES]
-    return flat.reshape(-1, _BYTES)
+def feed(table: pa.Table, mode: str) -> Any:
+    """Both columns as tensors: what a recipe's `feed` returns."""
+    return tensor(table["image"]), tensor(table["label"])
 
 
-def feeding(tensors: bool) -> Callable[[pa.Table], Any]:
-    if not tensors:
-        return lambda table: (pixels(table).copy(), table["label"].to_numpy())
-    import torch
-
-    torch.set_num_threads(1)  # a second one that waits for its share of so little to copy costs more than it spares
-
-    def feed(table: pa.Table) -> Any:
-        return torch.tensor(pixels(table)), torch.from_numpy(table["label"].to_numpy().copy())
-
-    return feed
-
-
-def epoch(records: Records, feed: Callable[[pa.Table], Any], batch: int) -> None:
-    """One epoch in the order of windows."""
+def epoch(records: Records, batch: int) -> None:
+    """One epoch of tables in the order of windows."""
     order = WindowOrder(records.units, seed=0, window_records=8 * _GROUP)
     tables = Tables(records, _CACHE)
     for start in range(0, order.num_records, batch * 64):
         found = order.at(np.arange(start, min(start + batch * 64, order.num_records)), epoch=0)
         for at in range(0, len(found), batch):
-            feed(tables.take(found[at : at + batch]))
+            tables.take(found[at : at + batch])
 
 
-def in_order(records: Records, feed: Callable[[pa.Table], Any], batch: int) -> None:
-    """One epoch in the order in which the records lie, as evaluation and prediction read."""
-    tables, count = Tables(records, _CACHE), look.count_of(records)
-    for start in range(0, count, batch):
-        feed(tables.take(np.arange(start, min(start + batch, count))))
+def in_order(records: Records, batch: int) -> None:
+    """One epoch of tensors in the order in which the records lie, as evaluation and prediction read."""
+    source = TableSource(records, feed, mode="training", where="the bench", cache_bytes=_CACHE)
+    for start in range(0, source.num_records, batch):
+        source.read(np.arange(start, min(start + batch, source.num_records)))
+
+
+def shuffled(records: Records, batch: int) -> None:
+    """One epoch of tensors in the order of windows, as a single worker of a job reads with `--shuffle windows`."""
+    source = TableSource(records, feed, mode="training", where="the bench", cache_bytes=_CACHE)
+    blocks = tuple(unit.count for unit in records.units)
+    plan = JobPlan(num_records=source.num_records, global_batch=batch, epochs=1, seed=0, blocks=blocks)
+    for step in range(plan.total_steps):
+        source.read(plan.records(step))
 
 
 def plain(path: Path, *, checked: bool = False) -> None:
-    """`checked`: the sums of its pages are compared, as Trueline always does."""
+    """pyarrow's own read, by row groups into Arrow. `checked`: the sums of its pages are compared."""
     with pq.ParquetFile(path, memory_map=True, page_checksum_verification=checked) as file:
         for group in range(file.num_row_groups):
             file.read_row_group(group)
+
+
+def in_batches(path: Path, batch: int) -> None:
+    """The same with its reader of batches, which needs less memory and so less time."""
+    with pq.ParquetFile(path, memory_map=True) as file:
+        for _ in file.iter_batches(batch, use_threads=False):
+            pass
 
 
 def group_for_each(path: Path, reads: int) -> None:
@@ -117,32 +132,39 @@ def group_for_each(path: Path, reads: int) -> None:
             table.slice(int(chosen.integers(len(table) - 64)), 64)
 
 
-def parquet(folder: Path, count: int, tensors: bool) -> dict[str, float]:
-    path = folder / "pictures.parquet"
-    pq.write_table(pictures(count), path, row_group_size=_GROUP, write_page_checksum=True)
-    records, feed = open_records(path), feeding(tensors)
-    baseline = rate(count, lambda: plain(path))
-    checked = rate(count, lambda: plain(path, checked=True))
-    ours = rate(count, lambda: in_order(records, feed, 256))
-    shuffled = rate(count, lambda: epoch(records, feed, 256))
-    ranges = rate(count, lambda: epoch(records, lambda table: None, 64))
+def parquet(folder: Path, count: int) -> dict[str, float]:
+    """Both sides take turns. `first` is the first epoch over a file with checksums, which Trueline compares once."""
+    path, summed = folder / "pictures.parquet", folder / "summed.parquet"
+    pq.write_table(pictures(count), path, row_group_size=_GROUP)
+    pq.write_table(pictures(count), summed, row_group_size=_GROUP, write_page_checksum=True)
     numbers = folder / "numbers.parquet"
     columns = {f"c{n}": np.random.default_rng(n).random(count, np.float32) for n in range(8)}
     pq.write_table(pa.table(columns), numbers, row_group_size=_GROUP)
-    narrow = rate(count, lambda: epoch(open_records(numbers), lambda table: None, 64))
+    found = rates(
+        count,
+        plain=lambda: plain(path),
+        batches=lambda: in_batches(path, 256),
+        checked=lambda: plain(summed, checked=True),
+        ours=lambda: in_order(open_records(path), 256),
+        first=lambda: in_order(open_records(summed), 256),
+        shuffled=lambda: shuffled(open_records(path), 256),
+        ranges=lambda: epoch(open_records(path), 64),
+        narrow=lambda: epoch(open_records(numbers), 64),
+    )
     naive = rate(64 * 100, lambda: group_for_each(path, 100), turns=1)
     return {
-        "parquet_ratio": ours / baseline,
-        "parquet_checked_ratio": ours / checked,
-        "parquet_shuffled_ratio": shuffled / baseline,
-        "parquet_records_per_cpu_s": ours,
-        "parquet_shuffled_records_per_cpu_s": shuffled,
-        "pyarrow_checked_records_per_cpu_s": checked,
-        "pyarrow_records_per_cpu_s": baseline,
-        "range_records_per_cpu_s": ranges,
-        "range_narrow_records_per_cpu_s": narrow,
+        "parquet_ratio": found["ours"] / found["plain"],
+        "parquet_batches_ratio": found["ours"] / found["batches"],
+        "parquet_first_ratio": found["first"] / found["plain"],
+        "parquet_checked_ratio": found["first"] / found["checked"],
+        "parquet_shuffled_ratio": found["shuffled"] / found["plain"],
+        "parquet_records_per_cpu_s": found["ours"],
+        "parquet_shuffled_records_per_cpu_s": found["shuffled"],
+        "pyarrow_records_per_cpu_s": found["plain"],
+        "range_records_per_cpu_s": found["ranges"],
+        "range_narrow_records_per_cpu_s": found["narrow"],
         "range_naive_records_per_cpu_s": naive,
-        "range_ratio": ranges / naive,
+        "range_ratio": found["ranges"] / naive,
     }
 
 
@@ -240,7 +262,7 @@ def stores(folder: Path) -> dict[str, float | None]:
     """Epochs over the same Parquet: from a store whose blocks are in the cache, and from the disk."""
     path = folder / "pictures.parquet"
     count = look.count_of(open_records(path))
-    local = rate(count, lambda: epoch(open_records(path), lambda table: None, 256))
+    local = rate(count, lambda: epoch(open_records(path), 256))
 
     def warm(where: str) -> float:
         fs, root = opened(where)
@@ -249,7 +271,7 @@ def stores(folder: Path) -> dict[str, float | None]:
         uri = f"{where}/pictures.parquet"
 
         def read() -> None:
-            epoch(FileRecords(ParquetFormat(), list_store(uri, (), store=store)), lambda table: None, 256)
+            epoch(FileRecords(ParquetFormat(), list_store(uri, (), store=store)), 256)
 
         read()
         return rate(count, read) / local
@@ -261,18 +283,22 @@ def stores(folder: Path) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=60_000)
-    parser.add_argument("--no-tensors", action="store_true", help="numpy instead of torch, which takes long to import")
+    parser.add_argument("--only", choices=["parquet"], help="one part of it")
     given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)  # a second one that waits for its share of so little to copy costs more than it spares
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result: dict[str, Any] = {
-            **parquet(folder, given.records, not given.no_tensors),
-            **record_files(folder, given.records),
-            **plan(),
-            **membership(folder),
-            **stores(folder),
-            **straggler(),
-        }
+        result: dict[str, Any] = parquet(folder, given.records)
+        if not given.only:
+            result |= {
+                **record_files(folder, given.records),
+                **plan(),
+                **membership(folder),
+                **stores(folder),
+                **straggler(),
+            }
     report(["figure", "value"], [[name, "-" if value is None else value] for name, value in result.items()], result)
 
 

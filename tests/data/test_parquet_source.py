@@ -14,9 +14,10 @@ import torch
 from conformance import COUNT, SourceConformance
 
 from trueline.data import parquet
-from trueline.data.parquet import ParquetSource
+from trueline.data.parquet import ParquetFormat, ParquetSource
 from trueline.data.source import Source, as_source
 from trueline.data.table import TableSource
+from trueline.data.tensors import tensor
 from trueline.errors import DataError
 
 
@@ -63,17 +64,111 @@ class TestGlobWithACacheThatHoldsOneGroup(SourceConformance):
         return ParquetSource(str(tmp_path / "part-*.parquet"), feed, mode="training", cache_bytes=1)
 
 
-def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The row groups that are decoded whole from now on."""
     decoded: list[int] = []
-    original = parquet._row_group
-    monkeypatch.setattr(
-        parquet, "_row_group", lambda file, at, *rest, **how: decoded.append(at) or original(file, at, *rest, **how)
-    )
+    original = ParquetFormat.load
+
+    def load(self: ParquetFormat, file: Any, part: Any, start: int, stop: int) -> pa.Table:
+        decoded.append(part.at)
+        return original(self, file, part, start, stop)
+
+    monkeypatch.setattr(ParquetFormat, "load", load)
+    return decoded
+
+
+def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = counted(monkeypatch)
     source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="training")
     assert [unit.count for unit in source.units] == [25] * 4
     for _ in range(3):
         source.read(np.array([99, 0, 98, 1, 1]))
     assert sorted(decoded) == [0, 3]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 8, 50, 100])
+@pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
+def test_who_reads_in_order_gets_every_record_and_no_row_group_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(parquet, "_PIECE_BYTES", piece_bytes)
+    decoded = counted(monkeypatch)
+    write(tmp_path / "a.parquet", 0, 52)
+    write(tmp_path / "b.parquet", 52, COUNT, group=20)
+    source = ParquetSource(tmp_path, feed, mode="evaluation", cache_bytes=1)
+    for _ in range(2):
+        reads = [np.arange(at, min(at + batch, COUNT)) for at in range(0, COUNT, batch)]
+        assert [label for read in reads for label in source.read(read).labels.tolist()] == list(range(COUNT))
+    assert not decoded
+
+
+def test_what_fits_the_cache_is_kept_when_it_is_read_in_order_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = counted(monkeypatch)
+    source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="evaluation")
+    reads = [np.arange(at, at + 10) for at in range(0, COUNT, 10)]
+    kept = []
+    for _ in range(4):
+        assert [label for read in reads for label in source.read(read).labels.tolist()] == list(range(COUNT))
+        kept.append(list(decoded))
+    assert kept == [[], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_a_reader_that_turns_back_or_jumps_gets_what_it_asks_for(tmp_path: Path) -> None:
+    source = ParquetSource(write(tmp_path / "one.parquet", group=20), feed, mode="training", cache_bytes=1)
+    chance = np.random.default_rng(0)
+    at = 0
+    for _ in range(200):
+        at = int(chance.choice([at, at, at, chance.integers(COUNT), 0])) % COUNT
+        stop = min(at + int(chance.integers(1, 30)), COUNT)
+        assert source.read(np.arange(at, stop)).labels.tolist() == list(range(at, stop))
+        at = stop if chance.random() < 0.8 else at
+        if chance.random() < 0.1:
+            assert source.read(np.array([5, 99, 7])).labels.tolist() == [5, 99, 7]
+
+
+@pytest.mark.parametrize("cache_bytes", [1, 1 << 20])
+def test_a_tensor_that_is_written_to_changes_no_later_read(tmp_path: Path, cache_bytes: int) -> None:
+    def views(records: pa.Table, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor(records["a"]), tensor(records["label"])
+
+    source = ParquetSource(write(tmp_path / "one.parquet"), views, mode="training", cache_bytes=cache_bytes)
+    reads = (
+        [np.arange(at, at + 10) for at in range(0, COUNT, 10)] * 3 + [np.array([4, 90, 3])] * 5 + [np.array([8])] * 3
+    )
+    held = []
+    for read in reads:
+        batch = source.read(read)
+        assert batch.inputs.tolist() == batch.labels.tolist() == read.tolist()
+        batch.inputs.fill_(-1)
+        batch.labels.fill_(-1)
+        held.append(batch)
+
+
+def test_a_file_that_is_cut_short_in_place_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet", 0, COUNT, group=20)
+    source = ParquetSource(path, feed, mode="training", cache_bytes=1)
+    source.read(np.arange(10))
+    with path.open("r+b") as file:
+        file.truncate(100)
+    assert source.read(np.arange(10, 20)).labels.tolist() == list(range(10, 20)), "decoded before"
+    for at in (20, 30, 90):
+        with pytest.raises(DataError, match=r"one\.parquet"):
+            source.read(np.arange(at, at + 10))
+
+
+def test_damage_that_is_met_in_passing_is_named_and_met_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.parquet", group=50)
+    place = pq.read_metadata(path).row_group(1).column(0).data_page_offset + 60
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+    source = ParquetSource(path, feed, mode="training", cache_bytes=1)
+    for _ in range(2):
+        assert source.read(np.arange(50)).labels.tolist() == list(range(50))
+        with pytest.raises(DataError, match=r"one\.parquet is torn in row group 1"):
+            source.read(np.arange(50, 60))
 
 
 def test_the_fingerprint_changes_when_a_file_does(tmp_path: Path) -> None:

@@ -23,9 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trueline.data.tensors import FEED, is_list, is_number, tensor
 from trueline.errors import DataError, listed
 
 if TYPE_CHECKING:
+    import torch
+
     from trueline.data.source import Mode
 
 LABELS = ("label", "labels", "target", "targets", "y")
@@ -33,7 +36,6 @@ UNKNOWN = "<unk>"
 """A word of a vocabulary that stands for every word that is not in it."""
 _KEYS = ("__key__", "path")
 """Columns that say where a record is from, beside one that holds it."""
-_FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 Tokenizer = Callable[[list[str]], Any]
 Array = npt.NDArray[Any]
@@ -64,19 +66,21 @@ class DefaultFeed:
             return self._tensor(records, names[0]), labels
         kinds = {self._kind(records.schema.field(name)) for name in names}
         if kinds <= {"number"}:
-            columns = [numbers(records.column(name), name).astype(np.float32) for name in names]
-            return _torch().from_numpy(np.stack(columns, axis=1)), labels
+            inputs = _torch().empty((len(records), len(names)), dtype=_torch().float32)
+            for number, name in enumerate(names):
+                inputs[:, number] = tensor(records.column(name), name)
+            return inputs, labels
         return {name: self._tensor(records, name) for name in names}, labels
 
     def _kind(self, field: pa.Field) -> str:
         kind = field.type
-        if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        if is_number(kind):
             return "number"
-        if _is_list(kind):
+        if is_list(kind):
             inner = kind.value_type
-            while _is_list(inner):
+            while is_list(inner):
                 inner = inner.value_type
-            if pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner):
+            if is_number(inner):
                 return "list"
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             return "image"
@@ -86,19 +90,17 @@ class DefaultFeed:
             raise DataError(
                 f"column '{field.name}' is text, and nothing says what its words are as numbers",
                 hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
-                + _FEED,
+                + FEED,
             )
-        raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=_FEED)
+        raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=FEED)
 
     def _tensor(self, records: pa.Table, name: str) -> Any:
         field, column = records.schema.field(name), records.column(name)
         if column.null_count:
-            raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=_FEED)
+            raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=FEED)
         kind = self._kind(field)
-        if kind == "number":
-            return _torch().from_numpy(_narrowed(numbers(column, name)))
-        if kind == "list":
-            return _torch().from_numpy(_narrowed(lists(column, name)))
+        if kind in ("number", "list"):
+            return _narrowed(tensor(column, name), name)
         if kind == "image":
             return _torch().from_numpy(images(column, name))
         texts = column.cast(pa.string()).to_pylist()
@@ -128,47 +130,19 @@ def split(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
     """
     found = [name for name in schema.names if name.lower() in LABELS]
     if len(found) > 1:
-        raise DataError(f"{listed(found)} could each be the labels", hint=_FEED)
+        raise DataError(f"{listed(found)} could each be the labels", hint=FEED)
     if not found and mode != "prediction":
         raise DataError(
             f"no column is the labels: the records have {listed(schema.names)}",
-            hint=f"name one of them {listed(LABELS)}, or " + _FEED,
+            hint=f"name one of them {listed(LABELS)}, or " + FEED,
         )
     label = found[0] if found else None
     inputs = [name for name in schema.names if name != label]
     others = [name for name in inputs if name not in _KEYS]
     inputs = others or inputs
     if not inputs:
-        raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=_FEED)
+        raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=FEED)
     return label, inputs
-
-
-def numbers(column: pa.ChunkedArray, name: str) -> Array:
-    """A column of plain numbers, [n]. Raises DataError where one is missing."""
-    if column.null_count:
-        raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=_FEED)
-    found: Array = column.to_numpy()
-    return found
-
-
-def lists(column: pa.ChunkedArray, name: str) -> Array:
-    """A column of lists of numbers, all of one length, [n, length, ...]. Raises DataError."""
-    array: Any = column.combine_chunks()
-    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
-    shape = [len(array)]
-    while _is_list(array.type):
-        flat = array.flatten()
-        if array.null_count or (len(array) and len(flat) % len(array)):
-            raise DataError(f"column '{name}' has lists of several lengths", hint=_FEED)
-        width = len(flat) // len(array) if len(array) else 0
-        if not pa.types.is_fixed_size_list(array.type) and any(width != len(one) for one in array):
-            raise DataError(f"column '{name}' has lists of several lengths", hint=_FEED)
-        shape.append(width)
-        array = flat
-    if array.null_count:
-        raise DataError(f"column '{name}' has lists with {array.null_count} missing values", hint=_FEED)
-    values: Array = array.to_numpy(zero_copy_only=False)
-    return values.reshape(shape)
 
 
 def images(column: pa.ChunkedArray, name: str) -> Array:
@@ -178,7 +152,7 @@ def images(column: pa.ChunkedArray, name: str) -> Array:
     except ImportError as error:
         raise DataError(
             f"column '{name}' is binary, which is read as images, and Pillow is not installed",
-            hint="pip install pillow, or " + _FEED,
+            hint="pip install pillow, or " + FEED,
         ) from error
     found = []
     for number, content in enumerate(column):
@@ -192,21 +166,23 @@ def images(column: pa.ChunkedArray, name: str) -> Array:
     if len(shapes) > 1:
         raise DataError(
             f"column '{name}' has images of {len(shapes)} sizes, e.g. {shapes[0]} and {shapes[-1]}",
-            hint="store them in one size, or resize them: " + _FEED,
+            hint="store them in one size, or resize them: " + FEED,
         )
     stacked = np.stack(found)
     return stacked[:, None] if stacked.ndim == 3 else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
 
-def _narrowed(values: Array) -> Array:
-    """In the dtypes that models take, in memory of its own."""
-    if values.dtype.kind == "f":
-        return np.array(values, np.float32)
-    return np.array(values, np.int64 if values.dtype.kind in "iu" else values.dtype)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def _narrowed(values: torch.Tensor, name: str) -> torch.Tensor:
+    """In the dtypes that models take."""
+    torch = _torch()
+    if values.dtype.is_floating_point:
+        return values.to(torch.float32)
+    if values.dtype == torch.bool:
+        return values
+    narrow = values.to(torch.int64)
+    if values.dtype == torch.uint64 and len(narrow) and int(narrow.min()) < 0:
+        raise DataError(f"column '{name}' has whole numbers above 2**63 - 1, which int64 cannot hold", hint=FEED)
+    return narrow
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -1,15 +1,17 @@
-"""Records from Parquet files, read where they lie: no conversion, no copy.
+"""Records from Parquet files, read where they lie, without a conversion.
 
-A unit is a row group, the smallest thing that Parquet decodes. In the order of windows (`data/windows.py`) a group is
-decoded once an epoch; in a full permutation over more data than the cache holds, for nearly every record, so write
-row groups of a few thousand rows. Page checksums, where the writer wrote them, are verified when a group is first read.
-Listing needs no torch.
+A unit is a row group. In the order of windows (`data/windows.py`) a group is decoded once an epoch; in a full
+permutation over more data than the cache holds, for nearly every record, so write row groups of a few thousand rows.
+In the order of the file, records are decoded as many at a time as are asked for, whatever the size of a group. Page
+checksums, where the writer wrote them, are verified when a group is first read. Files are read and not mapped: one
+that is cut short meanwhile is an error then, and not the end of the process. Listing needs no torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
 _FOOTERS, _VERIFIED = 256, 65536
+_BUFFER_BYTES, _STORE_BYTES = 256 << 10, 4 << 20
+"""Read at a time, from a disk and from a store."""
+_PIECE_BYTES = 1 << 20
+"""Decoded at a time for who reads in order."""
 
 
 class ParquetFormat:
@@ -54,24 +60,43 @@ class ParquetFormat:
         return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
-        group = file.uri, file.stamp, part.at
-        footer = self._footers.get((file.uri, file.stamp))
-        table = _row_group(file, part.at, footer, verify=group not in self._verified)
-        if len(self._verified) >= _VERIFIED:
-            self._verified.clear()  # to compare once more costs less than to remember every group of a large store
-        self._verified.add(group)
+        with self._opened(file, [part]) as found:
+            table = found.read_row_group(part.at, use_threads=False)
+        self._remember(file, part)
         if len(table) != part.count:
             return table  # the caller says that the file lies
         return table.slice(start, stop - start)
 
+    def stream(self, file: File, parts: Sequence[Part], rows: int) -> Iterator[Iterator[pa.Table]]:
+        with self._opened(file, parts) as found:
+            for part in parts:
+                yield self._pieces(found, file, part, rows)
 
-def _row_group(file: File, index: int, footer: Any, *, verify: bool) -> pa.Table:
-    options = {"metadata": footer, "page_checksum_verification": verify}
-    if file.path is not None:
-        with pq.ParquetFile(file.path, memory_map=True, **options) as found:
-            return found.read_row_group(index, use_threads=False)
-    with file.open() as opened, pq.ParquetFile(opened, **options) as found:
-        return found.read_row_group(index, use_threads=False)
+    def _pieces(self, found: pq.ParquetFile, file: File, part: Part, rows: int) -> Iterator[pa.Table]:
+        """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
+        row_bytes = max(found.metadata.row_group(part.at).total_byte_size // part.count, 1)
+        many = rows * max(1, _PIECE_BYTES // (rows * row_bytes))
+        for batch in found.iter_batches(many, row_groups=[part.at], use_threads=False):
+            yield pa.Table.from_batches([batch])
+        self._remember(file, part)
+
+    @contextmanager
+    def _opened(self, file: File, parts: Sequence[Part]) -> Iterator[pq.ParquetFile]:
+        """Compares checksums as long as those of one of `parts` were not."""
+        verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
+        footer = self._footers.get((file.uri, file.stamp))
+        options = {"metadata": footer, "page_checksum_verification": verify}
+        if file.path is not None:
+            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, **options) as found:
+                yield found
+        else:
+            with file.open() as opened, pq.ParquetFile(opened, buffer_size=_STORE_BYTES, **options) as found:
+                yield found
+
+    def _remember(self, file: File, part: Part) -> None:
+        if len(self._verified) >= _VERIFIED:
+            self._verified.clear()  # to compare once more costs less than to remember every group of a large store
+        self._verified.add((file.uri, file.stamp, part.at))
 
 
 def _complaint(file: File) -> str:

@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from itertools import groupby
+from typing import Literal, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -52,6 +53,16 @@ class Records(Protocol):
         ...
 
 
+@runtime_checkable
+class Streaming(Protocol):
+    """Records that can be decoded in passing, without a whole unit in memory."""
+
+    def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
+        """The records of unit `number` and of those behind it, `rows` at a time and fewer where a unit ends; the memory
+        of each table is its own. None where they do not lie so. Raises DataError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A unit inside a file: how many records, and between which bytes (or numbers) its format finds them."""
@@ -84,6 +95,13 @@ class Format(Protocol):
     def list(self, file: File) -> Listed: ...
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table: ...
+
+
+@runtime_checkable
+class StreamedFormat(Protocol):
+    def stream(self, file: File, parts: Sequence[Part], rows: int) -> Iterator[Iterator[pa.Table]]:
+        """For each of `parts` its records, `rows` at a time; it is asked for the next part when one is used up."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +152,43 @@ class FileRecords:
         file, index, part = self._parts[number]
         file.check()
         table = self._decoded(file, index, part, start, stop)
+        file.check()  # what was decoded while it changed may be of both
+        self._check_columns(file, table)
+        return table
+
+    def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
+        format = self.format
+        return self._streamed(format, number, rows) if isinstance(format, StreamedFormat) else None
+
+    def _streamed(self, format: StreamedFormat, number: int, rows: int) -> Iterator[pa.Table]:
+        behind = iter(self._parts[number:])
+        for file, found in groupby(behind, key=lambda one: one[0]):
+            parts = [(index, part) for _, index, part in found]
+            file.check()
+            units = format.stream(file, [part for _, part in parts], rows)
+            for index, part in parts:
+                yield from self._unit(file, index, part, units)
+
+    def _unit(self, file: File, index: int, part: Part, units: Iterator[Iterator[pa.Table]]) -> Iterator[pa.Table]:
+        """The next of `units`, which is `part`. The file is compared with what it was before a table is given out."""
+        where, found = f"{self.format.unit} {index} (at {part.at})", 0
+        with damaged(file, self.format.name, where):
+            tables = next(units)
+        while found < part.count:
+            with damaged(file, self.format.name, where):
+                table = next(tables, None)
+                found += len(table or ())
+                if table is not None and found == part.count:  # there must be no more, before the last is given out
+                    found += sum(map(len, tables))
+            file.check()
+            if table is None or found > part.count:
+                raise self._torn(file, index, part, found)
+            self._check_columns(file, table)
+            yield table.replace_schema_metadata(None)
+
+    def _check_columns(self, file: File, table: pa.Table) -> None:
         if not table.schema.equals(self.schema):
             raise DataError(f"{file.uri} has other columns than when it was listed: {columns(table.schema)}")
-        return table
 
     def fingerprint(self) -> str:
         """Over schema, and name, stamp and units of every file."""
@@ -175,11 +227,15 @@ class FileRecords:
         with damaged(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
             table = self.format.load(file, part, start, stop)
         if len(table) != stop - start:
-            raise DataError(
-                f"{file.uri} is torn in {self.format.unit} {index} (at {part.at}): "
-                f"{len(table)} records where {stop - start} were announced"
-            )
+            raise self._torn(file, index, part, len(table), stop - start)
         return table.replace_schema_metadata(None)
+
+    def _torn(self, file: File, index: int, part: Part, found: int, announced: int = -1) -> DataError:
+        announced = part.count if announced < 0 else announced
+        return DataError(
+            f"{file.uri} is torn in {self.format.unit} {index} (at {part.at}): "
+            f"{found} records where {announced} were announced"
+        )
 
     def _try_all(self) -> None:
         readable = []

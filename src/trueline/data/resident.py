@@ -8,6 +8,7 @@ back to a unit never pay.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from threading import Lock
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trueline.data.passing import Passing
 from trueline.data.records import Records
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -27,35 +29,78 @@ _ALONE = 8
 
 
 class Tables:
-    """Any records of `records` by number, and runs of them, as they lie."""
+    """Any records of `records` by number, and runs of them. May be asked by several threads."""
 
     def __init__(self, records: Records, cache_bytes: int) -> None:
         self._records = records
         self._starts = np.array([unit.offset for unit in records.units], np.int64)
+        self._offsets = self._starts.tolist()
         self._resident = Resident(records, cache_bytes)
+        self._passing = Passing(records, cache_bytes // 2)
+        self._lock = Lock()
 
     def take(self, indices: npt.ArrayLike) -> pa.Table:
-        """The records `indices`, in that order. Raises DataError."""
+        """The records `indices`, in that order, in memory that is the caller's alone. Raises DataError."""
         wanted = np.asarray(indices, np.int64)
-        last = len(wanted) - 1
-        if last > 0 and wanted[last] - wanted[0] == last and bool((np.diff(wanted) == 1).all()):
-            run = self.run(int(wanted[0]), int(wanted[last]) + 1)
-            return run.combine_chunks() if run.column(0).num_chunks > 1 else run  # a copy only where units meet
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        return self._resident.take(numbers, wanted - self._starts[numbers])
+        run = run_of(wanted)
+        with self._lock:
+            if run is not None:
+                return self._owned(self._parts(*run))
+            self._passing.forget()
+            numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+            return self._resident.take(numbers, wanted - self._starts[numbers])
 
     def run(self, start: int, stop: int) -> pa.Table:
-        """Records [start, stop) in one piece. Raises DataError."""
-        parts = []
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        for number in range(max(first, 0), len(self._starts)):
-            unit = self._records.units[number]
-            if unit.offset >= stop:
-                break
-            parts.append(self._resident.slice(number, max(start - unit.offset, 0), min(stop - unit.offset, unit.count)))
+        """Records [start, stop) in one piece, to be read only: others may get the same memory. Raises DataError."""
+        with self._lock:
+            parts = [table for table, _ in self._parts(start, stop)]
         if len(parts) == 1:
             return parts[0]
         return pa.concat_tables(parts) if parts else self._records.schema.empty_table()
+
+    def _parts(self, start: int, stop: int) -> list[tuple[pa.Table, bool]]:
+        """Records [start, stop) in pieces, each with whether nobody else has its memory."""
+        parts: list[tuple[pa.Table, bool]] = []
+        passing, follows = self._passing, self._passing.follows(start)
+        units = self._records.units
+        for number in range(max(bisect_right(self._offsets, start) - 1, 0), len(units)):
+            unit = units[number]
+            if unit.offset >= stop:
+                break
+            begin, end = max(start - unit.offset, 0), min(stop - unit.offset, unit.count)
+            passed = passing.stands_at(unit.offset + begin)
+            if not passed and follows and not begin and not self._resident.holds(number):
+                passed = passing.begin(number, stop - start)
+            if passed:
+                parts += [(table, True) for table in passing.pull(end - begin)]
+            else:
+                parts.append(self._resident.slice(number, begin, end))
+        passing.left_at(stop)
+        return parts
+
+    @staticmethod
+    def _owned(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
+        """One piece; copied where others have the memory, and where units meet."""
+        if len(parts) > 1:
+            return pa.concat_tables([table for table, _ in parts]).combine_chunks()
+        table, own = parts[0]
+        if own:
+            return table
+        copies = [pa.concat_arrays(column.chunks) for column in table.columns]
+        return pa.Table.from_arrays(copies, schema=table.schema)
+
+
+def run_of(indices: Ints) -> tuple[int, int] | None:
+    """The first of `indices` (int64) and the one behind the last, when they are neighbours in ascending order.
+
+    >>> run_of(np.array([4, 5, 6])), run_of(np.array([4, 6, 5]))
+    ((4, 7), None)
+    """
+    if not len(indices):
+        return None
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    neighbours = stop - start == len(indices) and indices.tobytes() == np.arange(start, stop, dtype=np.int64).tobytes()
+    return (start, stop) if neighbours else None
 
 
 class Resident:
@@ -71,31 +116,31 @@ class Resident:
         self._joined: pa.Table = None
         self._base = np.full(len(records.units), -1, np.int64)
         self._slow = 0
-        self._lock = Lock()
+
+    def holds(self, unit: int) -> bool:
+        return unit in self._tables
 
     def take(self, numbers: Ints, rows: Ints) -> pa.Table:
-        """Record `rows[i]` of unit `numbers[i]`, for each i. Raises DataError."""
-        with self._lock:
+        """Record `rows[i]` of unit `numbers[i]`, for each i, copied. Raises DataError."""
+        base = self._base[numbers]
+        if base.min() < 0:  # some of them are not joined
+            units = np.unique(numbers)
+            self._recent.append(units)
+            if not (self._payable(units) and self._join()):
+                return self._by_unit(numbers, rows)
             base = self._base[numbers]
-            if base.min() < 0:  # some of them are not joined
-                units = np.unique(numbers)
-                self._recent.append(units)
-                if not (self._payable(units) and self._join()):
-                    return self._by_unit(numbers, rows)
-                base = self._base[numbers]
-            return self._joined.take(pa.array(base + rows))
+        return self._joined.take(pa.array(base + rows))
 
-    def slice(self, unit: int, start: int, stop: int) -> pa.Table:
-        """Records [start, stop) of `unit`. Raises DataError."""
-        with self._lock:
-            if self._records.ranged and unit not in self._tables:
-                return self._records.load(unit, start, stop)
-            table = self._whole(unit)
-            if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
-                # Who reads in order is past this unit, and would find it gone next time round. Memory that was given
-                # back is memory that the next unit gets at once.
-                self._num_bytes -= self._tables.pop(unit).nbytes
-            return table.slice(start, stop - start)
+    def slice(self, unit: int, start: int, stop: int) -> tuple[pa.Table, bool]:
+        """Records [start, stop) of `unit`, and whether nobody else is given their memory. Raises DataError."""
+        if self._records.ranged and unit not in self._tables:
+            return self._records.load(unit, start, stop).combine_chunks(), True
+        table = self._whole(unit)
+        if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
+            # Who reads in order is past this unit, and would find it gone next time round. Memory that was given
+            # back is memory that the next unit gets at once.
+            self._num_bytes -= self._tables.pop(unit).nbytes
+        return table.slice(start, stop - start), False
 
     def _payable(self, units: Ints) -> bool:
         return len(units) > 1 and all(int(unit) in self._tables for unit in units)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from trueline.data.records import Records
-from trueline.data.resident import Tables
+from trueline.data.resident import Tables, run_of
 from trueline.data.source import Batch, Unit, check_indices
 from trueline.errors import DataError
 
@@ -56,11 +56,14 @@ class TableSource:
         return self.records.units
 
     def read(self, indices: Indices) -> Batch:
-        check_indices(indices, self.num_records, self._where)
+        run = run_of(indices)
+        if run is None or run[0] < 0 or run[1] > self.num_records:
+            check_indices(indices, self.num_records, self._where)
         return self._fed(self.table(indices))
 
     def table(self, indices: Indices) -> pa.Table:
-        """The records `indices` as they lie in the files, in that order. Raises DataError."""
+        """The records `indices` as they lie in the files, in that order, in memory that is the caller's alone. Raises
+        DataError."""
         coming = self._coming.pop(indices.tobytes(), None) if self._coming else None
         if coming is not None:
             return coming.result()
@@ -120,7 +123,7 @@ def _check_tensor(value: Any, count: int, what: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise DataError(
             f"{what}: found a {type(value).__name__}, expected tensors",
-            hint="make them with torch.from_numpy(records['column'].to_numpy())",
+            hint="make them with trueline.data.tensors.tensor(records['column'])",
         )
     if value.ndim == 0 or len(value) != count:
         raise DataError(f"{what}: a tensor of shape {list(value.shape)}, expected {count} records first")

@@ -1,0 +1,78 @@
+"""Records decoded in passing, for who reads on from where the last read ended, as evaluations and conversions do.
+
+Such a reader comes to no unit again, so none is kept whole: pieces of about a megabyte are decoded as they are asked
+for, and given out in slices. A unit may be larger than the memory. What fits the cache is kept the second time round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from trueline.data.records import Records, Streaming
+from trueline.errors import DataError
+
+
+class Passing:
+    """Where a reader of `records` stands. Records that all fit in `max_bytes` pass once."""
+
+    def __init__(self, records: Records, max_bytes: int) -> None:
+        self._records, self._max_bytes = records, max_bytes
+        self._tables: Iterator[pa.Table] = iter(())
+        self._rest: pa.Table | None = None
+        self._at = -1
+        self._stopped = 0
+        self._num_bytes = self._num_records = 0
+
+    def follows(self, start: int) -> bool:
+        """Whether a read from the record `start` goes on behind the last one, or begins with the first record."""
+        if start != self._at:
+            self.forget()
+        return start in (0, self._stopped)
+
+    def left_at(self, stop: int) -> None:
+        self._stopped = stop
+
+    def stands_at(self, record: int) -> bool:
+        return record == self._at
+
+    def begin(self, number: int, rows: int) -> bool:
+        """Whether the records of unit `number` can be pulled from now on, some `rows` at a time."""
+        if not isinstance(self._records, Streaming) or self._better_kept():
+            return False
+        tables = self._records.stream(number, rows)
+        if tables is None:
+            return False
+        self._tables, self._rest, self._at = tables, None, self._records.units[number].offset
+        return True
+
+    def pull(self, count: int) -> list[pa.Table]:
+        """The next `count` records, in memory that nobody else is given. Raises DataError."""
+        found: list[pa.Table] = []
+        at, self._at = self._at, -1  # after an error it stands nowhere
+        left = count
+        while left:
+            piece = self._rest if self._rest is not None else self._next()
+            found.append(piece.slice(0, left))
+            self._rest = piece.slice(left) if len(piece) > left else None
+            left -= len(found[-1])
+        self._at = at + count
+        return found
+
+    def forget(self) -> None:
+        self._tables, self._rest, self._at = iter(()), None, -1
+
+    def _next(self) -> pa.Table:
+        table = next(self._tables, None)
+        if table is None:
+            raise DataError("records ended before the last of them was read")
+        self._num_bytes += table.nbytes
+        self._num_records += len(table)
+        return table
+
+    def _better_kept(self) -> bool:
+        """Whether the records all went by, and would have fitted."""
+        last = self._records.units[-1]
+        total = last.offset + last.count
+        return self._num_records >= total and self._num_bytes * total <= self._max_bytes * self._num_records
