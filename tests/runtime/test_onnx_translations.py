@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,29 @@ class Normed(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3)
         self.norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=stored)
+        self.out = nn.Conv2d(8, 3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(self.conv(x))
+        found: Tensor = self.out(self.norm(self.conv(x)))
         return found
 
 
-@pytest.mark.parametrize("module", [Chosen(), Normed(), Normed(stored=True)], ids=["where", "norm", "stored norm"])
-def test_it_answers_as_the_model_does(module: nn.Module, tmp_path: Path) -> None:
-    example = torch.randn(3, 5) if isinstance(module, Chosen) else torch.randn(2, 3, 31, 31)
-    assert proven(module, example, folder=tmp_path).reason == ""
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a choice between booleans": (Chosen, (3, 5)),
+    "instance norm": (Normed, (2, 3, 31, 31)),
+    "instance norm of what was stored": (lambda: Normed(stored=True), (2, 3, 31, 31)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_answers_as_the_model_does(case: str, tmp_path: Path) -> None:
+    build, shape = CASES[case]
+    assert proven(build(), torch.randn(shape), folder=tmp_path).reason == ""
+
+
+def test_an_input_may_be_called_as_the_exporter_calls_a_value_inside(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, add: Tensor, mul: Tensor) -> dict[str, Tensor]:
+            return {"relu": ((add + 1) * mul).relu(), "add_1": mul + 2}
+
+    assert proven(Named(), torch.randn(3, 4), torch.randn(3, 4), folder=tmp_path).reason == ""

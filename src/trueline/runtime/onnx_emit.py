@@ -18,6 +18,7 @@ import onnx
 import onnx_ir
 import onnxruntime
 import torch
+from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
@@ -133,6 +134,7 @@ def translated(
         raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
+    NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 
 
