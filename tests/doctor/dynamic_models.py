@@ -68,6 +68,27 @@ class Recurrence(nn.Module):
         return h
 
 
+class Gated(nn.Module):
+    """Its state is made like a slice: at batch 1 it has the strides of the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            if x[:, t].abs().mean() > 0.5:
+                h = torch.tanh(x[:, t] + h)
+        return h
+
+
+class Turned(nn.Module):
+    """What a step hands on lies in memory otherwise than what it got."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0]).t()
+        for t in range(x.shape[1]):
+            h = (torch.tanh(h.t()) + x[:, t]).t()
+        return h.t()
+
+
 class Halve(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         while x.norm() > 2:  # while

@@ -88,6 +88,15 @@ def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() ->
     assert "scan(" in row.rewrite.diff
 
 
+@pytest.mark.parametrize("model", [models.Gated, models.Turned])
+def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn.Module]) -> None:
+    found = examined(model(), torch.randn(3, 5, 4), dynamic=(1,))
+    assert found.rows["(model)"].status == "rewritten"
+    one = torch.randn(1, 5, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(model().eval(), found.texts)(one), model()(one))
+
+
 def test_a_while_on_a_value_becomes_a_while_loop() -> None:
     row = whole(models.Halve(), torch.randn(3, 4))
     assert row.status == "rewritten"

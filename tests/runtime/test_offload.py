@@ -84,6 +84,26 @@ def test_the_operator_that_is_refused_stays_in_torch_and_its_neighbours_do_not(t
     assert "special_i0e" in told
 
 
+def test_a_result_that_nobody_reads_does_not_hold_its_operator_back(tmp_path: Path) -> None:
+    class Normed(nn.Module):
+        """Of three results of a batch norm one is read."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+            self.after = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.after(missing(self.before(x)))
+            return found
+
+    session, eager = made(Normed(), torch.randn(3, 3, 9, 9), tmp_path)
+    plan = offload.read(tmp_path / offload.FILE)
+    assert [one.operator for one in plan.kept] == ["aten.special_i0e.default"]
+    assert sum(len(part.nodes) for part in plan.parts) == plan.operators - 1
+    assert compare(eager.run(eager.example), session.run(eager.example)).agrees
+
+
 def test_a_model_of_which_nothing_can_be_handed_over_is_refused_with_the_reason(tmp_path: Path) -> None:
     eager = EagerSession(Only(), torch.randn(3, 6))
     with pytest.raises(CaptureError, match=r"takes no part .*special_i0e"):

@@ -107,6 +107,7 @@ class OffloadSession:
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         module: Any = program.module(check_guards=False)
+        module.graph.eliminate_dead_code()
         pieces = {}
         for number, part in enumerate(plan.parts):
             module.add_module(f"part_{number}", OnnxPart(path.parent / part.file, part, settings))

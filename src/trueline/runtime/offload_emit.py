@@ -49,6 +49,7 @@ def emit(exported: Exported, folder: Path) -> Path:
         functional = exported.program.run_decompositions({})  # no writes in place: a part could not see them
     export.save(functional, whole)
     program = export.load(whole)  # as it will be opened: the plan names its nodes
+    program.graph.eliminate_dead_code()  # a result of several that nobody reads would hold its operator back
     operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
     kept = refused(program, operators)
     taken = [node for node in operators if _kind(_producer(node)) not in kept]

@@ -18,10 +18,12 @@ import onnx
 import onnx_ir
 import onnxruntime
 import torch
+from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
 from trueline.runtime.export import Exported
+from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
 
 if TYPE_CHECKING:
@@ -119,11 +121,20 @@ def translated(
     """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
     try:
         with quiet():
-            found = torch.onnx.export(program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False)
+            found = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                input_names=inputs,
+                output_names=outputs,
+                custom_translation_table=TRANSLATIONS,
+                verbose=False,
+            )
     except Exception as error:
         raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
+    NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 
 

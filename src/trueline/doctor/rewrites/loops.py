@@ -27,6 +27,9 @@ from trueline.doctor.rewrites.scope import (
 )
 
 HOPS = "from torch._higher_order_ops import"
+IN_ROWS = "clone(memory_format=torch.contiguous_format)"
+"""A copy whose strides follow from its shape alone. What a structured loop is given and what each step hands on must
+have equal strides, and of a dimension of size 1 a slice, and what is made like it, keeps the stride of the whole."""
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
@@ -34,7 +37,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     loop = spot.statement
     found: list[Candidate | None] = []
     if isinstance(loop, ast.For):
-        found = [_vectorised(scope, spot), _scanned(scope, spot)]
+        found = [_vectorised(scope, spot), _scanned(scope, spot), _scanned(scope, spot, in_rows=True)]
     yield from (one for one in found if one is not None)
 
 
@@ -275,8 +278,8 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
     return Candidate(text=text, words=f"`{head}` treats every step alike: all at once") if text else None
 
 
-def _scanned(scope: Scope, spot: Spot) -> Candidate | None:
-    """A loop over time as torch's scan."""
+def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False) -> Candidate | None:
+    """A loop over time as torch's scan; `in_rows` where what a step hands on has other strides than what it got."""
     assert isinstance(spot.statement, ast.For)
     steps = taken_apart(scope, spot.statement)
     if steps is None or not (steps.slices or steps.length is not None):
@@ -287,14 +290,16 @@ def _scanned(scope: Scope, spot: Spot) -> Candidate | None:
     joins = {name: joined(scope, spot, name, name) for name in steps.lists}
     if any(join is None for join in joins.values()):
         return None
-    new = _scan(scope, spot, steps, carried)
+    if in_rows and not carried:
+        return None
+    new = _scan(scope, spot, steps, carried, in_rows=in_rows)
     swaps = {id(join[1]): join[0] for join in joins.values() if join is not None}
     text = without_list(scope, spot, list(steps.lists), new, swaps)
     head = ast.unparse(spot.statement).splitlines()[0]
     return (text and Candidate(text=imported(text, "scan"), words=f"`{head}` is a scan", cheap=False)) or None
 
 
-def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str]) -> list[ast.stmt]:
+def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str], *, in_rows: bool) -> list[ast.stmt]:
     sources = {
         part: f"{tensor}.movedim({axis}, 0)" if axis else tensor for part, (tensor, axis) in steps.slices.items()
     }
@@ -308,6 +313,8 @@ def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str]) -> list[as
         body = [_Picked(scope, index).visit(one) for one in body]
     first = [_initial(scope, one, steps) for one in carried] or ["torch.zeros(())"]
     back = [one if one in stored(body) else f"{one}.clone()" for one in state]
+    if in_rows:
+        back = [f"{one}.{IN_ROWS}" for one in state]
     outs = [f"{_kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
     name = scope.fresh("step")
     opened = [f"{one_or_all(names)} = {given}" for names, given in ((state, "carry"), (list(sources), "inputs"))]
@@ -334,7 +341,7 @@ def _initial(scope: Scope, name: str, steps: Steps) -> str:
     value = scope.seen.get(name)
     start = next((v for t, v in _starts(scope, name)), None)
     if start is None or not isinstance(start, ast.Constant) or not isinstance(start.value, int | float):
-        return f"{name}.clone()" if isinstance(value, torch.Tensor) else name
+        return f"{name}.{IN_ROWS}" if isinstance(value, torch.Tensor) else name
     if isinstance(value, torch.Tensor) and value.ndim:
         firsts = {part: f"{tensor}.select({axis}, 0)" for part, (tensor, axis) in steps.slices.items()}
         update = next((v for t, v in _updates(steps, name)), None)

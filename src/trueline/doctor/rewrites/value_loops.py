@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops import has_effects, imported
+from trueline.doctor.rewrites.loops import IN_ROWS, has_effects, imported
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -147,7 +147,7 @@ def _while_text(
 
 def _start(scope: Scope, name: str) -> str:
     value = value_of(expression(name), scope.seen)
-    return f"{name}.clone()" if isinstance(value, torch.Tensor) else f"torch.full((), {name})"
+    return f"{name}.{IN_ROWS}" if isinstance(value, torch.Tensor) else f"torch.full((), {name})"
 
 
 class _Pure(ast.NodeTransformer):

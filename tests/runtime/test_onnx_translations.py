@@ -1,0 +1,72 @@
+"""What torch.onnx lacks, or translates so that ONNX Runtime cannot run it or computes it less exactly, is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.runtime import export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import Proof, prove
+from trueline.runtime.session import open_session
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def proven(module: nn.Module, *example: Tensor, free: dict[str, dict[int, str]] | None = None, folder: Path) -> Proof:
+    eager = EagerSession(module.eval(), example, dynamic_shapes=free)
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, folder), exported.signature)
+    return prove(session, eager, make_probes(eager.example, signature=exported.signature))
+
+
+class Chosen(nn.Module):
+    """A choice between booleans."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.where(x.sum(1, keepdim=True) > 0, x > 0.5, x < -0.5)
+
+
+class Normed(nn.Module):
+    """Of a constant image each channel is constant: its deviation is nothing but what the mean is off by."""
+
+    def __init__(self, *, stored: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=stored)
+        self.out = nn.Conv2d(8, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.norm(self.conv(x)))
+        return found
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a choice between booleans": (Chosen, (3, 5)),
+    "instance norm": (Normed, (2, 3, 31, 31)),
+    "instance norm of what was stored": (lambda: Normed(stored=True), (2, 3, 31, 31)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_answers_as_the_model_does(case: str, tmp_path: Path) -> None:
+    build, shape = CASES[case]
+    assert proven(build(), torch.randn(shape), folder=tmp_path).reason == ""
+
+
+def test_an_input_may_be_called_as_the_exporter_calls_a_value_inside(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, add: Tensor, mul: Tensor) -> dict[str, Tensor]:
+            return {"relu": ((add + 1) * mul).relu(), "add_1": mul + 2}
+
+    assert proven(Named(), torch.randn(3, 4), torch.randn(3, 4), folder=tmp_path).reason == ""
