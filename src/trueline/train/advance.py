@@ -43,7 +43,8 @@ class Advance:
 
     def zero_grad(self) -> None:
         """Also of parameters that the optimizer does not have: they count in the norm."""
-        self.optimizer.zero_grad(set_to_none=True)
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:  # torch's own does what follows
+            self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
 

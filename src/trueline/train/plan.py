@@ -86,6 +86,7 @@ class JobPlan:
     _records: list[Ints] = field(default_factory=list)
     _left_out: list[list[int]] = field(default_factory=list)
     _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    _digests: list[int] = field(default_factory=list)
 
     @property
     def epoch_steps(self) -> int:
@@ -120,7 +121,7 @@ class JobPlan:
     def digest(self, step: int) -> int:
         """`ledger.digest` of the records of `step`."""
         self._reach(step)
-        return ledger.total(self._mixed[step - self._first])
+        return self._digests[step - self._first]
 
     def _reach(self, step: int) -> None:
         if not 0 <= step - self._first < len(self._records) or self._first < 0:
@@ -144,7 +145,7 @@ class JobPlan:
             self._left_out = [records[~keep].tolist() for records, keep in zip(steps, kept, strict=True)]
             steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
             mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
-        self._records, self._mixed = steps, mixed
+        self._records, self._mixed, self._digests = steps, mixed, [ledger.total(parts) for parts in mixed]
 
     def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[Piece]:
         """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""

@@ -280,6 +280,8 @@ class Replica:
 
     def _take_back(self) -> None:
         """Each piece starts from the same running statistics. After the backward: a checkpointed forward runs again."""
+        if not self._before:
+            return
         for value, before in zip((*self._running, *self._counters), self._before, strict=False):
             value.copy_(before)
 
