@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
@@ -27,7 +27,9 @@ def _start(response: Response) -> bytes:
 
 @dataclass(slots=True)
 class Request:
-    """One whole request. Header names are lower-case."""
+    """One whole request. Header names are lower-case; the headers may be shared with further requests, and are not to
+    be changed.
+    """
 
     method: str
     target: bytes
@@ -35,10 +37,12 @@ class Request:
     body: bytes | bytearray
     keep_alive: bool = True
     http_1_0: bool = False
-    path: str = field(init=False)
+    path: str = ""
+    """Of the target."""
 
     def __post_init__(self) -> None:
-        self.path = path_of(self.target)
+        if not self.path:
+            self.path = path_of(self.target)
 
 
 @dataclass(slots=True)

@@ -133,7 +133,8 @@ class Routes:
 
     def _opened(self, request: Request) -> Answer:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""
-        name = request.headers.pop(b"content-encoding").decode("latin-1").lower()
+        name = request.headers[b"content-encoding"].decode("latin-1").lower()
+        request.headers = {key: value for key, value in request.headers.items() if key != b"content-encoding"}
         if name == "identity":
             return self._route(request)
         coding.check(name)
