@@ -22,6 +22,7 @@ from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestE
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Batcher, Policy
+from trueline.serve.layouts import Layouts
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
 from trueline.serve.split import Split
@@ -99,6 +100,7 @@ class Version:
     _loaded: Loaded | None = None
     _executor: Executor | None = None
     _batcher: Batcher | None = None
+    _layouts: Layouts | None = None
     _first: str = ""
 
     @property
@@ -133,6 +135,13 @@ class Version:
         return self.loaded.session.signature
 
     @property
+    def layouts(self) -> Layouts:
+        """Reads its infer requests. Raises NotReady."""
+        self.check_ready()
+        assert self._layouts is not None
+        return self._layouts
+
+    @property
     def num_waiting(self) -> int:
         return self._batcher.num_waiting if self._batcher else 0
 
@@ -148,6 +157,7 @@ class Version:
         self._loaded = loaded
         self._executor = executor
         self.since = time.time()
+        self._layouts = Layouts(loaded.session.signature)
         self._first = loaded.session.signature.inputs[0].name
         self._batcher = Batcher(
             self._run,

@@ -279,7 +279,7 @@ class Routes:
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
-        call = oip.decode(request.body, found.signature, json_bytes)
+        call = found.layouts.decode(request.body, json_bytes)
 
         def encode(outputs: Outputs) -> Response:
             made = oip.encode(found.model, found.version, call, outputs)
