@@ -306,12 +306,12 @@ class Connection(asyncio.Protocol):
             self._transport.write(render(response, request, date=self._server.date, close=close))
 
     def _pace_reading(self) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
         crowded = len(self._waiting) >= self._server.limits.pipelined or self._writing_since is not None
-        if crowded and not self._reading_paused:
+        if crowded == self._reading_paused or self._transport is None or self._transport.is_closing():
+            return
+        if crowded:
             self._transport.pause_reading()
-        elif self._reading_paused and not crowded:
+        else:
             self._transport.resume_reading()
         self._reading_paused = crowded
 

@@ -103,6 +103,17 @@ def date_line() -> bytes:
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
     line = _STATUS_LINES.get(response.status)
+    plain = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
+    if plain and response.pieces is None and line is not None and response.content_type:
+        body = response.body
+        return b"%b%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            line,
+            response.content_type,
+            len(body),
+            date,
+            response.headers,
+            body,
+        )
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)
     else:  # an old client reads until the connection ends

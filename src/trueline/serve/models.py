@@ -106,9 +106,8 @@ class Version:
     @property
     def loaded(self) -> Loaded:
         """What is loaded. Raises NotReady."""
-        if self._loaded is None:
+        if self._loaded is None or self.state != "ready":
             raise self._not_ready()
-        self.check_ready()
         return self._loaded
 
     def check_ready(self) -> None:
@@ -200,14 +199,14 @@ class Version:
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
-        loaded = self.loaded
-        assert self._batcher is not None
-        if not self._batcher.policy.lanes:
+        loaded, batcher = self.loaded, self._batcher
+        assert batcher is not None
+        if not batcher.policy.lanes:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
         for array in inputs.values():
             values += array.size
-        if values <= loaded.plan.inline_values and self._batcher.idle:
+        if values <= loaded.plan.inline_values and batcher.idle:
             began = time.perf_counter()
             outputs = self._run(inputs)
             self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
@@ -216,7 +215,7 @@ class Version:
         padding = loaded.plan.padding
         shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
         key = padding.key(inputs) if padding else shapes
-        return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
+        return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
         began = time.perf_counter()
