@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trueline.serve.connection import Connection, Server
+from trueline.serve.heads import MAX_HEADS, Heads
 from trueline.serve.http import Request, Response, path_of
 from trueline.serve.limits import Limits, Waits, judge
 
@@ -95,9 +96,10 @@ class World:
         return self.wire.written[before:]
 
 
-def world(limits: Limits = LIMITS, loop: asyncio.AbstractEventLoop | None = None) -> World:
+def world(limits: Limits = LIMITS, loop: asyncio.AbstractEventLoop | None = None, heads: Heads | None = None) -> World:
     app, clock, wire = Echo(loop=loop), Clock(), Wire()
     server = Server(app, limits, clock)  # type: ignore[arg-type]
+    server.heads = heads or server.heads
     connection = server()
     connection.connection_made(wire)  # type: ignore[arg-type]
     return World(app, clock, server, wire, connection)
@@ -149,6 +151,89 @@ def test_however_the_bytes_are_cut_the_answers_are_the_same(data: st.DataObject)
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         w.connection.data_received(stream[start:end])
     assert bodies(w.wire.written) == [b"GET /1 ", b"POST /2 " + b"x" * 30, b"POST /c abcdefg", b"GET /4 "]
+
+
+class Forgetful(Heads):
+    """Keeps nothing: every request goes through the parser."""
+
+    def keep(self, data: bytes, request: Request) -> None:
+        pass
+
+
+class Counting(Heads):
+    """Counts what it knew."""
+
+    known = 0
+
+    def find(self, data: bytes) -> Request | None:
+        found = super().find(data)
+        self.known += found is not None
+        return found
+
+
+PIECES = [
+    get(),
+    get("/b?c=d"),
+    get("/a", "connection: close"),
+    get("/a", "connection: upgrade", "upgrade: h2c"),
+    get("/a", version="1.0"),
+    get("/a", "connection: keep-alive", version="1.0"),
+    get().replace(b"GET", b"HEAD"),
+    get().replace(b"GET", b"CONNECT"),
+    get().replace(b"\r\n", b"\n"),
+    get()[:-2],
+    get() * 2,
+    post(b"hello"),
+    post(b"world"),
+    post(b"hello" * 300),
+    post(b"\r\n\r\n"),
+    post(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n"),
+    post(b"hello")[:-5],
+    post(b"hello", "expect: 100-continue"),
+    post(b"hello") + get(),
+    b"\n" + post(b"a\r\n\r\nb", "x: y").replace(b"\r\n", b"\n"),
+    b"POST /c HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"hello",
+    b"\r\n\r\n",
+    b"\r\n",
+    b"\n",
+    b"",
+]
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=2).map(b"".join), max_size=12))
+@example([b"\r\n\r\n", get(), b"\r\n\r\n", b"\r\n\r\n"])
+@example([b"\r\n\r\n" + get(), b"\r\n\r\n" + get(), b"\r\n\r\n"])
+@example([post(b"hello")[:-5], b"hello", post(b"hello")[:-5], b"hello"])
+def test_what_is_remembered_of_heads_changes_no_answer(chunks: list[bytes]) -> None:
+    heads = Heads()
+    for _ in range(2):  # what the first client's requests left there is there for the second
+        remembering, parsing = world(heads=heads), world(heads=Forgetful())
+        parsing.server.date = remembering.server.date
+        for chunk in chunks:
+            assert remembering.send(chunk) == parsing.send(chunk)
+            assert remembering.wire.closed == parsing.wire.closed
+            if parsing.wire.closed:
+                break
+        assert remembering.app.seen == parsing.app.seen
+
+
+def test_a_request_with_a_head_that_was_read_before_is_not_parsed_again() -> None:
+    w = world(heads=(heads := Counting()))
+    said = [bodies(w.send(post(body)))[0] for body in (b"hello", b"world", b"again")]
+    assert said == [b"POST /a hello", b"POST /a world", b"POST /a again"]
+    assert heads.known == 2
+
+
+def test_no_more_heads_are_kept_than_there_is_room_for() -> None:
+    w = world(heads=(heads := Counting()))
+    for number in range(MAX_HEADS + 1):
+        w.send(get(f"/{number}"))
+    w.send(get("/0"))
+    assert heads.known == 0
+    w.send(get(f"/{MAX_HEADS}"))
+    assert heads.known == 1
 
 
 def test_head_gets_the_head_alone_with_the_length_of_the_body() -> None:

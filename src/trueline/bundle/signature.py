@@ -30,6 +30,8 @@ NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
 }
 DATATYPES: dict[np.dtype[np.generic], str] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+_MANY = 256
+"""Shapes that are remembered; with more, all are forgotten."""
 
 
 class Dim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,6 +176,12 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if spec.rows != "any":
             self._check_rows(spec, array)
 
+    def check_rows(self, inputs: Mapping[str, Array]) -> None:
+        """The part of `check` that looks at values: what each row of a mask has to show. Raises RequestError."""
+        for spec in self.inputs:
+            if spec.rows != "any":
+                self._check_rows(spec, inputs[spec.name])
+
     def _check_rows(self, spec: TensorSpec, array: Array) -> None:
         shown = (array if spec.rows == "some" else array[..., :1]).any(axis=-1)
         if not shown.all():
@@ -198,3 +206,29 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"input '{name}' has size {size} in dimension {axis} ({symbol}), "
                 f"but input '{earlier[1]}' has {earlier[0]}; they must be equal"
             )
+
+
+class Check:
+    """`signature.check` for inputs that come again and again.
+
+    Datatypes and shapes that were let through once are let through again; masks are looked at each time.
+    """
+
+    __slots__ = ("_let_through", "_looks", "_signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self._looks = bool(signature.rows)
+        self._let_through: set[object] = set()
+
+    def __call__(self, inputs: Mapping[str, Array]) -> None:
+        """Raises RequestError that names input, value and expectation."""
+        asked = tuple([(name, array.dtype, array.shape) for name, array in inputs.items()])
+        if asked in self._let_through:
+            if self._looks:
+                self._signature.check_rows(inputs)
+            return
+        self._signature.check(inputs)
+        if len(self._let_through) >= _MANY:
+            self._let_through = set()
+        self._let_through.add(asked)

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-import numpy as np
 import onnxruntime
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -44,13 +43,14 @@ class OnnxSession:
     def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
         self._session = opened(path, settings)
         self.signature = signature
+        self._check = Check(signature)
         self._names = [spec.name for spec in signature.outputs]
         _check_interface(self._session, signature, path)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for what the signature or the program's own checks refuse."""
-        self.signature.check(inputs)
-        feeds = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in inputs.items()}
+        self._check(inputs)
+        feeds = {name: array if array.flags.c_contiguous else array.copy() for name, array in inputs.items()}
         try:
             found = self._session.run(self._names, feeds)
         except BAD_INPUT as error:

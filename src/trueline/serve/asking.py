@@ -18,6 +18,7 @@ import msgspec
 from trueline import events
 from trueline.errors import NotReady, RequestError
 from trueline.serve import oip, torchserve
+from trueline.serve.batcher import USUAL
 from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Request, Response
@@ -140,6 +141,8 @@ class Asking:
     ) -> Answer:
         """The answer of `version`; reading the request began at `began`, and ends now."""
         version.stats.decode_s += perf_counter() - began
+        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
+        found = version.ask(inputs, timeout_s, USUAL if given is None else oip.priority(given))
 
         def finish(outputs: Outputs) -> Response:
             run = perf_counter()
@@ -147,9 +150,7 @@ class Asking:
             self.answered(version, inputs, outputs, began, run)
             return response
 
-        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
-        outputs = version.ask(inputs, timeout_s, oip.priority(given))
-        return finish(outputs) if isinstance(outputs, dict) else self.later(request.path, outputs, finish)
+        return finish(found) if isinstance(found, dict) else self.later(request.path, found, finish)
 
     def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
         """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""

@@ -11,6 +11,7 @@ Source: Triton's extension_binary_data page.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ from trueline.errors import RequestError
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+_LITTLE = sys.byteorder == "little"
+_SMALL_BYTES = 4096
+"""Of an array that is sooner copied than viewed."""
 LENGTH_HEADER = b"inference-header-content-length"
 
 
@@ -105,9 +109,11 @@ def _raw_shape(spec: TensorSpec, num_bytes: int) -> list[int]:
     return shape
 
 
-def as_bytes(name: str, array: Array) -> memoryview:
+def as_bytes(name: str, array: Array) -> bytes | memoryview:
     """The array's numbers as the wire has them. Raises RequestError for a dtype that the protocol has no word for."""
     if array.dtype not in DATATYPES:
         raise RequestError(f"output '{name}' has dtype {array.dtype}, which the protocol does not know")
+    if _LITTLE and array.nbytes <= _SMALL_BYTES:
+        return array.tobytes()
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     return little.reshape(-1).view(np.uint8).data

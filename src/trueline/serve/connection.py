@@ -15,6 +15,7 @@ from typing import cast
 
 import httptools
 
+from trueline.serve.heads import Heads
 from trueline.serve.http import App, Request, Response, date_line, path_of, render
 from trueline.serve.limits import Limits, Waits, judge
 from trueline.serve.pieces import Pieces
@@ -41,8 +42,10 @@ class Connection(asyncio.Protocol):
         "_continue_due",
         "_current",
         "_done_reading",
+        "_fresh",
         "_head_bytes",
         "_headers",
+        "_heads",
         "_idle_since",
         "_in_body",
         "_lingering_since",
@@ -64,6 +67,8 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._app = server.app
         self._loop = server.loop
+        self._heads = server.heads
+        self._fresh = b""
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Request | Response] = deque()
         self._current: Request | None = None
@@ -108,6 +113,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._done_reading:
             return
+        self._fresh = b""
+        if self._receiving_since is None and not self._silent_bytes:  # between two requests
+            request = self._heads.find(data)
+            if request is not None:
+                self._waiting.append(request)
+                self._advance()
+                return
+            self._fresh = data
         self._silent_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -205,6 +218,9 @@ class Connection(asyncio.Protocol):
             self._parser.get_http_version() == "1.0",
         )
         self._reset()
+        if self._fresh:
+            self._heads.keep(self._fresh, request)
+            self._fresh = b""
         self._waiting.append(request)
 
     # answers
@@ -290,12 +306,12 @@ class Connection(asyncio.Protocol):
             self._transport.write(render(response, request, date=self._server.date, close=close))
 
     def _pace_reading(self) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
         crowded = len(self._waiting) >= self._server.limits.pipelined or self._writing_since is not None
-        if crowded and not self._reading_paused:
+        if crowded == self._reading_paused or self._transport is None or self._transport.is_closing():
+            return
+        if crowded:
             self._transport.pause_reading()
-        elif self._reading_paused and not crowded:
+        else:
             self._transport.resume_reading()
         self._reading_paused = crowded
 
@@ -363,6 +379,7 @@ class Server:
         self.limits = limits
         self.loop = loop
         self.draining = False
+        self.heads = Heads()
         self.date = date_line()
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
@@ -27,7 +27,9 @@ def _start(response: Response) -> bytes:
 
 @dataclass(slots=True)
 class Request:
-    """One whole request. Header names are lower-case."""
+    """One whole request. Header names are lower-case; the headers may be shared with further requests, and are not to
+    be changed.
+    """
 
     method: str
     target: bytes
@@ -35,10 +37,12 @@ class Request:
     body: bytes | bytearray
     keep_alive: bool = True
     http_1_0: bool = False
-    path: str = field(init=False)
+    path: str = ""
+    """Of the target."""
 
     def __post_init__(self) -> None:
-        self.path = path_of(self.target)
+        if not self.path:
+            self.path = path_of(self.target)
 
 
 @dataclass(slots=True)
@@ -99,6 +103,17 @@ def date_line() -> bytes:
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
     line = _STATUS_LINES.get(response.status)
+    plain = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
+    if plain and response.pieces is None and line is not None and response.content_type:
+        body = response.body
+        return b"%b%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            line,
+            response.content_type,
+            len(body),
+            date,
+            response.headers,
+            body,
+        )
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)
     else:  # an old client reads until the connection ends

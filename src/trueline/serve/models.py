@@ -22,6 +22,7 @@ from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestE
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Batcher, Policy
+from trueline.serve.layouts import Layouts
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
 from trueline.serve.split import Split
@@ -99,14 +100,14 @@ class Version:
     _loaded: Loaded | None = None
     _executor: Executor | None = None
     _batcher: Batcher | None = None
+    _layouts: Layouts | None = None
     _first: str = ""
 
     @property
     def loaded(self) -> Loaded:
         """What is loaded. Raises NotReady."""
-        if self._loaded is None:
+        if self._loaded is None or self.state != "ready":
             raise self._not_ready()
-        self.check_ready()
         return self._loaded
 
     def check_ready(self) -> None:
@@ -133,6 +134,13 @@ class Version:
         return self.loaded.session.signature
 
     @property
+    def layouts(self) -> Layouts:
+        """Reads its infer requests. Raises NotReady."""
+        self.check_ready()
+        assert self._layouts is not None
+        return self._layouts
+
+    @property
     def num_waiting(self) -> int:
         return self._batcher.num_waiting if self._batcher else 0
 
@@ -148,6 +156,7 @@ class Version:
         self._loaded = loaded
         self._executor = executor
         self.since = time.time()
+        self._layouts = Layouts(loaded.session.signature)
         self._first = loaded.session.signature.inputs[0].name
         self._batcher = Batcher(
             self._run,
@@ -190,14 +199,14 @@ class Version:
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
-        loaded = self.loaded
-        assert self._batcher is not None
-        if not self._batcher.policy.lanes:
+        loaded, batcher = self.loaded, self._batcher
+        assert batcher is not None
+        if not batcher.policy.lanes:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
         for array in inputs.values():
             values += array.size
-        if values <= loaded.plan.inline_values and self._batcher.idle:
+        if values <= loaded.plan.inline_values and batcher.idle:
             began = time.perf_counter()
             outputs = self._run(inputs)
             self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
@@ -206,7 +215,7 @@ class Version:
         padding = loaded.plan.padding
         shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
         key = padding.key(inputs) if padding else shapes
-        return self._batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
+        return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
         began = time.perf_counter()

@@ -7,7 +7,7 @@ client can get wrong is a RequestError here, or in `Signature.check`, in words t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ MAX_NAME = 256
 """No input's name is longer; a longer one is not echoed."""
 
 
-class _Input(msgspec.Struct):
+class GivenInput(msgspec.Struct):
+    """What a request says of an input."""
+
     name: str
     shape: list[int]
     datatype: str
@@ -40,7 +42,7 @@ class _Output(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    inputs: list[_Input]
+    inputs: list[GivenInput]
     id: str | None = None
     parameters: dict[str, Any] | None = None
     outputs: list[_Output] | None = None
@@ -65,8 +67,7 @@ _REQUEST = msgspec.json.Decoder(_Request)
 _ENCODER = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request, decoded."""
 
     inputs: dict[str, Array]
@@ -78,6 +79,10 @@ class Call:
     """Names of the outputs that are wanted as raw bytes."""
     priority: object = None
     """As it was given."""
+
+    def of(self, inputs: dict[str, Array]) -> Call:
+        """The same asked of `inputs`."""
+        return Call(inputs, self.wanted, self.id, self.timeout_s, self.binary, self.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,16 @@ def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None
     Names and shapes are checked against `signature` where they are needed to read the data; the rest is left to
     `Signature.check`, which runs before the program does.
     """
+    return read(body, signature, json_bytes)[0]
+
+
+def read(
+    body: bytes | bytearray, signature: Signature, json_bytes: int | None = None
+) -> tuple[Call, Sequence[GivenInput]]:
+    """The same with what its JSON says of each input; of a raw request nothing."""
     if json_bytes == 0:
         names = tuple(spec.name for spec in signature.outputs)
-        return Call(binary.raw_input(body, signature), names, None, None, frozenset(names))
+        return Call(binary.raw_input(body, signature), names, None, None, frozenset(names)), ()
     tail = None
     if json_bytes is not None:
         tail = binary.Tail(memoryview(body)[json_bytes:])
@@ -120,7 +132,8 @@ def decode(body: bytes | bytearray, signature: Signature, json_bytes: int | None
     wanted = _wanted(request.outputs, signature)
     as_bytes = _binary(request.outputs, request.parameters, wanted)
     urgent = request.parameters.get("priority") if request.parameters else None
-    return Call(inputs, wanted, request.id, timeout_s(request.parameters), as_bytes, urgent)
+    call = Call(inputs, wanted, request.id, timeout_s(request.parameters), as_bytes, urgent)
+    return call, request.inputs
 
 
 def _binary(
@@ -138,7 +151,7 @@ def _binary(
     return frozenset(name for name in wanted if said.get(name, everything))
 
 
-def _read(given: _Input, spec: TensorSpec | None, tail: binary.Tail | None) -> Array:
+def _read(given: GivenInput, spec: TensorSpec | None, tail: binary.Tail | None) -> Array:
     _check_datatype(given, spec)
     _check_shape(given)
     size = given.parameters.get("binary_data_size") if given.parameters is not None else None
@@ -172,7 +185,7 @@ def _read(given: _Input, spec: TensorSpec | None, tail: binary.Tail | None) -> A
     return array.reshape(given.shape)
 
 
-def _check_datatype(given: _Input, spec: TensorSpec | None) -> None:
+def _check_datatype(given: GivenInput, spec: TensorSpec | None) -> None:
     if spec is not None and given.datatype != spec.datatype:
         raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, expected {spec.datatype}")
     if given.datatype not in NUMPY_DTYPES:
@@ -182,7 +195,7 @@ def _check_datatype(given: _Input, spec: TensorSpec | None) -> None:
         )
 
 
-def _check_shape(given: _Input) -> None:
+def _check_shape(given: GivenInput) -> None:
     if len(given.shape) > tensors.MAX_DEPTH:
         raise RequestError(f"input '{given.name}' has {len(given.shape)} dimensions, at most {tensors.MAX_DEPTH} go")
     for size in given.shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
@@ -97,12 +97,12 @@ class Routes:
     def _route(self, request: Request) -> Answer:
         if b"content-encoding" in request.headers:
             return self._opened(request)
-        parts = request.path.split("/")
+        path = request.path
+        asked = _infer_of_short(path) if len(path) <= _SHORT else _infer_of(path)
+        if asked is not None:
+            return self._infer(request, *asked)
+        parts = path.split("/")
         match parts[1:]:
-            case ["v2", "models", model, "infer"]:
-                return self._infer(request, model, None)
-            case ["v2", "models", model, "versions", version, "infer"]:
-                return self._infer(request, model, version)
             case ["predictions", *_]:
                 return self._torchserve.answer(request, parts[1:])
             case ["v1", "models", *rest]:
@@ -133,7 +133,8 @@ class Routes:
 
     def _opened(self, request: Request) -> Answer:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""
-        name = request.headers.pop(b"content-encoding").decode("latin-1").lower()
+        name = request.headers[b"content-encoding"].decode("latin-1").lower()
+        request.headers = {key: value for key, value in request.headers.items() if key != b"content-encoding"}
         if name == "identity":
             return self._route(request)
         coding.check(name)
@@ -278,7 +279,7 @@ class Routes:
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
-        call = oip.decode(request.body, found.signature, json_bytes)
+        call = found.layouts.decode(request.body, json_bytes)
 
         def encode(outputs: Outputs) -> Response:
             made = oip.encode(found.model, found.version, call, outputs)
@@ -322,6 +323,21 @@ class Routes:
     def _metrics(self, request: Request) -> Answer:
         page = self._loop.run_in_executor(None, metrics.page, self._collector)
         return self.asking.later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
+
+
+def _infer_of(path: str) -> tuple[str, str | None] | None:
+    """Model and version of a path that asks for an inference."""
+    match path.split("/")[1:]:
+        case ["v2", "models", model, "infer"]:
+            return model, None
+        case ["v2", "models", model, "versions", version, "infer"]:
+            return model, version
+    return None
+
+
+_infer_of_short = lru_cache(maxsize=256)(_infer_of)
+_SHORT = 256
+"""Characters of a path that is worth remembering."""
 
 
 @cache

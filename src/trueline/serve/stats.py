@@ -19,9 +19,9 @@ class Histogram:
         self.cells = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
-        self.cells[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.cells[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     @property
     def count(self) -> int:
@@ -32,7 +32,6 @@ class VersionStats:
     """What one version of a model has done. Seconds are sums over requests."""
 
     __slots__ = (
-        "batch_rows",
         "batch_s",
         "decode_s",
         "encode_s",
@@ -42,21 +41,18 @@ class VersionStats:
         "last_at",
         "queue_s",
         "request_s",
-        "rows",
         "runs_by_rows",
     )
 
     def __init__(self) -> None:
         self.request_s = Histogram(BOUNDS_S)
         self.batch_s = Histogram(BOUNDS_S)
-        self.batch_rows = Histogram(BOUNDS_ROWS)
         self.failed = 0
         self.failed_s = 0.0
         self.decode_s = 0.0
         self.encode_s = 0.0
         self.queue_s = 0.0
         self.infer_s = 0.0
-        self.rows = 0
         self.last_at = 0.0
         """When a request was last answered, in seconds since the epoch; 0: never."""
         self.runs_by_rows: dict[int, list[float]] = {}
@@ -64,14 +60,27 @@ class VersionStats:
 
     def count_run(self, requests: int, rows: int, took_s: float, waited_s: float) -> None:
         """One run of `rows` over `requests`, which waited `waited_s` together."""
-        self.batch_rows.add(rows)
         self.batch_s.add(took_s)
-        self.rows += rows
         self.infer_s += took_s * requests
         self.queue_s += waited_s
-        runs = self.runs_by_rows.setdefault(rows, [0, 0.0])
+        runs = self.runs_by_rows.get(rows)
+        if runs is None:
+            runs = self.runs_by_rows[rows] = [0, 0.0]
         runs[0] += 1
         runs[1] += took_s
+
+    @property
+    def rows(self) -> int:
+        """Rows of all runs."""
+        return sum(rows * int(count) for rows, (count, _) in list(self.runs_by_rows.items()))
+
+    @property
+    def batch_rows(self) -> Histogram:
+        """Runs by their rows."""
+        found = Histogram(BOUNDS_ROWS)
+        for rows, (count, _) in list(self.runs_by_rows.items()):
+            found.add(rows, int(count))
+        return found
 
 
 class ServerStats:

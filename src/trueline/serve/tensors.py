@@ -7,6 +7,7 @@ for its FP type is refused (JSON has no infinity, so nobody asked for one). In a
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 32
 """No input has more dimensions."""
+_CODES = {2: "e", 4: "f", 8: "d"}
+"""By bytes of a float, `struct`'s word for it."""
 _BLANKS = b" \t\r\n"
 _OPEN = ord("[")
 _ELEMENTS: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
@@ -51,7 +54,18 @@ def _decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(wanted)
 
 
-def parse(text: msgspec.Raw | bytes, datatype: str, depth: int, name: str) -> Array:
+@lru_cache(maxsize=256)
+def _packer(count: int, itemsize: int) -> struct.Struct:
+    return struct.Struct(f"<{count}{_CODES[itemsize]}")
+
+
+def _packed(values: list[float], dtype: np.dtype[np.generic]) -> Array:
+    """`np.array(values, dtype)` of floats, in half of its time. Raises OverflowError."""
+    packed = _packer(len(values), dtype.itemsize).pack(*values)
+    return np.frombuffer(packed, dtype.newbyteorder("<")).astype(dtype, copy=False)
+
+
+def parse(text: msgspec.Raw | bytes | memoryview, datatype: str, depth: int, name: str) -> Array:
     """The array of input `name` whose JSON `text` nests `depth` lists of numbers. Raises RequestError."""
     if depth > MAX_DEPTH:
         raise RequestError(f"data of input '{name}' nests more than {MAX_DEPTH} lists")
@@ -61,6 +75,8 @@ def parse(text: msgspec.Raw | bytes, datatype: str, depth: int, name: str) -> Ar
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"data of input '{name}' is no {depth}-fold list of {datatype}: {error}") from error
     try:
+        if depth == 1 and dtype.kind == "f" and values:
+            return _packed(values, dtype)
         if dtype.kind != "f":
             return np.array(values, dtype=dtype)
         with np.errstate(over="raise"):

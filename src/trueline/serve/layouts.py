@@ -1,0 +1,161 @@
+"""What infer requests say beside their numbers, remembered: who asks the same way again is read by the numbers alone.
+Pure.
+
+    a binary request   its JSON head, byte for byte, and how many bytes follow it
+    a JSON request     of one input: the text before its `data` and the text after it, byte for byte
+
+Requests of one client differ in these hardly ever; all that is checked and decided by `oip.decode` depends on nothing
+else, but for the numbers themselves, which are read by what it reads them with. Whatever is not found here, and
+whatever fails here, goes to `oip.decode`, which is the judge of what a request is and has the words for what it is not.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trueline.bundle.signature import NUMPY_DTYPES, Signature
+from trueline.errors import RequestError
+from trueline.serve import oip, tensors
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+MAX_LAYOUTS = 64
+"""With more, all are forgotten."""
+MAX_BYTES = 1024
+"""Of a text that is remembered."""
+_DATA = b'"data"'
+_KEY = (b'"data":', b'"data": ')
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an input lies behind the JSON of a binary request."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Binary:
+    places: tuple[_Place, ...]
+    num_bytes: int
+    call: oip.Call
+
+
+@dataclass(frozen=True, slots=True)
+class _Json:
+    end: bytes
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    depth: int
+    call: oip.Call
+
+
+class Layouts:
+    """The requests that a model of `signature` is asked."""
+
+    __slots__ = ("_binary", "_json", "_signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self._binary: dict[bytes, _Binary] = {}
+        self._json: dict[bytes, _Json] = {}
+
+    def decode(self, body: bytes | bytearray, json_bytes: int | None = None) -> oip.Call:
+        """What `oip.decode` answers. Raises RequestError."""
+        call = self._known_json(body) if json_bytes is None else self._known_binary(body, json_bytes)
+        if call is not None:
+            return call
+        call, given = oip.read(body, self._signature, json_bytes)
+        if call.id is None:  # an id is another for each request
+            if json_bytes is None:
+                self._keep_json(body, call, given)
+            else:
+                self._keep_binary(bytes(body[:json_bytes]), call, given)
+        return call
+
+    # raw bytes
+
+    def _known_binary(self, body: bytes | bytearray, json_bytes: int) -> oip.Call | None:
+        if json_bytes > MAX_BYTES:
+            return None
+        known = self._binary.get(bytes(body[:json_bytes]))
+        if known is None or len(body) - json_bytes != known.num_bytes:
+            return None
+        inputs: dict[str, Array] = {}
+        for place in known.places:
+            at = json_bytes + place.start
+            if at % place.dtype.itemsize:  # an odd place in the body: numbers are copied to an even one
+                piece = body[at : at + place.count * place.dtype.itemsize]
+                inputs[place.name] = np.frombuffer(piece, place.dtype).reshape(place.shape)
+            else:
+                inputs[place.name] = np.frombuffer(body, place.dtype, place.count, at).reshape(place.shape)
+        return known.call.of(inputs)
+
+    def _keep_binary(self, head: bytes, call: oip.Call, inputs: Sequence[oip.GivenInput]) -> None:
+        if not 0 < len(head) <= MAX_BYTES or sys.byteorder != "little":
+            return
+        places, start = [], 0
+        for given in inputs:
+            dtype = NUMPY_DTYPES[given.datatype]
+            if given.parameters is None or "binary_data_size" not in given.parameters or dtype.kind == "b":
+                return  # numbers in the JSON, or bytes that are looked at one by one
+            places.append(_Place(given.name, dtype, tuple(given.shape), start, math.prod(given.shape)))
+            start += places[-1].count * dtype.itemsize
+        if len(self._binary) >= MAX_LAYOUTS:
+            self._binary.clear()
+        self._binary[head] = _Binary(tuple(places), start, call.of({}))
+
+    # JSON
+
+    def _known_json(self, body: bytes | bytearray) -> oip.Call | None:
+        at = _numbers_at(body)
+        known = self._json.get(bytes(body[:at])) if at > 0 else None
+        if known is None or not body.endswith(known.end) or len(body) - at < len(known.end):
+            return None
+        text = memoryview(body)[at : len(body) - len(known.end)]
+        try:
+            if tensors.depth_of(text) != known.depth:
+                return None
+            array = tensors.parse(text, known.datatype, known.depth, known.name)
+            return known.call.of({known.name: array.reshape(known.shape)}) if _fits(array, known) else None
+        except RequestError:
+            return None
+
+    def _keep_json(self, body: bytes | bytearray, call: oip.Call, inputs: Sequence[oip.GivenInput]) -> None:
+        at = _numbers_at(body)
+        if at < 0 or len(inputs) != 1:
+            return
+        (given,) = inputs
+        after = at + len(given.data)
+        begin, end = bytes(body[:at]), bytes(body[after : after + MAX_BYTES])
+        # Without escapes the only key `data` is the one that was read, and what follows it are the numbers.
+        plain = (begin + end).count(_DATA) == 1 and begin.endswith(_KEY) and b"\\" not in begin + end
+        if not plain or after + len(end) != len(body) or body[at:after] != bytes(given.data):
+            return
+        if len(self._json) >= MAX_LAYOUTS:
+            self._json.clear()
+        depth = tensors.depth_of(memoryview(given.data))
+        self._json[begin] = _Json(end, given.name, given.datatype, tuple(given.shape), depth, call.of({}))
+
+
+def _numbers_at(body: bytes | bytearray) -> int:
+    """Where the list behind the first `data` begins; -1 when it is not near."""
+    key_at = body.find(_DATA, 0, MAX_BYTES)
+    return body.find(b"[", key_at, MAX_BYTES) if key_at >= 0 else -1
+
+
+def _fits(array: Array, known: _Json) -> bool:
+    """Whether the numbers are as many, and nest as, the shape says."""
+    return array.shape == known.shape if known.depth > 1 else array.size == math.prod(known.shape)
