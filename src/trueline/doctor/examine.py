@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
-from trueline.runtime import paths
+from trueline.runtime import paths, recurrent
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
 
@@ -95,7 +95,7 @@ def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
     base, free = oracle.base, free_dims(oracle.calls)
     shapes = tuple(dict.fromkeys(sorted(axes), torch.export.Dim.DYNAMIC) for axes in free)
     try:
-        with torch.no_grad(), hushed():
+        with torch.no_grad(), hushed(), recurrent.whole():
             program = torch.export.export(
                 Flat(copied(module), base), base.tensors, dynamic_shapes=(shapes,), strict=False
             )

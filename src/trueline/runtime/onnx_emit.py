@@ -22,6 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
+from trueline.runtime import recurrent
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -120,7 +121,7 @@ def translated(
 ) -> torch.onnx.ONNXProgram:
     """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
     try:
-        with quiet():
+        with quiet(), recurrent.whole():
             found = torch.onnx.export(
                 program,
                 (),
