@@ -49,6 +49,20 @@ class Blocks(nn.Module):
         return x.reshape(x.shape[0], x.shape[1] // 4, 4).sum(2)
 
 
+class Halving(nn.Module):
+    """Pads as the size asks, before each of three strides; sizes in multiples of eight take one way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(2, 2, 3, stride=2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution in self.convolutions:
+            below, right = (1 if size % 2 == 0 else 2 for size in x.shape[2:])
+            x = convolution(nn.functional.pad(x, (0, right, 0, below)))
+        return x.mean((2, 3))
+
+
 class Fixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.ones(6, 2)
@@ -159,3 +173,29 @@ def test_a_padded_encoder_is_held_against_the_model_as_it_was_trained() -> None:
     found = eager.run({"src": x.numpy(), "src_key_padding_mask": pad.numpy()})["output"]
     np.testing.assert_allclose(found, trained, atol=1e-5)
     assert (found[1, 3:] != 0).all()
+
+
+@pytest.mark.parametrize("format", EMITTERS)
+def test_a_size_that_is_fixed_by_what_divides_it_is_free_in_multiples(format: str, tmp_path: Path) -> None:
+    shapes = {"x": {0: "batch", 2: "height", 3: "width"}}
+    eager = EagerSession(Halving().eval(), (torch.rand(2, 2, 32, 48),), dynamic_shapes=shapes)
+    exported = export.export(eager.module, eager.calling)
+    assert exported.signature.dims["height"] == exported.signature.dims["width"] == Dim(min=8, multiple_of=8)
+    assert exported.signature.dims["batch"].multiple_of == 1
+    session = open_session(format, EMITTERS[format](exported, tmp_path), exported.signature)
+    for height, width in ((8, 8), (8, 40), (64, 24)):
+        x = {"x": torch.rand(3, 2, height, width).numpy()}
+        assert compare(eager.run(x), session.run(x)).agrees
+    with pytest.raises(RequestError, match=r"size 12 in dimension 2 \(height\), proven only for .* a multiple of 8"):
+        session.run({"x": np.zeros((1, 2, 12, 8), np.float32)})
+
+
+@pytest.mark.parametrize("size", [6, 7, 9, 10])
+def test_a_size_that_stays_fixed_in_multiples_is_refused_as_before(size: int) -> None:
+    class Exact(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(size, 2)
+
+    eager = EagerSession(Exact(), (torch.rand(2, size),), dynamic_shapes={"x": {0: "batch", 1: "length"}})
+    with pytest.raises(CaptureError, match=f"works for a 'length' of {size} only"):
+        export.export(eager.module, eager.calling)

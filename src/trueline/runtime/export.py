@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import constants, paths, pt2, ranges, recurrent, torch_settings
+from trueline.runtime import constants, multiples, paths, pt2, ranges, recurrent, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -37,6 +37,7 @@ STATE_HINT = (
     "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
     "value yourself, or write only `if self.training`"
 )
+_UNITS = re.compile(r"(\d+)\*([A-Za-z_]\w*)$")
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
 
@@ -55,14 +56,33 @@ class Exported:
     weight_bytes: int
 
 
+class Fixed(CaptureError):
+    """A free dimension became a constant."""
+
+    def __init__(self, message: str, *, hint: str, symbol: str, size: int) -> None:
+        super().__init__(message, hint=hint)
+        self.symbol, self.size = symbol, size
+
+
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
-    """Exports `module` with its free dimensions.
+    """Exports `module` with its free dimensions, some of them in multiples where the model takes no others.
 
     Raises CaptureError that names the user's line, where one is.
     """
+    try:
+        return _export(module, calling, {})
+    except Fixed as error:
+        exported = multiples.tried(error, lambda steps: _export(module, calling, steps))
+        if exported is None:
+            raise
+        return exported
+
+
+def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -> Exported:
+    """`steps`: symbols whose sizes are taken to be multiples of a number."""
     axes = _free_axes(calling)
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
-    free = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in axes)
+    free = _dynamic(calling, axes, steps)
     fixed: Mapping[int, paths.Place] = {}
     try:
         with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), constants.watched() as fixed:
@@ -90,6 +110,18 @@ def _free_axes(calling: Calling) -> list[list[int]]:
     ]
 
 
+def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
+    """What torch.export is told of the free axes of each input."""
+    units = {symbol: torch.export.Dim(f"units_of_{_bare(symbol)}") for symbol in steps}
+    free: list[dict[int, Any]] = [dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in axes]
+    for spec, one in zip(calling.presumed.inputs, free, strict=True):
+        for axis in one:
+            symbol = spec.shape[axis]
+            if isinstance(symbol, str) and symbol in steps:
+                one[axis] = steps[symbol] * units[symbol]
+    return tuple(free)
+
+
 def _tiled(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """At least 2 of what is free: a dimension of size 1 would be taken for a constant."""
     return resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
@@ -104,13 +136,15 @@ def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, pat
     raise _fixed(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
-def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, paths.Place]) -> CaptureError:
-    symbol = spec.shape[axis]
+def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, paths.Place]) -> Fixed:
+    symbol = str(spec.shape[axis])
     what = "batches" if symbol == BATCH else f"a '{symbol}'"
     why = f"the model works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
     act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
     place = fixed.get(size)
-    return CaptureError(why, hint=act) if place is None else CaptureError(f"{why}: {act}", hint=f"{place}")
+    if place is None:
+        return Fixed(why, hint=act, symbol=symbol, size=size)
+    return Fixed(f"{why}: {act}", hint=f"{place}", symbol=symbol, size=size)
 
 
 def _reason(error: Exception) -> str:
@@ -178,12 +212,15 @@ def _claims(
     spans: dict[str, Dim] = {}
     for theirs, ours in symbols.items():
         spans[ours] = _narrowed(_narrowed(Dim(min=2), free.bounds.get(ours)), _span(constraints.get(theirs)))
+    units = {found[2]: (ours, int(found[1])) for theirs, ours in symbols.items() if (found := _UNITS.match(theirs))}
+    for unit, (ours, step) in units.items():
+        spans[ours] = multiples.of(spans[ours], _span(constraints.get(unit)), step)
     codes = list(getattr(program, "_guards_code", []))
     codes += [f"({theirs}) == {_bare(ours)}" for theirs, ours in symbols.items() if not theirs.isidentifier()]
     places = {(i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_sized(shape, symbols))}
     names = {theirs: ours for theirs, ours in symbols.items() if theirs.isidentifier()}
     names |= {_bare(ours): ours for ours in spans}
-    return ranges.claims(ranges.Found(codes=codes, spans=spans, places=places, names=names), batch=BATCH)
+    return ranges.claims(ranges.Found(codes=codes, spans=spans, places=places, names=names, units=units), batch=BATCH)
 
 
 def _bare(name: str) -> str:

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
@@ -49,6 +49,8 @@ class Found:
     """Input number and axis -> symbol, or the size of a fixed dimension."""
     names: Mapping[str, str]
     """The exporter's names of symbols -> the signature's."""
+    units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """The exporter's name of a number of units -> the symbol of the signature that counts so many of them in one."""
 
 
 def claims(found: Found, *, batch: str) -> tuple[Claim, ...]:
@@ -109,6 +111,9 @@ class _Reader(ast.NodeTransformer):
         raise ValueError(f"{ast.unparse(node)} is no size of an input")
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.found.units:
+            symbol, step = self.found.units[node.id]
+            return ast.BinOp(self._named(symbol), ast.FloorDiv(), ast.Constant(step))
         return node if node.id in ("min", "max") else self._named(self.found.names[node.id])
 
     def _named(self, place: str | int) -> ast.expr:
