@@ -41,8 +41,8 @@ result_options = _all(
     _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
     _result(
         "--shuffle",
-        type=click.Choice(["full", "windows"]),
-        help="windows: whole row groups are shuffled, and records inside windows of them.",
+        type=click.Choice(["full", "windows", "none"]),
+        help="windows: row groups are shuffled, and records inside windows of them; none: in the source's order.",
     ),
     _result(
         "--bitwise", is_flag=True, default=None, help="The same weights to the last bit for any number of workers."

@@ -148,6 +148,10 @@ class FileRecords:
     def ranged(self) -> bool:
         return self.format.ranged
 
+    @property
+    def local(self) -> bool:
+        return all(file.path is not None for file, _, _ in self._parts)
+
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         file, index, part = self._parts[number]
         file.check()
