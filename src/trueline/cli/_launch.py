@@ -64,7 +64,10 @@ device_option = _workers(
     "--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."
 )
 readers_option = _workers(
-    "--readers", type=int, metavar="N", help="Processes of each worker that read a map-style data set ahead."
+    "--readers",
+    type=int,
+    metavar="N",
+    help="Processes of each worker that read a map-style data set, or local files, ahead.",
 )
 compile_option = _workers("--compile/--no-compile", default=None, help="Use torch.compile.")
 checkpoint_options = _all(
