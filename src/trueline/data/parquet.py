@@ -49,7 +49,7 @@ class ParquetFormat:
 
     def list(self, file: File) -> Listed:
         try:
-            with file.open() as opened, pq.ParquetFile(opened) as found:
+            with file.open(little=True) as opened, pq.ParquetFile(opened) as found:
                 metadata, schema = found.metadata, found.schema_arrow
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, PermissionError | FileNotFoundError):
