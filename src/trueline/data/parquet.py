@@ -48,6 +48,11 @@ class ParquetFormat:
         """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
 
     def list(self, file: File) -> Listed:
+        if file.path is not None:  # in a store its first bytes would be one more request for each file
+            with file.open() as opened:
+                start = opened.read(len(_MAGIC))
+            if start != _MAGIC:
+                raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
         try:
             with file.open(little=True) as opened, pq.ParquetFile(opened) as found:
                 metadata, schema = found.metadata, found.schema_arrow
