@@ -10,6 +10,7 @@ null is what was not measured: `s3_ratio` needs TRUELINE_BENCH_S3 (a folder of a
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import tempfile
 import time
@@ -20,11 +21,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from bench._table import report
 from bench.leases import straggler
+from fsspec.implementations.memory import MemoryFileSystem
 
 from trueline.data import look, recordio, snappy
 from trueline.data.cache import BlockCache
@@ -280,21 +283,76 @@ def stores(folder: Path) -> dict[str, float | None]:
     return {"memory_store_ratio": warm("memory://bench"), "s3_ratio": warm(real.rstrip("/")) if real else None}
 
 
+class Bucket(MemoryFileSystem):
+    """A simulated store of 1 TB: a thousand Parquet files of 1 GB, with a hole between two row groups and the footer. A
+    request takes 20 ms; what its bytes would take on the way is left out."""
+
+    protocol = "bucket"
+    cachable = False
+    COUNT, SIZE, LATENCY_S = 1000, 10**9, 0.02
+    begin = end = b""
+
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **kwargs: Any) -> Any:
+        time.sleep(self.LATENCY_S)
+        return {name: self._described(name) for name in (f"/tb/{number:04d}.parquet" for number in range(self.COUNT))}
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        time.sleep(self.LATENCY_S)
+        return self._described(path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        time.sleep(self.LATENCY_S)
+        first, last = start or 0, self.SIZE if end is None else end
+        found = bytearray(last - first)
+        for at, content in ((0, self.begin), (self.SIZE - len(self.end), self.end)):
+            low, high = max(at, first), min(at + len(content), last)
+            if low < high:
+                found[low - first : high - first] = content[low - at : high - at]
+        return bytes(found)
+
+    def _described(self, path: str) -> dict[str, Any]:
+        return {"name": path, "size": self.SIZE, "type": "file", "ETag": path}
+
+    @classmethod
+    def fill(cls) -> None:
+        """Two row groups of 4,096 records in each file."""
+        sink = io.BytesIO()
+        pq.write_table(pictures(2 * _GROUP), sink, row_group_size=_GROUP)
+        content = sink.getvalue()
+        footer = 8 + int.from_bytes(content[-8:-4], "little")
+        cls.begin, cls.end = content[:-footer], content[-footer:]
+
+
+def first_batch(folder: Path) -> dict[str, float]:
+    """From nothing to the first 256 records as tensors, shuffled in windows, of the simulated store."""
+    Bucket.fill()
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    began = time.monotonic()
+    store = Store(Bucket(), Patience(), BlockCache(folder / "first", 1 << 34))
+    records = FileRecords(ParquetFormat(), list_store("bucket:///tb", (".parquet",), store=store))
+    source = TableSource(records, feed, mode="training", where="the bench", cache_bytes=_CACHE)
+    blocks = tuple(unit.count for unit in records.units)
+    plan = JobPlan(num_records=source.num_records, global_batch=256, epochs=1, seed=0, blocks=blocks)
+    source.read(plan.records(0))
+    return {"first_batch_1tb_s": time.monotonic() - began}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=60_000)
-    parser.add_argument("--only", choices=["parquet"], help="one part of it")
+    parser.add_argument("--only", choices=["parquet", "first"], help="one part of it")
     given = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)  # a second one that waits for its share of so little to copy costs more than it spares
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result: dict[str, Any] = parquet(folder, given.records)
+        result: dict[str, Any] = first_batch(folder) if given.only == "first" else parquet(folder, given.records)
         if not given.only:
             result |= {
                 **record_files(folder, given.records),
                 **plan(),
+                **first_batch(folder),
                 **membership(folder),
                 **stores(folder),
                 **straggler(),

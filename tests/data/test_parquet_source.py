@@ -189,6 +189,9 @@ def test_missing_foreign_and_torn_files_are_errors_that_name_them(tmp_path: Path
     with pytest.raises(DataError, match=r"foreign\.parquet is not a Parquet file"):
         ParquetSource(foreign, feed, mode="training")
     whole = write(tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "head.parquet").write_bytes(b"NOPE" + whole[4:])
+    with pytest.raises(DataError, match=r"head\.parquet is not a Parquet file: it begins with b'NOPE'"):
+        ParquetSource(tmp_path / "head.parquet", feed, mode="training")
     (tmp_path / "torn.parquet").write_bytes(whole[:-20])
     with pytest.raises(DataError, match=r"torn\.parquet is torn"):
         ParquetSource(tmp_path / "torn.parquet", feed, mode="training")

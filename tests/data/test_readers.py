@@ -1,5 +1,6 @@
 """Promises of the processes that read ahead: the same batches, nothing lost with them, nothing left of them."""
 
+import gc
 import os
 import random
 import select
@@ -118,11 +119,46 @@ def test_a_reader_that_dies_ends_its_workers_reading_and_blames_no_record(reader
         failing([25, 26, 27], attempt)
 
 
-def test_only_what_is_read_in_python_is_read_by_processes(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"x": 1.0, "label": 2}\n')
+def test_records_in_files_are_read_by_processes_where_that_is_asked_for(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {n}.5, "label": {n}}}\n' for n in range(50)))
     table = as_source(str(tmp_path / "a.jsonl"), mode="training", feed=None, recipe="r")
-    assert isinstance(reader_of(table, 0, readers=2), SeededReader)
-    assert isinstance(reader_of(source(), 0, readers=0), SeededReader)
+    assert isinstance(reader_of(table, 0, readers=0), SeededReader)
+    readers = reader_of(table, 0, readers=2)
+    assert isinstance(readers, Readers)
+    try:
+        for wanted in (np.array([49, 3, 3]), np.arange(10, 30)):
+            assert readers.read(wanted, epoch=0).labels.tolist() == wanted.tolist()
+    finally:
+        readers.close()
+
+
+def test_a_reader_collects_no_garbage_of_its_worker():
+    class Waiting:
+        """Like a process group, whose destructor waits for threads that a fork does not have."""
+
+        def __init__(self):
+            self.itself, self.owner = self, os.getpid()
+
+        def __del__(self):
+            if os.getpid() != self.owner:
+                os._exit(7)
+
+    class Collecting:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            gc.collect()
+            return torch.tensor([float(index)]), index
+
+    gc.disable()
+    try:
+        Waiting()
+        readers = reader_of(as_source(Collecting(), mode="training", feed=None, recipe="r"), 0, readers=1)
+        assert readers.read(np.arange(4), epoch=0).labels.tolist() == [0, 1, 2, 3]
+        readers.close()
+    finally:
+        gc.enable()
 
 
 def gone(pid: int) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from worlds import FILES, WORLDS, flat, rich
 
@@ -252,3 +257,31 @@ def test_what_a_stores_own_library_raises_is_asked_again_and_then_said_in_words(
     with pytest.raises(DataError, match="no right to read s3://b/a: Unable to locate credentials"):
         patience.ask(nobody, "s3://b/a")
     assert len(waits) == 2, "they do not pass with time"
+
+
+def test_footers_of_many_objects_are_asked_for_at_the_same_time_and_stay_in_order(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    together, here, most = threading.Barrier(4, timeout=60), threading.Lock(), Counter[int]()
+
+    class Meeting(ParquetFormat):
+        """Waits until four files are being listed, which never comes where they are listed one by one."""
+
+        def list(self, file: Any) -> Any:
+            with here:
+                most["listed"] += 1
+            together.wait()
+            return super().list(file)
+
+    for number in range(8):
+        sink = io.BytesIO()
+        pq.write_table(pa.table({"x": [number]}), sink)
+        fs.pipe_file(f"/many/{number}.parquet", sink.getvalue())
+    store = Store(fs, Patience(), BlockCache(tmp_path, 1 << 30))
+    files = list_store("memory://many", (".parquet",), store=store)
+    records = FileRecords(Meeting(), files)
+    assert [records.load(number, 0, 1)["x"].to_pylist() for number in range(8)] == [[number] for number in range(8)]
+    assert most["listed"] == 8
+    fs.pipe_file("/many/3.parquet", b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"many/3\.parquet is torn"):
+        FileRecords(ParquetFormat(), list_store("memory://many", (".parquet",), store=store))
+    fs.rm("/many", recursive=True)

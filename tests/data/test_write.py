@@ -9,6 +9,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from worlds import WORLDS, as_table, flat, nested, raw, rich
@@ -227,3 +228,19 @@ def test_the_commit_list_names_every_part_with_its_digest(tmp_path: Path) -> Non
     (part,) = facts["parts"]
     assert part["sha256"] == files.sha256_file(tmp_path / "out" / part["name"])
     assert (part["records"], facts["of"]) == (10, open_records(path).fingerprint())
+
+
+def test_a_folder_is_verified_against_its_commit_list(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": list(range(100))}), tmp_path / "all.parquet")
+    out = tmp_path / "out"
+    look.convert(tmp_path / "all.parquet", out, range_records=30)
+    assert look.verify(out).faults == ()
+    parts = sorted(out.glob("part-*"))
+    parts[0].write_bytes(parts[1].read_bytes())
+    parts[3].unlink()
+    found = look.verify(out).faults
+    assert [(Path(one.file).name, one.records) for one in found] == [(parts[0].name, 30), (parts[3].name, 10)]
+    assert "bytes of another content" in found[0].why
+    assert "it is not there" in found[1].why
+    (out / "part-9.parquet").write_bytes(parts[1].read_bytes())
+    assert "it is no part of what _commit.json lists" in look.verify(out).faults[-1].why

@@ -41,8 +41,8 @@ result_options = _all(
     _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
     _result(
         "--shuffle",
-        type=click.Choice(["full", "windows"]),
-        help="windows: whole row groups are shuffled, and records inside windows of them.",
+        type=click.Choice(["full", "windows", "none"]),
+        help="windows: row groups are shuffled, and records inside windows of them; none: in the source's order.",
     ),
     _result(
         "--bitwise", is_flag=True, default=None, help="The same weights to the last bit for any number of workers."
@@ -64,7 +64,10 @@ device_option = _workers(
     "--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."
 )
 readers_option = _workers(
-    "--readers", type=int, metavar="N", help="Processes of each worker that read a map-style data set ahead."
+    "--readers",
+    type=int,
+    metavar="N",
+    help="Processes of each worker that read a map-style data set, or local files, ahead.",
 )
 compile_option = _workers("--compile/--no-compile", default=None, help="Use torch.compile.")
 checkpoint_options = _all(

@@ -92,7 +92,10 @@ def inspect(uris: tuple[str, ...], format_: str, samples: int, as_json: bool) ->
 @quiet_option
 @json_option
 def verify(uris: tuple[str, ...], format_: str, quiet: bool, as_json: bool) -> int:
-    """Read every record once. Each unit that cannot be read is named, and the exit code is 1 when there is one."""
+    """Read every record once. Each unit that cannot be read is named, and the exit code is 1 when there is one.
+
+    A folder with a commit list (`_commit.json`) has to hold just the parts that it names, byte for byte.
+    """
     from trueline.data import look
 
     with _progress("verify", quiet or as_json) as advanced:

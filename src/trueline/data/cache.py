@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 from trueline import events, files
 from trueline.errors import StorageError
@@ -39,6 +40,7 @@ class BlockCache:
     def __init__(self, folder: Path, max_bytes: int, *, now: Callable[[], float] = time.time) -> None:
         self._folder, self._max_bytes, self._now = folder, max_bytes, now
         self._mapped: dict[Path, memoryview] = {}
+        self._lock = Lock()
         self._until_swept = 0
 
     def get(self, key: str, block: int, fetch: Callable[[], bytes]) -> memoryview:
@@ -65,13 +67,15 @@ class BlockCache:
         return sum(size for _, size, _ in self._entries())
 
     def _found(self, path: Path) -> memoryview | None:
-        held = self._mapped.pop(path, None)
+        with self._lock:
+            held = self._mapped.pop(path, None)
         if held is None:
             held = self._verified(path)
         if held is not None:
-            self._mapped[path] = held
-            while len(self._mapped) > 64:
-                self._mapped.pop(next(iter(self._mapped)))
+            with self._lock:
+                self._mapped[path] = held
+                while len(self._mapped) > 64:
+                    self._mapped.pop(next(iter(self._mapped)))
         return held
 
     def _verified(self, path: Path) -> memoryview | None:

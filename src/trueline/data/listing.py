@@ -48,8 +48,8 @@ class File(Protocol):
         """Where it lies on this machine, if it does: such a file may be mapped into memory."""
         ...
 
-    def open(self) -> AbstractContextManager[BinaryIO]:
-        """A seekable reader of the listed content. Raises DataError, OSError."""
+    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
+        """A seekable reader of the listed content; `little`: for some kilobytes of it. Raises DataError, OSError."""
         ...
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class LocalFile:
     def name(self) -> str:
         return self.path.name
 
-    def open(self) -> AbstractContextManager[BinaryIO]:
+    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
         return cast(BinaryIO, self.path.open("rb"))
 
     def check(self) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import pyarrow as pa
 
-from trueline.data.listing import Uri
+from trueline import files
+from trueline.data.listing import Uri, is_remote, local_path, visible
 from trueline.data.open import named, open_records
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.resident import Tables
-from trueline.data.write import RANGE_RECORDS, Plan, RangeWriter, committed
+from trueline.data.sql import is_sql
+from trueline.data.write import COMMIT, RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
 from trueline.errors import DataError
 
 Advanced = Callable[[int, int], None]
@@ -21,7 +23,10 @@ Advanced = Callable[[int, int], None]
 
 _CACHE_BYTES = 256 << 20
 _WITHOUT_CHECKSUMS = ("CSV", "JSON Lines", "Arrow IPC", "tar")
-"""Nor have MXNet's RecordIO, and Parquet that was written without page checksums."""
+_SOME_CHECKSUMS = {
+    "Parquet": "Parquet has checksums where its writer wrote them: elsewhere a changed value would not show",
+    "RecordIO": "RecordIO has checksums in ElasticDL's format: in MXNet's a changed value would not show",
+}
 
 
 def no_news(done: int, of: int) -> None:
@@ -65,6 +70,8 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
     found = open_records(uris, format=format, on_bad="files")
     faults = list(found.quarantined) if isinstance(found, FileRecords) else []
     records, units, total = 0, 0, count_of(found)
+    for uri in [uris] if isinstance(uris, str | PathLike) else uris:
+        faults += differing(uri)
     for number, unit in enumerate(found.units):
         try:
             records += len(found.load(number, 0, unit.count))
@@ -75,7 +82,38 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
     note = ""
     if isinstance(found, FileRecords) and found.format.name in _WITHOUT_CHECKSUMS:
         note = f"{found.format.name} has no checksums: a changed value would not show"
+    if isinstance(found, FileRecords) and not note:
+        note = _SOME_CHECKSUMS.get(found.format.name, "")
     return Verified(records, units, tuple(faults), note)
+
+
+def differing(where: Uri) -> list[Quarantined]:
+    """The parts of the folder `where` that are not what its commit list says; none where there is no such list."""
+    facts = committed(where) if may_be_folder(where) else None
+    if facts is None:
+        return []
+    folder, faults = folder_at(where), []
+    for part in facts["parts"]:
+        data = folder.get(part["name"])
+        if data is None:
+            why = f"{COMMIT} lists it, and it is not there"
+        elif files.sha256_bytes(data) != part["sha256"]:
+            why = f"it is not what {COMMIT} says: {len(data)} bytes of another content, expected {part['bytes']}"
+        else:
+            continue
+        faults.append(Quarantined(f"{where}/{part['name']}", "part", part["records"], why))
+    strangers = {name for name in folder.names() if visible(name)} - {part["name"] for part in facts["parts"]}
+    faults += [
+        Quarantined(f"{where}/{name}", "part", 0, f"it is no part of what {COMMIT} lists") for name in sorted(strangers)
+    ]
+    return faults
+
+
+def may_be_folder(where: Uri) -> bool:
+    if is_remote(where):
+        text = fspath(where)
+        return not (is_sql(text) or text.startswith("odps://") or any(sign in text for sign in "*?["))
+    return local_path(where).is_dir()
 
 
 def convert(

@@ -6,12 +6,15 @@
     Bucketed     batches of records of like length, from another order
     Mixed        several orders in a fixed ratio; who runs out begins again
 
+Recipes reach the last three by `drawn`.
+
 Pure arithmetic on (seed, epoch, position) like `order` and `windows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,6 +86,7 @@ class Bucketed:
         self._order, self._length_of, self._batch, self._seed = order, length_of, batch, seed
         self._pool = batch * pool_batches
         self.num_records = order.num_records
+        self._sorted = lru_cache(maxsize=4)(self._sort)  # all steps of a pool ask for it
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
         wanted = _inside(positions, self.num_records)
@@ -93,7 +97,7 @@ class Bucketed:
             out[here] = self._sorted(pool, epoch)[wanted[here] - pool * self._pool]
         return out
 
-    def _sorted(self, pool: int, epoch: int) -> Ints:
+    def _sort(self, pool: int, epoch: int) -> Ints:
         """The pool's records; a batch that is not full stays at its end."""
         stop = min((pool + 1) * self._pool, self.num_records)
         records = self._order.at(np.arange(pool * self._pool, stop), epoch=epoch)
@@ -125,6 +129,7 @@ class Mixed:
         slices = split(self._PATTERN, weights)
         self._shares = [stop - start for start, stop in slices]
         self._pattern = np.repeat(np.arange(len(orders)), self._shares)
+        self._ranked = lru_cache(maxsize=4)(self._rank)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
         wanted = _inside(positions, self.num_records) + epoch * self.num_records
@@ -136,20 +141,28 @@ class Mixed:
         return out
 
     def _drawn(self, block: int, slots: Ints) -> Ints:
-        key = key_of(self._seed, block)
-        pattern = self._pattern[record_at(np.arange(self._PATTERN), seed=key, epoch=0, num_records=self._PATTERN)]
+        pattern, ranks = self._ranked(block)
         out = np.empty_like(slots)
         for source, order in enumerate(self._orders):
             here = pattern[slots] == source
             if not here.any():
                 continue
-            rank = np.cumsum(pattern == source) - 1
-            epochs, places = np.divmod(block * self._shares[source] + rank[slots[here]], order.num_records)
+            epochs, places = np.divmod(block * self._shares[source] + ranks[slots[here]], order.num_records)
             found = np.empty(len(places), np.int64)
             for epoch in np.unique(epochs).tolist():
                 found[epochs == epoch] = order.at(places[epochs == epoch], epoch=epoch)
             out[here] = found + self.offsets[source]
         return out
+
+    def _rank(self, block: int) -> tuple[Ints, Ints]:
+        """Whose each slot of a block is, and how many of the same lie before it."""
+        key = key_of(self._seed, block)
+        pattern = self._pattern[record_at(np.arange(self._PATTERN), seed=key, epoch=0, num_records=self._PATTERN)]
+        ranks = np.empty_like(pattern)
+        for source in range(len(self._orders)):
+            here = pattern == source
+            ranks[here] = np.arange(np.count_nonzero(here))
+        return pattern, ranks
 
 
 def _inside(positions: npt.ArrayLike, num_records: int) -> Ints:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -40,22 +41,29 @@ class ParquetFormat:
     ranged = False
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._footers: dict[tuple[str, Stamp], Any] = {}
         """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
         self._verified: set[tuple[str, Stamp, int]] = set()
         """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
 
     def list(self, file: File) -> Listed:
+        if file.path is not None:  # in a store its first bytes would be one more request for each file
+            with file.open() as opened:
+                start = opened.read(len(_MAGIC))
+            if start != _MAGIC:
+                raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
         try:
-            with file.open() as opened, pq.ParquetFile(opened) as found:
+            with file.open(little=True) as opened, pq.ParquetFile(opened) as found:
                 metadata, schema = found.metadata, found.schema_arrow
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, PermissionError | FileNotFoundError):
                 raise
             raise DataError(f"{file.uri} {_complaint(file)}: {first_line(error)}") from error
-        self._footers[file.uri, file.stamp] = metadata
-        if len(self._footers) > _FOOTERS:
-            self._footers.pop(next(iter(self._footers)))
+        with self._lock:
+            self._footers[file.uri, file.stamp] = metadata
+            if len(self._footers) > _FOOTERS:
+                self._footers.pop(next(iter(self._footers)))
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
 

@@ -20,7 +20,8 @@ class Passing:
     def __init__(self, records: Records, max_bytes: int) -> None:
         self._records, self._max_bytes = records, max_bytes
         self._tables: Iterator[pa.Table] = iter(())
-        self._rest: pa.Table | None = None
+        self._piece: pa.Table | None = None
+        self._used = 0
         self._at = -1
         self._stopped = 0
         self._num_bytes = self._num_records = 0
@@ -44,8 +45,17 @@ class Passing:
         tables = self._records.stream(number, rows)
         if tables is None:
             return False
-        self._tables, self._rest, self._at = tables, None, self._records.units[number].offset
+        self._tables, self._piece, self._at = tables, None, self._records.units[number].offset
         return True
+
+    def ready(self, start: int, stop: int) -> pa.Table | None:
+        """Records [start, stop) where they are next and decoded, which is most often the case; else nothing."""
+        piece, used = self._piece, self._used
+        if start != self._at or piece is None or stop - start > piece.num_rows - used:
+            return None
+        self._at = self._stopped = stop
+        self._used = used + stop - start
+        return piece.slice(used, stop - start)
 
     def pull(self, count: int) -> list[pa.Table]:
         """The next `count` records, in memory that nobody else is given. Raises DataError."""
@@ -53,15 +63,16 @@ class Passing:
         at, self._at = self._at, -1  # after an error it stands nowhere
         left = count
         while left:
-            piece = self._rest if self._rest is not None else self._next()
-            found.append(piece.slice(0, left))
-            self._rest = piece.slice(left) if len(piece) > left else None
-            left -= len(found[-1])
+            if self._piece is None or self._used == self._piece.num_rows:
+                self._piece, self._used = self._next(), 0
+            found.append(self._piece.slice(self._used, left))
+            self._used += found[-1].num_rows
+            left -= found[-1].num_rows
         self._at = at + count
         return found
 
     def forget(self) -> None:
-        self._tables, self._rest, self._at = iter(()), None, -1
+        self._tables, self._piece, self._at = iter(()), None, -1
 
     def _next(self) -> pa.Table:
         table = next(self._tables, None)

@@ -1,8 +1,9 @@
 """Processes that read records ahead of the training, for data sets whose reading is Python's work.
 
-A map-style Dataset decodes, crops and tokenises in Python, one record after the other, and a thread would only take
-turns with the training. Each of these processes is a fork of the worker, made before the worker has threads of its
-own, and touches no device; it is asked for whole batches, and answers in memory that both see:
+A map-style Dataset decodes, crops and tokenises in Python, one record after the other, and so may the `feed` of records
+in files; a thread would only take turns with the training. Each of these processes is a fork of the worker, made before
+the worker has threads of its own, and touches no device; it is asked for whole batches, and answers in memory that both
+see:
 
     worker ──(number, epoch) + memfd of indices──▶ reader: SeededReader.read
     worker ◀──(number, size)  + memfd of tensors── reader
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import mmap
 import os
@@ -33,8 +35,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trueline.data.dataset import DatasetSource
+from trueline.data.drawn import DrawnSource
 from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, Source
+from trueline.data.table import TableSource
 from trueline.errors import DataError, TruelineError
 
 if TYPE_CHECKING:
@@ -55,13 +59,19 @@ class ReaderLost(RuntimeError):
 def reader_of(
     source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch, *, readers: int = 0
 ) -> SeededReader | Readers:
-    """Who reads `source` for a worker: `readers` processes if it is a map-style Dataset, else this process.
+    """Who reads `source` for a worker: `readers` processes if that can be, else this process.
 
-    Records at a URI are decoded by Arrow, in a thread, whatever `readers` is.
+    It can where a fork may go on with what this process has opened: map-style Datasets, and files of this machine.
     """
-    if readers and isinstance(source, DatasetSource):
+    if readers and _forks(source):
         return Readers(source, seed, place, count=readers)
     return SeededReader(source, seed, place)
+
+
+def _forks(source: Source) -> bool:
+    if isinstance(source, DrawnSource):
+        return all(map(_forks, source.records.parts))
+    return isinstance(source, DatasetSource) or (isinstance(source, TableSource) and source.local)
 
 
 class Readers:
@@ -187,6 +197,7 @@ class _Reader:
 def _live(line: socket.socket, source: Source, seed: int, parent: int) -> None:
     """The life of a reader; it ends with the worker, which may have ended already."""
     code = 1
+    gc.freeze()  # the destructor of what the worker left behind may wait for threads, which a fork does not have
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,9 +12,12 @@ import hashlib
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Literal, Protocol, runtime_checkable
 
@@ -28,6 +31,9 @@ from trueline.errors import DataError
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
 """What decoders raise for bytes that are not what they should be."""
 
+
+_AT_ONCE = 32
+"""Files of a store that are listed at the same time."""
 
 OnBad = Literal["stop", "files", "quarantine"]
 
@@ -125,9 +131,9 @@ class FileRecords:
         self._units: list[Unit] = []
         self._schema: pa.Schema | None = None
         self._first: File | None = None
-        for file in files:
+        for file, listing in zip(files, self._listings(files), strict=True):
             try:
-                self._add(file)
+                self._add(file, listing)
             except DataError as error:
                 if on_bad == "stop":
                     raise
@@ -147,6 +153,10 @@ class FileRecords:
     @property
     def ranged(self) -> bool:
         return self.format.ranged
+
+    @property
+    def local(self) -> bool:
+        return all(file.path is not None for file, _, _ in self._parts)
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         file, index, part = self._parts[number]
@@ -197,9 +207,27 @@ class FileRecords:
             digest.update(f"{file.name}:{index}:{file.stamp}:{part.count};".encode())
         return digest.hexdigest()
 
-    def _add(self, file: File) -> None:
+    def _listings(self, files: Sequence[File]) -> Iterator[Callable[[], Listed]]:
+        """What gives the listing of each file, or raises. A store is asked for many files at the same time: each answer
+        takes it some hundredths of a second."""
+        if len(files) < 2 or all(file.path is not None for file in files):
+            yield from (partial(self.format.list, file) for file in files)
+            return
+        threads = ThreadPoolExecutor(min(_AT_ONCE, len(files)), thread_name_prefix="listing")
+        try:
+            waiting: deque[Future[Listed]] = deque()
+            for file in files:
+                waiting.append(threads.submit(self.format.list, file))
+                if len(waiting) == 4 * _AT_ONCE:
+                    yield waiting.popleft().result
+            while waiting:
+                yield waiting.popleft().result
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _add(self, file: File, listing: Callable[[], Listed]) -> None:
         with damaged(file, self.format.name):
-            found = self.format.list(file)
+            found = listing()
         if any(part.count < 0 for part in found.parts):
             raise DataError(f"{file.uri} claims a {self.format.unit} of fewer than 0 records")
         names = found.schema.names

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from trueline.errors import DataError, listed
 Found = TypeVar("Found")
 
 BLOCK_BYTES = 4 << 20
+_LITTLE_BYTES = 256 << 10
+"""Of a block, where only a footer is wanted: a thousand files have four gigabytes of large ones."""
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"
 _DEFAULT_CACHE_BYTES = 20 << 30
 _REFUSED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -104,8 +106,10 @@ class StoredFile:
     def path(self) -> Path | None:
         return None
 
-    def open(self) -> AbstractContextManager[BinaryIO]:
-        return cast(BinaryIO, io.BufferedReader(_Ranged(self), buffer_size=1 << 16))
+    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
+        small = min(_LITTLE_BYTES, self.store.block_bytes)
+        file = replace(self, store=replace(self.store, block_bytes=small)) if little else self
+        return cast(BinaryIO, io.BufferedReader(_Ranged(file), buffer_size=1 << 16))
 
     def check(self) -> None:
         """Blocks are checked as they are fetched; those that are here are of the listed content."""

@@ -45,7 +45,8 @@ class Tables:
         run = run_of(wanted)
         with self._lock:
             if run is not None:
-                return self._owned(self._parts(*run))
+                ready = self._passing.ready(*run)
+                return self._owned(self._parts(*run)) if ready is None else ready
             self._passing.forget()
             numbers = np.searchsorted(self._starts, wanted, side="right") - 1
             return self._resident.take(numbers, wanted - self._starts[numbers])

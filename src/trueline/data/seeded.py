@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trueline.data.drawn import DrawnSource
 from trueline.data.source import Batch, Prefetching, Source
 from trueline.errors import DataError
 
@@ -109,9 +110,16 @@ class SeededReader:
 
     def __init__(self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
         """`place` brings each batch to where it is computed."""
+<<<<<<< HEAD
         self._source, self._seed, self._place = source, seed, place
         self._ahead = source if isinstance(source, Prefetching) else None
         self._here: tuple[int, bytes, Batch] | None = None
+=======
+        self._order = source.order if isinstance(source, DrawnSource) else None
+        self._source: Source = source.records if isinstance(source, DrawnSource) else source
+        self._seed, self._place = seed, place
+        self._ahead = self._source if isinstance(self._source, Prefetching) else None
+>>>>>>> h-data
         self.drawing = False
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
@@ -130,7 +138,7 @@ class SeededReader:
     def _read(self, indices: Indices, *, epoch: int) -> Batch:
         if not self.drawing:
             before = mark()
-            batch = self._source.read(indices)
+            batch = self._source.read(self._records(indices, epoch))
             self.drawing = mark() != before
             if not self.drawing:
                 return self._place(batch)
@@ -148,7 +156,11 @@ class SeededReader:
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Gets the records ready for the next `read` of just these, if the source can."""
         if self._ahead is not None and not self.drawing:
-            self._ahead.prefetch(indices)
+            self._ahead.prefetch(self._records(indices, epoch))
+
+    def _records(self, indices: Indices, epoch: int) -> Indices:
+        """What stands at the positions `indices` of a source with an order of its own; else they are the records."""
+        return indices if self._order is None else self._order.at(indices, epoch=epoch)
 
     @property
     def ahead(self) -> int:
@@ -160,7 +172,7 @@ class SeededReader:
 
     def _one(self, index: int, epoch: int) -> Batch:
         seed_all(self._seed, epoch, index)
-        return self._source.read(np.array([index], dtype=np.int64))
+        return self._source.read(self._records(np.array([index], dtype=np.int64), epoch))
 
 
 def _joined(parts: list[Any]) -> Any:

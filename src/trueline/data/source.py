@@ -81,7 +81,8 @@ def as_source(
     vocabulary: Callable[[], Any] | None = None,
     tokenizer: Callable[[], Any] | None = None,
 ) -> Source:
-    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, or the URI of records.
+    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, the URI of records, or what is
+    `drawn` from several of them.
 
     These become tensors by `feed`, or, without it, by their columns (`feeds`), texts by `vocabulary()` or
     `tokenizer()`. A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot
@@ -89,6 +90,12 @@ def as_source(
     """
     if isinstance(found, Source):
         return found
+    from trueline.data.drawn import Drawn, DrawnSource
+
+    if isinstance(found, Drawn):
+        how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
+        how |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
+        return DrawnSource([as_source(part, **how) for part in found.parts], found)
     uris = _uris(found)
     if uris:
         from trueline.data.open import open_source
@@ -119,7 +126,9 @@ def check_indices(indices: Indices, num_records: int, where: str) -> None:
     """Refuses to read nothing, or records that are not there. Raises DataError."""
     if len(indices) == 0:
         raise DataError(f"no records of {where} were asked for, expected at least one index")
-    low, high = int(indices.min()), int(indices.max())
+    low, high = int(indices[0]), int(indices[-1])
+    if high - low != len(indices) - 1 or not bool((indices[1:] > indices[:-1]).all()):  # not a run, which is quick
+        low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= num_records:
         raise DataError(f"{where} has no record {low if low < 0 else high} (it has {num_records})")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trueline.errors import DataError
@@ -21,6 +22,18 @@ from trueline.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+Array = npt.NDArray[Any]
+
+_BINARY = {pa.lib.Type_BINARY, pa.lib.Type_LARGE_BINARY, pa.lib.Type_FIXED_SIZE_BINARY}
+_LISTS = {pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST, pa.lib.Type_FIXED_SIZE_LIST}
+_DTYPES = {
+    kind.id: np.dtype(kind.to_pandas_dtype())
+    for kind in (
+        pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64(),
+        pa.float16(), pa.float32(), pa.float64(),
+    )
+}  # fmt: skip
+_BYTE = np.dtype(np.uint8)
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 
@@ -31,22 +44,31 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
     uint8 [n, length]. Raises DataError, which names the column `name`, for missing values, for several lengths and for
     everything else.
     """
+    import torch
+
     array = _in_one_piece(column)
-    shape = [len(array)]
+    dtype = _DTYPES.get(array.type.id)
+    if dtype is not None and not array.null_count:  # most columns
+        return torch.from_numpy(_view(array.buffers()[1], dtype, array.offset, len(array)))
     if array.null_count:
         raise DataError(f"column '{name}' has {array.null_count} records without a value", hint=FEED)
-    while is_list(array.type):
+    kind = array.type
+    shape = [len(array)]
+    while is_list(kind):
         shape.append(_list_length(array, name))
         array = array.flatten()
+        kind = array.type
         if array.null_count:
             raise DataError(f"column '{name}' has lists with {array.null_count} missing values", hint=FEED)
-    if _is_binary(array.type):
-        return _bytes(array, shape, name)
-    return _values(array, name).reshape(shape)
+    if kind.id in _BINARY:
+        values = _bytes(array, name)
+        return torch.from_numpy(values.reshape(*shape, values.shape[1]))
+    values = _numbers(array, name)
+    return torch.from_numpy(values if len(shape) == 1 else values.reshape(shape))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return kind.id in _LISTS
 
 
 def is_number(kind: pa.DataType) -> bool:
@@ -70,49 +92,46 @@ def _list_length(array: Any, name: str) -> int:
 
 def _one_length(offsets: Any, name: str, what: str) -> int:
     """The length of each value, of values that lie between `offsets`."""
-    length = int(offsets[1]) - int(offsets[0]) if len(offsets) > 1 else 0
-    lengths = offsets[1:] - offsets[:-1]
-    if (lengths != length).any():
+    if len(offsets) < 2:
+        return 0
+    first, length = int(offsets[0]), int(offsets[1]) - int(offsets[0])
+    even = np.arange(len(offsets), dtype=offsets.dtype) * length + first
+    if even.tobytes() != offsets.tobytes():
+        lengths = np.diff(offsets)
         low, high = lengths.min(), lengths.max()
         raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=FEED)
     return length
 
 
-def _bytes(array: Any, shape: list[int], name: str) -> torch.Tensor:
-    if pa.types.is_fixed_size_binary(array.type):
-        width, buffer = array.type.byte_width, array.buffers()[1]
-        return _view(buffer, "uint8", array.offset * width, len(array) * width).reshape(*shape, width)
+def _bytes(array: Any, name: str) -> Array:
+    """The bytes of binary values of one length, [n, length]."""
+    count, kind = len(array), array.type
+    if kind.id == pa.lib.Type_FIXED_SIZE_BINARY:
+        width = kind.byte_width
+        return _view(array.buffers()[1], _BYTE, array.offset * width, count * width).reshape(count, width)
+    if not count:
+        return np.empty((0, 0), np.uint8)
     _, places, buffer = array.buffers()
-    item = np.int64 if pa.types.is_large_binary(array.type) else np.int32
-    if not len(array):
-        return _view(None, "uint8", 0, 0).reshape(*shape, 0)
-    offsets = np.frombuffer(places, item, len(array) + 1, array.offset * np.dtype(item).itemsize)
+    item, size = (np.int64, 8) if kind.id == pa.lib.Type_LARGE_BINARY else (np.int32, 4)
+    offsets = np.frombuffer(places, item, count + 1, array.offset * size)
     width = _one_length(offsets, name, "values")
-    return _view(buffer, "uint8", int(offsets[0]), len(array) * width).reshape(*shape, width)
+    return _view(buffer, _BYTE, int(offsets[0]), count * width).reshape(count, width)
 
 
-def _values(array: Any, name: str) -> torch.Tensor:
-    if not is_number(array.type):
-        raise DataError(f"column '{name}' is {array.type}, which makes no tensor by itself", hint=FEED)
-    if pa.types.is_boolean(array.type):  # bits in Arrow
-        import torch
-
-        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
-    dtype = np.dtype(array.type.to_pandas_dtype())
-    return _view(array.buffers()[1], dtype.name, array.offset * dtype.itemsize, len(array) * dtype.itemsize)
-
-
-def _view(buffer: Any, dtype: str, start: int, num_bytes: int) -> torch.Tensor:
-    """`num_bytes` of `buffer` from the byte `start` on, flat; a copy where the buffer must not be written."""
-    import torch
-
-    kind: torch.dtype = getattr(torch, dtype)
-    if not num_bytes:
-        return torch.empty(0, dtype=kind)
-    if not buffer.is_mutable:
-        buffer, start = bytearray(memoryview(buffer)[start : start + num_bytes]), 0
-    return torch.frombuffer(buffer, dtype=kind, count=num_bytes // kind.itemsize, offset=start)
+def _numbers(array: Any, name: str) -> Array:
+    kind = array.type
+    dtype = _DTYPES.get(kind.id)
+    if dtype is not None:
+        return _view(array.buffers()[1], dtype, array.offset, len(array))
+    if not pa.types.is_boolean(kind):  # bits in Arrow
+        raise DataError(f"column '{name}' is {kind}, which makes no tensor by itself", hint=FEED)
+    found: Array = array.to_numpy(zero_copy_only=False)
+    return found
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+def _view(buffer: Any, dtype: np.dtype[Any], start: int, count: int) -> Array:
+    """`count` items of `buffer` from the item `start` on; a copy where the buffer must not be written."""
+    if not count:
+        return np.empty(0, dtype)
+    found: Array = np.frombuffer(buffer, dtype, count, start * dtype.itemsize)
+    return found if found.flags.writeable else found.copy()

@@ -34,7 +34,7 @@ _OPTIONAL_CUTOFF = 0.85
 error anyway; a helper that merely sounds like an optional one must not be."""
 
 
-_CHOICES = {"precision": ("fp32", "bf16", "fp16"), "shuffle": ("full", "windows")}
+_CHOICES = {"precision": ("fp32", "bf16", "fp16"), "shuffle": ("full", "windows", "none")}
 _BELOW = {"ema": 1.0}
 _OTHER_NAMES = {
     "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",

@@ -153,7 +153,7 @@ class Defaults:
     """Records of one forward; 0: a worker's whole share of the step."""
     shuffle: str = "full"
     """`full`: any record may stand anywhere in an epoch; `windows`: the source's units are shuffled, and the records in
-    windows of them, so that large Parquet files are decoded once an epoch."""
+    windows of them, so that large Parquet files are decoded once an epoch; `none`: in the order of the source."""
     readers: int = 0
     """Processes of each worker that read a map-style data set ahead (other tools: num_workers); 0: none."""
     precision: str = "fp32"

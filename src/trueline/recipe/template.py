@@ -113,8 +113,9 @@ def metrics():
 # Records in Parquet files: let dataset return their path, and turn a table of them into tensors here.
 #
 # def feed(records, mode):
-#     inputs = torch.from_numpy(records["x"].to_numpy())
-#     return inputs, torch.from_numpy(records["label"].to_numpy())
+#     from trueline.data.tensors import tensor
+#
+#     return tensor(records["x"]), tensor(records["label"])
 '''
 
 

@@ -84,7 +84,7 @@ class Elastic:
             epochs=epochs,
             seed=seed,
             micro_batch=shard,
-            blocks=tuple(unit.count for unit in source.units) if options.shuffle == "windows" else (),
+            blocks=options.blocks(source),
         )
         place = functools.partial(devices.placed_batch, device=devices.of_model(model))
         self._source, self._reader = source, reader_of(source, seed, place, readers=options.readers)

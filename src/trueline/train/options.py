@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from trueline.data.drawn import DrawnSource
+from trueline.data.source import Source
 from trueline.errors import UsageError
+from trueline.train.plan import IN_ORDER
 from trueline.train.settings import Shuffle
 
 SHARDS = 8
@@ -23,7 +26,7 @@ class Options:
     """Records of one forward (gradient accumulation); 0: a worker's whole share of the step."""
     shuffle: Shuffle = "full"
     """`full`: any record may stand anywhere; `windows`: units of the source (row groups, chunks) are shuffled, and the
-    records inside windows of them, so that each is decoded once an epoch."""
+    records inside windows of them, so that each is decoded once an epoch; `none`: in the order of the source."""
     bitwise: bool = False
     """Gradients summed in an order that does not depend on the number of workers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -55,6 +58,17 @@ class Options:
     def of(cls, settings: Any) -> Options:
         """The options among `settings` (a JobSettings)."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    def blocks(self, source: Source) -> tuple[int, ...]:
+        """The blocks of the source, for the plan of a job. Raises UsageError for an order that would undo its own."""
+        if self.shuffle == "none":
+            return IN_ORDER
+        if isinstance(source, DrawnSource):
+            raise UsageError(
+                f"shuffle is '{self.shuffle}', and the data set has an order of its own, which that would undo",
+                hint='set shuffle = "none" in the recipe (or --shuffle none, or Options(shuffle="none"))',
+            )
+        return tuple(unit.count for unit in source.units) if self.shuffle == "windows" else ()
 
     def shard_records(self, global_batch: int, *, needed: bool) -> int:
         """Records of a shard; 0: no shards. `needed`: the model looks at its neighbours in a batch, or draws.

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data import order
-from trueline.data.orders import Order, Permuted
+from trueline.data.orders import InFileOrder, Order, Permuted
 from trueline.data.windows import WINDOW_RECORDS, WindowOrder
 from trueline.train import ledger
 
@@ -27,6 +27,8 @@ Ints = npt.NDArray[np.int64]
 _TOGETHER = 64
 WINDOW_BLOCKS = 8
 """Blocks of a window at the least, whatever their size: fewer mix badly."""
+IN_ORDER = (0,)
+"""Stands for the blocks of a source whose records are taken as they lie: no real block is empty."""
 
 
 @lru_cache(maxsize=256)
@@ -35,7 +37,10 @@ def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 
 def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
-    """The order of a job's records: any of them anywhere, or, with `blocks`, those within windows of some eight."""
+    """The order of a job's records: any of them anywhere; with `blocks`, those within windows of some eight; as they
+    lie for `IN_ORDER`."""
+    if tuple(blocks) == IN_ORDER:
+        return InFileOrder(num_records)
     if not blocks:
         return Permuted(num_records, seed=seed)
     window = max(WINDOW_RECORDS, WINDOW_BLOCKS * num_records // len(blocks))

@@ -16,7 +16,7 @@ Phase = Literal[
     "entering", "forming", "healing", "observing", "evaluating", "saving", "finishing",
 ]  # fmt: skip
 Precision = Literal["fp32", "bf16", "fp16"]
-Shuffle = Literal["full", "windows"]
+Shuffle = Literal["full", "windows", "none"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     """Records of one forward; 0: a worker's whole share. See `shards` in docs/concepts/generation.md."""
     shuffle: Shuffle = "full"
-    """`full`: any record may stand anywhere in an epoch; `windows`: see docs/concepts/order.md."""
+    """`full`: any record may stand anywhere in an epoch; `windows`, `none`: see docs/concepts/order.md."""
     readers: int = 0
     """Processes of each worker that read a map-style data set ahead; 0: the worker reads it itself."""
     bitwise: bool = False
