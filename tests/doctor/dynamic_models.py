@@ -89,6 +89,19 @@ class Turned(nn.Module):
         return h.t()
 
 
+class Length(nn.Module):
+    """Its sizes are numbers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = int(x.shape[1])
+        rows = self.seed.expand(len(x), -1)  # len
+        return x * rows[:, None] / steps
+
+
 class Halve(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         while x.norm() > 2:  # while

@@ -97,6 +97,16 @@ def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn
         torch.testing.assert_close(patched(model().eval(), found.texts)(one), model()(one))
 
 
+def test_a_size_that_python_makes_a_number_of_stays_free() -> None:
+    row = whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("fixed size", models.line_of("len"))
+    assert row.rewrite is not None
+    assert "+        rows = self.seed.expand(x.shape[0], -1)" in row.rewrite.diff
+    assert "+        steps = x.shape[1]" in row.rewrite.diff
+
+
 def test_a_while_on_a_value_becomes_a_while_loop() -> None:
     row = whole(models.Halve(), torch.randn(3, 4))
     assert row.status == "rewritten"

@@ -14,6 +14,7 @@ from trueline.doctor.examine import Finding, Oracle
 from trueline.doctor.heal import function_at, locals_of
 from trueline.doctor.patch import class_node, file_of, owner_of
 from trueline.doctor.rewrites.scope import Scope, Spot
+from trueline.doctor.rewrites.sizes import free_size
 from trueline.doctor.rewrites.state import writes_state
 from trueline.runtime.paths import Place
 
@@ -95,6 +96,8 @@ def _expression(scope: Scope, statement: ast.stmt) -> tuple[Kind, str] | None:
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist"):
             return "item", f"it takes numbers out of a tensor: `{ast.unparse(node)}`"
+        if free_size(scope, node) is not None:
+            return "fixed size", f"it makes a number of a size that varies: `{ast.unparse(node)}`"
         if _takes_number(scope, node):
             return "item", f"it takes a number out of a tensor: `{ast.unparse(node)}`"
         if isinstance(node, ast.Call) and scope.worth(node) == "number":

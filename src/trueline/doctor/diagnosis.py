@@ -6,7 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal[
-    "value branch", "size branch", "value loop", "time loop", "item", "masked selection", "state", "break", "exporter"
+    "value branch",
+    "size branch",
+    "value loop",
+    "time loop",
+    "item",
+    "fixed size",
+    "masked selection",
+    "state",
+    "break",
+    "exporter",
 ]
 """What blocks, in the order in which the guide explains it; `exporter`: a limit of torch.export itself."""
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
-from trueline.runtime import paths, recurrent
+from trueline.runtime import causal, constants, paths, recurrent
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
 
@@ -94,15 +95,22 @@ def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
     """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them."""
     base, free = oracle.base, free_dims(oracle.calls)
     shapes = tuple(dict.fromkeys(sorted(axes), torch.export.Dim.DYNAMIC) for axes in free)
+    fixed: Mapping[int, Place] = {}
     try:
-        with torch.no_grad(), hushed(), recurrent.whole():
+        with (
+            torch.no_grad(),
+            hushed(),
+            recurrent.whole(),
+            causal.masks_as_given(),
+            constants.watched() as fixed,
+        ):
             program = torch.export.export(
                 Flat(copied(module), base), base.tensors, dynamic_shapes=(shapes,), strict=False
             )
             run = program.module(check_guards=False)
             kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if oracle.written else {}
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
-        return _loud(error, oracle)
+        return _loud(error, oracle, fixed)
     with hushed():
         reason, worst, compared = compared_with(run, oracle)
     if not reason and kept:
@@ -134,12 +142,18 @@ def _flat(call: Call) -> Call:
     return Call(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
 
 
-def _loud(error: Exception, oracle: Oracle) -> Finding:
+_CONSTANT = re.compile(r"to be a constant \((\d+)\)")
+
+
+def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, Place]) -> Finding:
+    """`fixed` are the lines that made constants of sizes; the error says which sizes it is about."""
     place = paths.users_line(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     partings = oracle.partings()
-    places = (place, *partings) if place is not None else partings
+    sizes = [int(size) for size in _CONSTANT.findall(str(error))]
+    places = [place, *partings] if place is not None else [*partings]
+    places += [fixed[size] for size in sizes if size in fixed]
     return Finding(reason=reason, places=tuple(dict.fromkeys(places)), loud=True)
 
 

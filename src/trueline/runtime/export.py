@@ -22,7 +22,11 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
+<<<<<<< HEAD
 from trueline.runtime import constants, multiples, paths, pt2, ranges, recurrent, torch_settings
+=======
+from trueline.runtime import causal, constants, paths, pt2, ranges, recurrent, torch_settings
+>>>>>>> h-capture
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -85,7 +89,14 @@ def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int])
     free = _dynamic(calling, axes, steps)
     fixed: Mapping[int, paths.Place] = {}
     try:
-        with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), constants.watched() as fixed:
+        with (
+            torch.no_grad(),
+            as_trained(),
+            quiet(),
+            recurrent.whole(),
+            causal.masks_as_given(),
+            constants.watched() as fixed,
+        ):
             program = torch.export.export(Flat(module, calling), example, dynamic_shapes=(free,), strict=False)
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate

@@ -75,10 +75,65 @@ def _rnn(activation: str) -> Callable[..., Any]:
     return written
 
 
+def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
+    """Each element `repeats` times in place; the exporter's own repeats another dimension."""
+    if dim is None:
+        self, dim = op.Reshape(self, op.Constant(value_ints=[-1])), 0
+    rank = len(self.shape)
+    at = dim % rank + 1
+    times = op.Constant(value_ints=[repeats]) if isinstance(repeats, int) else op.Reshape(repeats, [-1])
+    ones, others = op.Constant(value_ints=[1] * at), op.Constant(value_ints=[1] * (rank - at))
+    each = op.Tile(op.Unsqueeze(self, op.Constant(value_ints=[at])), op.Concat(ones, times, others, axis=0))
+    before, after = op.Shape(self, start=0, end=at - 1), op.Shape(self, start=at)
+    return op.Reshape(each, op.Concat(before, op.Constant(value_ints=[-1]), after, axis=0))
+
+
+def _prod(inp: Any, dims: Sequence[int], *, output_dtype: int | None = None) -> Any:
+    """What a cumulative product is taken apart into."""
+    if output_dtype is not None and output_dtype != inp.dtype:
+        inp = op.Cast(inp, to=output_dtype)
+    return op.ReduceProd(inp, op.Constant(value_ints=list(dims)), keepdims=0)
+
+
+def _cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
+    """The distance of each row to each, by its definition."""
+    apart = op.Sub(op.Unsqueeze(x1, [-2]), op.Unsqueeze(x2, [-3]))
+    if p == 2:
+        return op.ReduceL2(apart, [-1], keepdims=0)
+    if p == 1:
+        return op.ReduceL1(apart, [-1], keepdims=0)
+    raise NotImplementedError(f"cdist with p={p} has no translation; p=1 and p=2 have")
+
+
+def _adaptive_avg_pool2d(self: Any, output_size: Sequence[int]) -> Any:
+    """By a matrix of weights for each dimension, made where the program runs: the exporter's own is for one size."""
+    if all(size == 1 for size in output_size):
+        return op.ReduceMean(self, [-2, -1], keepdims=1)
+    rank = len(self.shape)
+    rows, columns = (_bins(op.Shape(self, start=rank + at, end=rank + at + 1), output_size[at]) for at in (-2, -1))
+    return op.MatMul(op.CastLike(rows, self), op.MatMul(self, op.Transpose(op.CastLike(columns, self), perm=[1, 0])))
+
+
+def _bins(size: Any, bins: int) -> Any:
+    """Weights [bins, size]: bin i is the mean from floor(i * size / bins) up to ceil((i + 1) * size / bins)."""
+    length = op.Squeeze(size, [0])
+    number = op.Unsqueeze(op.Range(op.Constant(value_int=0), bins, op.Constant(value_int=1)), [1])
+    places = op.Unsqueeze(op.Range(op.Constant(value_int=0), length, op.Constant(value_int=1)), [0])
+    start = op.Div(op.Mul(number, length), bins)
+    end = op.Div(op.Add(op.Mul(op.Add(number, 1), length), bins - 1), bins)
+    inside = op.And(op.GreaterOrEqual(places, start), op.Less(places, end))
+    weights = op.Cast(inside, to=ir.DataType.DOUBLE.value)
+    return op.Div(weights, op.Cast(op.Sub(end, start), to=ir.DataType.DOUBLE.value))
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.where.self: _where,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),
     _ATEN.rnn_relu.input: _rnn("Relu"),
+    _ATEN.repeat_interleave.self_int: _repeat_interleave,
+    torch.ops.prims.prod.default: _prod,
+    _ATEN._cdist_forward.default: _cdist,
+    _ATEN.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
 }
 """Operator of an exported program -> what writes it in ONNX."""
