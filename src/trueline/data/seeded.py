@@ -110,16 +110,11 @@ class SeededReader:
 
     def __init__(self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
         """`place` brings each batch to where it is computed."""
-<<<<<<< HEAD
-        self._source, self._seed, self._place = source, seed, place
-        self._ahead = source if isinstance(source, Prefetching) else None
-        self._here: tuple[int, bytes, Batch] | None = None
-=======
         self._order = source.order if isinstance(source, DrawnSource) else None
         self._source: Source = source.records if isinstance(source, DrawnSource) else source
         self._seed, self._place = seed, place
         self._ahead = self._source if isinstance(self._source, Prefetching) else None
->>>>>>> h-data
+        self._here: tuple[int, bytes, Batch] | None = None
         self.drawing = False
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:

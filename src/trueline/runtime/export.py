@@ -22,11 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-<<<<<<< HEAD
-from trueline.runtime import constants, multiples, paths, pt2, ranges, recurrent, torch_settings
-=======
-from trueline.runtime import causal, constants, paths, pt2, ranges, recurrent, torch_settings
->>>>>>> h-capture
+from trueline.runtime import causal, constants, multiples, paths, pt2, ranges, recurrent, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
