@@ -197,5 +197,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, request: bytes, log: Path
                 return
         except OSError:
             time.sleep(0.3)
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
-    raise NotServed(f"not ready within {READY_S:g} s ({said}); its log ends: {''.join(last)[:300]}")
+    how = f"ended with {process.returncode}" if process.poll() is not None else f"not ready within {READY_S:g} s"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    wrong = [line for line in lines if "Error" in line or "error" in line][:1]
+    raise NotServed(f"{how} ({said}); its log says: {' ... '.join([*wrong, *lines[-1:]])[:400]}")

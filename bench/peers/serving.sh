@@ -11,7 +11,8 @@ for name in "$@"; do
     litserve) wants="litserve==0.2.19 $runtime" ;;
     mlserver) wants="mlserver==1.7.1 $runtime" ;;
     bentoml) wants="bentoml==1.4.30 $runtime" ;;
-    ray) wants="ray[serve]==2.51.1 protobuf<6 $runtime" ;;
+    # its agents exit where googleapis-common-protos was made for a newer protobuf than is there, and the node with them
+    ray) wants="ray[serve]==2.51.1 protobuf==5.29.6 googleapis-common-protos==1.75.0 $runtime" ;;
     kserve) wants="kserve==0.21.0" ;;  # its SDK is a client of ours in the tests, not a server beside it
     *) echo "no peer '$name': expected litserve, mlserver, bentoml, ray or kserve" >&2; exit 2 ;;
   esac

@@ -321,6 +321,45 @@ def test_overload_is_429_with_retry_after_on_both_faces(tmp_path: Path) -> None:
     desk.close()
 
 
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Desk]:
+    """One request runs, one waits, and no more may."""
+    desk = Desk(tmp_path, inline=False, policy=Policy(max_requests=1))
+    gate = threading.Event()
+    desk.pool.submit(gate.wait)
+    under_way = []
+    for _ in range(2):
+        found = desk.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
+        assert isinstance(found, asyncio.Future)
+        desk.loop.run_until_complete(asyncio.sleep(0))
+        under_way.append(found)
+    yield desk
+    gate.set()
+    desk.loop.run_until_complete(asyncio.gather(*under_way))
+    desk.close()
+
+
+@pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict"])
+def test_a_full_queue_refuses_before_it_reads_what_is_asked(full: Desk, path: str) -> None:
+    found = full.ask("POST", path, b"no request at all")
+    assert found.status == 429
+    assert b"retry-after: 1\r\n" in found.headers
+
+
+@pytest.mark.parametrize("key", ["priority", "prior\\u0069ty"])
+def test_a_full_queue_still_reads_who_is_more_urgent(full: Desk, key: str) -> None:
+    body = BODY.replace(b'{"inputs"', b'{"parameters": {"%b": 1}, "inputs"' % key.encode())
+    urgent = full.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, body))
+    by_header = full.routes.answer(Request("POST", b"/v2/models/tiny/infer", {b"x-trueline-priority": b"1"}, BODY))
+    assert isinstance(urgent, asyncio.Future)
+    assert isinstance(by_header, Response)  # as urgent as the one that waits now
+    assert by_header.status == 429
+    assert full.ask("POST", "/v2/models/tiny/infer", BODY, x_trueline_priority="high").status == 400
+    full.tiny.scale(0)
+    assert full.ask("POST", "/v2/models/tiny/infer", BODY).status == 503
+    full.tiny.scale(1)
+
+
 def test_a_model_that_loads_or_failed_is_503_with_the_reason_and_the_server_is_not_ready(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     slow = desk.models.add("slow", "1")
@@ -397,4 +436,4 @@ def test_no_body_whatever_is_answered_with_5xx(desk: Desk, path: str, method: st
 
 @given(path=st.text(max_size=20))
 def test_no_path_whatever_is_answered_with_5xx(desk: Desk, path: str) -> None:
-    assert desk.ask("GET", "/" + path).status in (200, 404, 405)
+    assert desk.ask("GET", "/" + path).status in (200, 400, 404, 405)

@@ -114,6 +114,14 @@ class Asking:
         key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
         return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
 
+    def check_room(self, request: Request, version: Version, said: bytes | bytearray = b"") -> None:
+        """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little.
+
+        `said` is the part of the body that may name a priority; who may do so is read first.
+        """
+        if version.full and b"priority" not in said and b"\\" not in said:
+            version.check_room(oip.priority(request.headers.get(PRIORITY_HEADER)))
+
     def handled(
         self,
         request: Request,

@@ -271,14 +271,31 @@ class Batcher:
             self._loop.call_soon(self._pump)
         return item.future
 
+    @property
+    def full(self) -> bool:
+        """Whether no further request is let in, unless it takes the place of a less urgent one."""
+        return 0 < len(self._queue) >= self.policy.max_requests and self.policy.lanes > 0
+
+    def check_room(self, priority: int) -> None:
+        """Raises Overloaded when no request of `priority` is let in now, whatever it holds."""
+        refused = self._refused(0) if self.full and self._queue[-1].priority <= priority else None
+        if refused is not None:
+            raise refused
+
+    def _refused(self, num_bytes: int) -> Overloaded | None:
+        """Why a request of `num_bytes` may not join the queue as it is; None when it may."""
+        expected_s = len(self._queue) * self._item_s
+        why = refusal(len(self._queue), self._bytes, num_bytes, expected_s, self.policy)
+        if why is None:
+            return None
+        return Overloaded(why, hint="come back later", retry_after_s=max(1.0, math.ceil(expected_s)))
+
     def _make_room(self, num_bytes: int, priority: int) -> None:
         """Raises Overloaded when the queue is full of requests that are as urgent."""
         while True:
-            expected_s = len(self._queue) * self._item_s
-            why = refusal(len(self._queue), self._bytes, num_bytes, expected_s, self.policy)
-            if why is None:
+            refused = self._refused(num_bytes)
+            if refused is None:
                 return
-            refused = Overloaded(why, hint="come back later", retry_after_s=max(1.0, math.ceil(expected_s)))
             last = self._queue[-1] if self._queue else None
             if last is None or last.priority <= priority or last.future is None:
                 raise refused

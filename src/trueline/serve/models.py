@@ -145,6 +145,16 @@ class Version:
         return self._batcher.num_waiting if self._batcher else 0
 
     @property
+    def full(self) -> bool:
+        """Whether its queue takes no further request, unless in the place of a less urgent one."""
+        return self._batcher is not None and self._batcher.full and self.state == "ready"
+
+    def check_room(self, priority: int) -> None:
+        """Raises Overloaded when no request of `priority` is let in now, whatever it holds."""
+        if self._batcher is not None:
+            self._batcher.check_room(priority)
+
+    @property
     def policy(self) -> Policy:
         """How its requests are put together. Raises NotReady."""
         _ = self.loaded

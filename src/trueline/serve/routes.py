@@ -279,6 +279,8 @@ class Routes:
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
+        if found.full:
+            self.asking.check_room(request, found, request.body[:json_bytes])
         call = found.layouts.decode(request.body, json_bytes)
 
         def encode(outputs: Outputs) -> Response:
@@ -315,6 +317,7 @@ class Routes:
         if isinstance(found, HandlerVersion):
             return self.asking.handled(request, found)
         check_media(request)
+        self.asking.check_room(request, found)
         call = v1.decode(request.body, found.signature)
         return self.asking.ask(
             request, found, call.inputs, None, lambda outputs: Response(200, v1.encode(outputs, call)), began

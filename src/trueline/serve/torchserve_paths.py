@@ -97,6 +97,7 @@ class TorchServePaths:
         if isinstance(found, HandlerVersion):
             return self._asking.handled(request, found, rest=rest, query=older)
         check_media(request)
+        self._asking.check_room(request, found)
         given = records.decode(request.body, found.signature)
 
         def encode(outputs: Outputs) -> Response:
