@@ -244,3 +244,14 @@ def test_a_folder_is_verified_against_its_commit_list(tmp_path: Path) -> None:
     assert "it is not there" in found[1].why
     (out / "part-9.parquet").write_bytes(parts[1].read_bytes())
     assert "it is no part of what _commit.json lists" in look.verify(out).faults[-1].why
+
+
+@pytest.mark.parametrize(
+    ("to", "words"), [("mxnet", "MXNet's RecordIO has no"), ("recordio", ""), ("csv", "CSV has no")]
+)
+def test_verify_says_what_a_format_cannot_show(tmp_path: Path, to: str, words: str) -> None:
+    pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "all.parquet")
+    look.convert(tmp_path / "all.parquet", tmp_path / "out", to=to)
+    note = look.verify(tmp_path / "out").note
+    assert note.startswith(words)
+    assert bool(note) == bool(words)

@@ -12,6 +12,8 @@ import pyarrow as pa
 from trueline import files
 from trueline.data.listing import Uri, is_remote, local_path, visible
 from trueline.data.open import named, open_records
+from trueline.data.parquet import ParquetFormat
+from trueline.data.recordio import RecordIoFormat
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.resident import Tables
 from trueline.data.sql import is_sql
@@ -23,10 +25,6 @@ Advanced = Callable[[int, int], None]
 
 _CACHE_BYTES = 256 << 20
 _WITHOUT_CHECKSUMS = ("CSV", "JSON Lines", "Arrow IPC", "tar")
-_SOME_CHECKSUMS = {
-    "Parquet": "Parquet has checksums where its writer wrote them: elsewhere a changed value would not show",
-    "RecordIO": "RecordIO has checksums in ElasticDL's format: in MXNet's a changed value would not show",
-}
 
 
 def no_news(done: int, of: int) -> None:
@@ -79,12 +77,19 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
         except DataError as error:
             faults.append(Quarantined(unit.uri.rpartition("#")[0], unit.uri, unit.count, error.message))
         advanced(unit.offset + unit.count, total)
-    note = ""
-    if isinstance(found, FileRecords) and found.format.name in _WITHOUT_CHECKSUMS:
-        note = f"{found.format.name} has no checksums: a changed value would not show"
-    if isinstance(found, FileRecords) and not note:
-        note = _SOME_CHECKSUMS.get(found.format.name, "")
-    return Verified(records, units, tuple(faults), note)
+    return Verified(records, units, tuple(faults), _note(found))
+
+
+def _note(found: Records) -> str:
+    if not isinstance(found, FileRecords):
+        return ""
+    kind = found.format
+    if isinstance(kind, ParquetFormat):
+        return "Parquet has checksums where its writer wrote them: elsewhere a changed value would not show"
+    without = kind.name if kind.name in _WITHOUT_CHECKSUMS else ""
+    if isinstance(kind, RecordIoFormat) and not kind.checked:
+        without = "MXNet's RecordIO"
+    return f"{without} has no checksums: a changed value would not show" if without else ""
 
 
 def differing(where: Uri) -> list[Quarantined]:
