@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trueline.runtime import export, onnx_emit
 from trueline.runtime.eager import EagerSession
@@ -72,14 +73,45 @@ class Pooled(nn.Module):
         return found
 
 
+class Attended(nn.Module):
+    """Scores with a bias for each distance, as T5 has them; what is attended to lies in memory head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.bias = nn.Embedding(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, 4)
+        q, k, v = (one.view(shape).transpose(1, 2) for one in self.given(x).chunk(3, -1))
+        place = torch.arange(x.shape[1])
+        bias = self.bias((place[:, None] - place[None, :]).abs().clamp(max=3)).permute(2, 0, 1).unsqueeze(0)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        answer: Tensor = self.out(found.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return answer
+
+
+class Hidden(nn.Module):
+    """A number minus integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 - (x > 0).long())
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a choice between booleans": (Chosen, (3, 5)),
     "instance norm": (Normed, (2, 3, 31, 31)),
     "instance norm of what was stored": (lambda: Normed(stored=True), (2, 3, 31, 31)),
     "pairs": (Pairs, (3, 4, 2)),
     "adaptive pooling": (Pooled, (2, 3, 7, 5)),
+    "attention with a bias": (Attended, (3, 5, 8)),
+    "a number minus integers": (Hidden, (3, 5)),
 }
-FREE = {"pairs": {"x": {1: "points"}}, "adaptive pooling": {"x": {2: "height", 3: "width"}}}
+FREE = {
+    "attention with a bias": {"x": {1: "length"}},
+    "pairs": {"x": {1: "points"}},
+    "adaptive pooling": {"x": {2: "height", 3: "width"}},
+}
 
 
 @pytest.mark.parametrize("case", CASES)

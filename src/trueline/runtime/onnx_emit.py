@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import recurrent
+from trueline.runtime import onnx_mended, recurrent
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -121,22 +121,33 @@ def translated(
 ) -> torch.onnx.ONNXProgram:
     """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
     try:
-        with quiet(), recurrent.whole():
-            found = torch.onnx.export(
-                program,
-                (),
-                dynamo=True,
-                input_names=inputs,
-                output_names=outputs,
-                custom_translation_table=TRANSLATIONS,
-                verbose=False,
-            )
+        try:
+            found = _exported(program, inputs, outputs)
+        except Exception as error:
+            if not onnx_mended.helps(error):
+                raise
+            found = _exported(onnx_mended.mended(program), inputs, outputs)
     except Exception as error:
         raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
+
+
+def _exported(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
+) -> torch.onnx.ONNXProgram | None:
+    with quiet(), recurrent.whole():
+        return torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            input_names=inputs,
+            output_names=outputs,
+            custom_translation_table=TRANSLATIONS,
+            verbose=False,
+        )
 
 
 def save(program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int) -> None:
