@@ -58,10 +58,13 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
         engine = LocalEngine(str(Path(scratch, "agent")))
 
         async def scenario():
-            await engine.add([spec("wait", tmp_path)])
+            await engine.add([spec("polite", tmp_path)])
             return [psutil.Process(seen.pid) for seen in await engine.list()]
 
         processes = asyncio.run(scenario())
+        log = tmp_path / "polite-0.0.log"
+        while not log.exists() or "ready" not in log.read_text():  # it has asked the kernel to be woken by then
+            assert agent.poll() is None
         agent.kill()
         agent.wait()
         assert all(process.is_running() for process in processes)

@@ -23,6 +23,7 @@ from typing import Any
 
 from trueline import files
 from trueline.errors import RecipeError, listed
+from trueline.recipe import elasticdl
 from trueline.recipe.contract import BLANKS, Blank, Defaults, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -76,6 +77,9 @@ def fill(found: Found) -> Recipe:
         else:
             problems += _misfit(blank, spelling, value)
             filled[blank.name] = _ours(blank, spelling, value)
+    if elasticdl.takes_records(filled.get("dataset")):
+        filled["feed"] = elasticdl.Feed(filled["dataset"])
+        filled["dataset"] = elasticdl.Places(found.values)
     values, wrong = _plain_values(found)
     problems += wrong
     name = found.values.get("name", found.default_name)
@@ -144,7 +148,7 @@ def _misfit(blank: Blank, spelling: str, value: Any) -> Iterator[Problem]:
     elif blank.name in ("model", "loss") and _is_module(value) == (blank.name == "model"):
         kind = _kind(value) if blank.name == "model" else f"the class {value.__name__}"
         yield Problem(f"{what} is {kind}, expected a function `{blank.form}`", _instance_hint(blank))
-    else:
+    elif blank.name != "dataset" or not elasticdl.takes_records(value):
         yield from _wrong_arity(blank, what, value)
 
 

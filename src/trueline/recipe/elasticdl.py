@@ -1,0 +1,115 @@
+"""ElasticDL's `dataset_fn(data_list, mode, metadata)`: it is given records, not asked where they are.
+
+There the command line says where the records lie; here the recipe does, in `training_data`, `evaluation_data`
+(ElasticDL's `validation_data`) and `prediction_data`: URIs as `dataset(mode)` would return them. So a module of
+ElasticDL's zoo is taken as it stands by a recipe of two lines:
+
+    from mnist import *
+    training_data = "records/*.recordio"
+
+Source: ElasticDL, docs/designs/elasticdl_pytorch.md and `elasticdl/python/data/reader`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trueline.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from trueline.data.source import Mode
+
+FORM = "dataset_fn(data_list, mode, metadata) -> (features, labels)"
+PLACES: dict[str, tuple[str, ...]] = {
+    "training": ("training_data",),
+    "evaluation": ("evaluation_data", "validation_data"),
+    "prediction": ("prediction_data",),
+}
+"""Mode -> the names of the value that says where its records are."""
+
+
+def takes_records(function: object) -> bool:
+    """Whether `function` is written in ElasticDL's form: three arguments that have to be given."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [one for one in parameters if one.default is inspect.Parameter.empty]
+    return len(given) == 3 and all(one.kind in positional for one in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What `dataset_fn` is told of the records."""
+
+    column_names: list[str]
+    column_dtypes: list[str]
+    """Arrow's names of them: `int64`, `binary`, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A `dataset(mode)` of what the recipe's values say."""
+
+    values: Mapping[str, Any]
+
+    def __call__(self, mode: Mode) -> Any:
+        for name in PLACES[mode]:
+            if self.values.get(name):
+                return self.values[name]
+        name = PLACES[mode][0]
+        raise RecipeError(
+            f"`{FORM}` is given records, and the recipe does not say where those for {mode} are",
+            hint=f'set {name} = "URI" beside it, e.g. {name} = "records/*.recordio"',
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A `feed(records, mode)` of a `dataset_fn`.
+
+    `data_list` has the value of each record where records have one column, bytes for RecordIO, or else the list of its
+    columns' values.
+    """
+
+    dataset_fn: Callable[[list[Any], Mode, Metadata], Any]
+
+    def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
+        columns = [column.to_pylist() for column in records.columns]
+        data_list = columns[0] if len(columns) == 1 else [list(row) for row in zip(*columns, strict=True)]
+        schema = records.schema
+        metadata = Metadata(list(schema.names), [str(field.type) for field in schema])
+        found = self.dataset_fn(data_list, mode, metadata)
+        both = isinstance(found, tuple) and len(found) == 2
+        if not both and mode != "prediction":
+            raise RecipeError(f"dataset_fn returned {type(found).__name__} for {mode}, expected (features, labels)")
+        features, labels = found if both else (found, None)
+        return _batch(features, len(records), "features"), _batch(labels, len(records), "labels")
+
+
+def _batch(values: Any, count: int, what: str) -> Any:
+    """A batch of tensors. Raises DataError when it is not of `count` records."""
+    import torch
+    from torch.utils.data import default_collate
+
+    if values is None:
+        return None
+    if isinstance(values, Mapping):
+        return {key: _batch(value, count, f"{what}[{key!r}]") for key, value in values.items()}
+    if len(values) != count:
+        why = f"dataset_fn made {len(values)} {what} of {count} records"
+        raise DataError(why, hint="it has to return one for each")
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        arrays = all(isinstance(value, np.ndarray) for value in values)  # often views of bytes, which nobody may write
+        return torch.from_numpy(np.stack(values)) if arrays else default_collate(list(values))
+    return values if isinstance(values, torch.Tensor) else torch.tensor(values)
