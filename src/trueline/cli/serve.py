@@ -78,6 +78,7 @@ trueline serve --ts-config config.properties --allow-code
 @click.option("--state", metavar="FILE", help="Remembers what is served, and brings it back at start.")
 @click.option("--processes", type=click.IntRange(1, 64), default=1, help="Server processes that share the ports.")
 @click.option("--traces", metavar="URL", help="Send OpenTelemetry spans to this collector (OTLP over HTTP).")
+@click.option("--access-log", metavar="FILE", help="A line of JSON for each request; `-`: standard error.")
 @click.option("--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here go first.")
 @tracking_option
 @quiet_option

@@ -28,6 +28,7 @@ from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
 from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
+from trueline.serve.access import AccessLog, Logged
 from trueline.serve.child import revived
 from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.follow import Follower
@@ -144,6 +145,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         "management": (_guarded(management, keys, "management"), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
     }
+    log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
     ports = Ports(settings, loop)
@@ -151,7 +153,7 @@ async def run(settings: Settings, announce: Announce) -> None:
     try:
         for what, (app, number) in apps.items():
             if number is not None:
-                await ports.open(what, app, number)
+                await ports.open(what, app if log is None else Logged(app, what, log), number)
         await _open_grpc(ports, settings, routes, management, keys)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
@@ -173,6 +175,8 @@ async def run(settings: Settings, announce: Announce) -> None:
         await fleet.close()
         await workflows.close()
         await ports.close()
+        if log is not None:
+            log.close()
 
 
 async def _open_grpc(

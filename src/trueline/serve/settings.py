@@ -79,6 +79,8 @@ class Settings:
     """The state file alone says what is served: `source` and `load` were followed before."""
     traces: str | None = None
     """URL of an OpenTelemetry collector that takes OTLP over HTTP."""
+    access_log: str | None = None
+    """File that gets a line of JSON for each request over HTTP; `-`: standard error."""
     tracking_uri: str | None = None
     drain_s: float = 30.0
     """How long requests under way may take after SIGTERM."""
@@ -132,6 +134,7 @@ class Options(TypedDict, total=False):
     state: str | None
     processes: int
     traces: str | None
+    access_log: str | None
     tracking_uri: str | None
     drain_s: float
     allow_code: bool
