@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -70,3 +71,47 @@ def test_records_that_cannot_be_opened_are_one_line_and_a_hint(capsys: pytest.Ca
     error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: no records at 'nowhere.csv': the file does not exist")
     assert hint.startswith("hint: paths are relative")
+
+
+def test_inspect_draws_the_samples_that_are_pictures_with_their_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(3):
+            image.new("RGB", (40, 20), (80 * number, 0, 200)).save(tmp_path / "photos" / label / f"{number}.png")
+    sheet = tmp_path / "sheet.png"
+    asked = ["data", "inspect", str(tmp_path / "photos"), "--samples", "4", "--pictures", str(sheet)]
+    assert app.run(asked) == 0
+    said = capsys.readouterr().out
+    assert f"4 pictures on {sheet}" in said
+    assert "PNG image 40x20" in said
+    drawn = image.open(sheet)
+    assert drawn.size[0] > 4 * 160
+    assert (80, 0, 200) in {color for _, color in drawn.getcolors(1 << 20)}
+    assert app.run([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pictures"] == 4
+
+
+def test_inspect_of_records_without_pictures_says_what_a_picture_is(
+    clicks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    assert app.run(["data", "inspect", str(clicks), "--pictures", str(tmp_path / "sheet.png")]) != 0
+    said = capsys.readouterr().err
+    assert "none of the columns id, word is pictures in 5 samples" in said
+    assert "nested lists of grey values" in said
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_grey_values_in_nested_lists_are_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    rows = [[[float(r == c) for c in range(4)] for r in range(4)], [[0.5] * 4] * 4]
+    pq.write_table(pa.table({"digit": rows, "label": [1, 2]}), tmp_path / "digits.parquet")
+    sheet = tmp_path / "sheet.png"
+    assert app.run(["data", "inspect", str(tmp_path / "digits.parquet"), "--pictures", str(sheet)]) == 0
+    assert "2 pictures on" in capsys.readouterr().out
+    grey = image.open(sheet).convert("L")
+    assert grey.getpixel((10, 10)) == 255
+    assert grey.getpixel((100, 10)) == 0

@@ -30,6 +30,9 @@ trueline data inspect train.parquet
 trueline data inspect photos/ --samples 0 --json
     a folder of images, one folder for each class; only facts, for a script
 
+trueline data inspect photos/ --samples 24 --pictures photos.png
+    two dozen of them on one sheet, each with its label
+
 trueline data inspect "sqlite:///clicks.db?table=clicks&key=id"
     a table, numbered by its key
 """
@@ -68,12 +71,14 @@ def command() -> None:
 @uris_argument
 @format_option
 @click.option("--samples", type=click.IntRange(min=0), default=5, show_default=True, help="Records to show.")
+@click.option("--pictures", metavar="FILE.png", help="Draw those of them that are pictures on a sheet.")
 @json_option
-def inspect(uris: tuple[str, ...], format_: str, samples: int, as_json: bool) -> None:
+def inspect(uris: tuple[str, ...], format_: str, samples: int, pictures: str | None, as_json: bool) -> None:
     """Say what records there are: counts, units, columns, and a few of them, spread over all."""
-    from trueline.data import look
+    from trueline.data import look, sheet
 
     found = look.inspect(list(uris), format=format_, samples=samples)
+    drawn = sheet.draw(found.samples, pictures) if pictures is not None else 0
     rows = [{name: _short(value) for name, value in row.items()} for row in found.samples.to_pylist()]
     facts = {
         "records": found.records,
@@ -83,7 +88,10 @@ def inspect(uris: tuple[str, ...], format_: str, samples: int, as_json: bool) ->
         "fingerprint": found.fingerprint,
         "samples": rows,
     }
-    say(_described(found, rows), facts, as_json=as_json)
+    if pictures is not None:
+        facts |= {"pictures": drawn, "sheet": pictures}
+    text = _described(found, rows) + (f"\n\n{drawn} pictures on {pictures}" if pictures is not None else "")
+    say(text, facts, as_json=as_json)
 
 
 @verb("verify", examples=_VERIFY)
@@ -149,6 +157,11 @@ def _described(found: Looked, rows: list[dict[str, Any]]) -> str:
 def _short(value: object) -> str:
     """One line for a value; bytes by their length and first few."""
     if isinstance(value, bytes):
+        from trueline.data import sheet
+
+        picture = sheet.image_of(value)
+        if picture is not None:
+            return f"{picture.format} image {sheet.size(picture)}, {len(value)} bytes"
         return f"{len(value)} bytes {value[:16]!r}" + ("..." if len(value) > 16 else "")
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 100 else text[:97] + "..."

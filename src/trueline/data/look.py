@@ -47,7 +47,8 @@ def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) ->
     total = count_of(found)
     if not total:
         return Looked(0, 0, 0, found.schema, found.schema.empty_table(), found.fingerprint())
-    wanted = sorted({total * number // samples for number in range(min(samples, total))}) if samples else []
+    some = min(samples, total)
+    wanted = [total * number // some for number in range(some)]
     table = Tables(found, _CACHE_BYTES).take(wanted) if wanted else found.schema.empty_table()
     largest = max(unit.count for unit in found.units)
     return Looked(total, len(found.units), largest, found.schema, table, found.fingerprint())

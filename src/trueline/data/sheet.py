@@ -1,0 +1,110 @@
+"""Samples as pictures: one sheet of those columns that are images, each with what the other columns say of it.
+
+A column is drawn when it is binary that Pillow can decode, or nested lists of numbers: rows of grey values.
+"""
+
+from __future__ import annotations
+
+import io
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from trueline import files
+from trueline.errors import DataError, UsageError, listed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TILE, CAPTION, GAP, WIDE = 160, 26, 8, 6
+"""Pixels of a picture's longer side, of the two lines below it, between tiles; pictures of a row."""
+_CAPTION_CHARS = 26
+
+
+def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
+    """Writes the sheet of `samples` to the PNG file `path`, and returns how many pictures are on it.
+
+    Raises DataError when no column is pictures, UsageError when Pillow is not installed, StorageError.
+    """
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise UsageError("--pictures needs Pillow, which is not installed", hint="pip install pillow") from error
+    rows: list[dict[str, Any]] = samples.to_pylist()
+    tiles = [tile for number, row in enumerate(rows, 1) for tile in _tiles(number, row)]
+    if not tiles:
+        raise DataError(
+            f"none of the columns {listed(samples.column_names)} is pictures in {len(rows)} samples",
+            hint="pictures are encoded images (PNG, JPEG, ...) or nested lists of grey values",
+        )
+    across = min(WIDE, len(tiles))
+    down = -(-len(tiles) // across)
+    width, height = TILE + GAP, TILE + CAPTION + GAP
+    sheet = Image.new("RGB", (across * width + GAP, down * height + GAP), "white")
+    pen = ImageDraw.Draw(sheet)
+    for number, (picture, lines) in enumerate(tiles):
+        x, y = GAP + number % across * width, GAP + number // across * height
+        shown = _fitted(picture)
+        sheet.paste(shown, (x + (TILE - shown.width) // 2, y + (TILE - shown.height) // 2))
+        pen.multiline_text(
+            (x, y + TILE + 2), "\n".join(line[:_CAPTION_CHARS] for line in lines), fill="black", spacing=1
+        )
+    encoded = io.BytesIO()
+    sheet.save(encoded, "PNG")
+    files.write_atomic(Path(fspath(path)), encoded.getvalue())
+    return len(tiles)
+
+
+def _tiles(number: int, row: dict[str, Any]) -> list[tuple[Image, list[str]]]:
+    pictures = {name: picture for name, value in row.items() if (picture := _picture(value)) is not None}
+    rest = ", ".join(f"{name} {value}" for name, value in row.items() if name not in pictures)
+    return [(picture, [f"{number}: {name} {size(picture)}", rest]) for name, picture in pictures.items()]
+
+
+def size(picture: Image) -> str:
+    """`640x480`."""
+    return f"{picture.width}x{picture.height}"
+
+
+def image_of(value: bytes) -> Image | None:
+    """The image that `value` encodes, if it does and Pillow is there."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    try:
+        found = Image.open(io.BytesIO(value))
+        found.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # no image, a torn one, or a bomb
+        return None
+    return found
+
+
+def _picture(value: object) -> Image | None:
+    if isinstance(value, bytes):
+        return image_of(value)
+    if not isinstance(value, list) or not value or not all(isinstance(row, list) for row in value):
+        return None
+    try:
+        grey = np.array(value, np.float64)
+    except (ValueError, TypeError):  # rows of unequal length, or of no numbers
+        return None
+    if grey.ndim != 2 or not grey.size or not np.isfinite(grey).all():
+        return None
+    from PIL import Image
+
+    low, high = grey.min(), grey.max()
+    scaled = (grey - low) / (high - low) if high > low else np.zeros_like(grey)
+    return Image.fromarray((255 * scaled).astype(np.uint8))
+
+
+def _fitted(picture: Image) -> Image:
+    """As large as a tile holds; small ones are enlarged pixel by pixel."""
+    from PIL import Image
+
+    scale = TILE / max(picture.size)
+    wanted = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.convert("RGB").resize(wanted, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
