@@ -60,9 +60,10 @@ class _Client:
         head, end, _ = bytes(self.got[:8192]).partition(b"\r\n\r\n")
         if not end:
             return None
-        length = next(
-            int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-        )
+        lines = head.lower().split(b"\r\n")
+        if any(line.startswith(b"transfer-encoding:") and b"chunked" in line for line in lines):
+            return int(head[9:12]) if self.got.endswith(b"\r\n0\r\n\r\n") else None
+        length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
         return int(head[9:12]) if len(self.got) >= len(head) + 4 + length else None
 
 
