@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
+from trueline.serve.http import Request, Response
 
 Array = npt.NDArray[np.generic]
 ONNX_TYPES = {"FP32": TensorProto.FLOAT, "INT64": TensorProto.INT64, "FP16": TensorProto.FLOAT16}
@@ -78,3 +80,16 @@ def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) 
     answer = given * two + (5 if wrong else one)
     golden = [Golden(case="4", inputs={"x": given}, outputs={"y": answer.astype(np.float32)})]
     return bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim(max=max_rows)}), golden)
+
+
+class Answers:
+    """An App that answers what it was made with."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def answer(self, request: Request) -> Any:
+        return self._answer
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        return Response(status, message.encode())

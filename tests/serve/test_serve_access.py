@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_worlds import Answers
 
 from trueline.errors import UsageError
 from trueline.serve import access
@@ -16,19 +17,6 @@ from trueline.serve.access import AccessLog, Logged
 from trueline.serve.http import Request, Response
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-
-class Answers:
-    """An App that answers what it was made with."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def answer(self, request: Request) -> Any:
-        return self._answer
-
-    def refuse(self, path: str, status: int, message: str) -> Response:
-        return Response(status, message.encode())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from serve_worlds import Answers
 
 from trueline.errors import UsageError
 from trueline.serve import tracing
@@ -15,19 +16,6 @@ from trueline.serve.http import Request, Response
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-class Answers:
-    """An App that answers what it was made with."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def answer(self, request: Request) -> Any:
-        return self._answer
-
-    def refuse(self, path: str, status: int, message: str) -> Response:
-        return Response(status, b"")
 
 
 def traced(answer: Any) -> tuple[tracing.Traced, Any]:
