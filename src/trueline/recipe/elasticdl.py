@@ -7,7 +7,7 @@ ElasticDL's zoo is taken as it stands by a recipe of two lines:
     from mnist import *
     training_data = "records/*.recordio"
 
-Source: ElasticDL, docs/designs/elasticdl_pytorch.md and `elasticdl/python/data/reader`.
+Source: ElasticDL's design document "ElasticDL Work Together with PyTorch", whose `dataset_fn` this is.
 """
 
 from __future__ import annotations

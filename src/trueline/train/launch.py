@@ -291,7 +291,7 @@ def main() -> None:
 
 
 def _bury(before: folder.Launch | None) -> None:
-    """Ends what a launcher that was killed has left: a stopped process sees the lifeline's end only when it wakes."""
+    """Ends what a launcher that was killed has left: a process that was stopped before it watched the lifeline."""
     if before is None or before.ended or not before.scratch:
         return
     for entry in Path("/proc").iterdir():
