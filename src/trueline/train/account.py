@@ -26,8 +26,7 @@ REMEMBERED = 4096
 """Steps whose digests are kept for comparison with later reports of the same step."""
 RATE_S = 10.0
 _COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
-_SPLIT = ("data_ms", "compute_ms", "wait_ms", "commit_ms")
-_TIMES = (*_SPLIT, "redone")
+_TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
 _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
@@ -165,13 +164,14 @@ class Account:
         if applied.rates:
             self.rates = (applied.generation, tuple(applied.rates))
         found.rows.append(("COMMIT", body))
-        rates, shares = json.dumps([round(rate, 1) for rate in applied.rates]), json.dumps(list(applied.shares))
+        rates = "[" + ", ".join([f"{rate:.1f}" for rate in applied.rates]) + "]"
         times = {name: getattr(applied, name) for name in _TIMES}
         self.reading_s += applied.data_ms / 1e3
-        self.steps_s += sum(times[name] for name in _SPLIT) / 1e3
-        found.told.append(
-            ("step.applied", {"total": self.total_steps, **body, "rates": rates, "shares": shares, **times})
-        )
+        self.steps_s += (applied.data_ms + applied.compute_ms + applied.wait_ms + applied.commit_ms) / 1e3
+        told: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
+        if applied.shares:  # they are others than before
+            told["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
+        found.told.append(("step.applied", told))
 
     def _remember(self, step: int, digest: int) -> None:
         self.digests[step] = digest

@@ -160,7 +160,8 @@ class Board:
         for name, value in zip(PHASES, phases, strict=True):
             self.phase_ms[name] += value
         self.redone += int(_number(fields, "redone"))
-        self.shares = [int(share) for share in _listed(fields.get("shares"))]
+        if "shares" in fields:
+            self.shares = [int(share) for share in _listed(fields["shares"])]
         self._closed_gap(fields, when, seconds)
         if not self.ended:
             self.phase = "training"

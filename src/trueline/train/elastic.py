@@ -110,7 +110,7 @@ class Elastic:
         self._batch: StepBatch | None = None
         self._failed = False
         self._part = Part()
-        self._report = Report(link, self._fellows, self._pace)
+        self._report = Report(link, self._fellows, self._pace, self._plan)
         self._wishes = 0
         self._measured_at = -1
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trueline.engine.contract import make_ref, parse_ref
 from trueline.errors import StorageError
 from trueline.train.roster import Member, State
@@ -48,7 +50,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
                 "INSERT INTO log (kind, body) VALUES (?, ?)",
-                [(kind, json.dumps(body)) for kind, body in rows],
+                [(kind, _text(body) if kind == "COMMIT" else json.dumps(body)) for kind, body in rows],
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -60,6 +62,11 @@ class Journal:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _text(body: dict[str, Any]) -> str:
+    """As json.dumps in a fraction of its time, for the rows that come with every step: their numbers are finite."""
+    return msgspec.json.encode(body).decode()
 
 
 def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:

@@ -59,7 +59,7 @@ class LocalJob:
         self.master: subprocess.Popen[bytes] | None = None
         self.restarts = 0
         self._port = 0
-        self._said: queue.Queue[pb.Event] = queue.Queue()
+        self._said: queue.Queue[pb.Events] = queue.Queue()
         self._closing = False
         self._page = ""
 
@@ -196,7 +196,8 @@ class LocalJob:
                 looked_at = time.monotonic()
                 self._keep_alive()
             with contextlib.suppress(queue.Empty):
-                summary = self._hear(self._said.get(timeout=POLL_S))
+                for event in self._said.get(timeout=POLL_S).events:
+                    summary = self._hear(event) or summary
         if self.settings.script:
             ending.let_scripts_end(self.job_dir, self.socket)
         return summary
@@ -227,8 +228,7 @@ class LocalJob:
             seen = 0
             with contextlib.suppress(grpc.RpcError, errors.TrainError), self._stub() as master:
                 for bundle in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
-                    for event in bundle.events:
-                        self._said.put(event)
+                    self._said.put(bundle)
             time.sleep(0.05)  # the master is away; it is being started again
 
     def _keep_alive(self) -> None:

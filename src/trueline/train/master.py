@@ -256,8 +256,7 @@ class Master:
         self.log(*report.rows)
         if report.fault:
             self.fail("records_miscounted", report.fault, "please report this with the job's folder")
-        for name, fields in report.told:
-            self.say(name, **fields)
+        self.teller.say_all(report.told)
         return self.account.logged
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -10,6 +10,7 @@ from trueline.train.fellowship import Fellowship
 from trueline.train.ledger import Sums
 from trueline.train.link import Link
 from trueline.train.pace import Pace
+from trueline.train.plan import JobPlan
 from trueline.wire import train_pb2 as pb
 
 
@@ -18,14 +19,16 @@ class Report:
     link: Link
     fellows: Fellowship
     pace: Pace
+    plan: JobPlan
     redone: int = 0
     """How often the step at hand was computed again for an overflow."""
     _last_ns: int = 0
     _regrouped: bool = False
+    _dealt: tuple[float, ...] = ()
 
     def regrouped(self) -> None:
         """The next step is the first one of a generation: it comes with the time since the one before."""
-        self._regrouped = True
+        self._regrouped, self._dealt = True, ()
 
     def applied(self, step: int, sums: Sums, certificate: dict[str, Any] | None) -> None:
         """Step `step` was applied; `certificate`: of the epoch that it ends."""
@@ -44,6 +47,7 @@ class Report:
             gap_ms=gap_ms,
             at_ns=now,
             rates=fellows.rates,
+            shares=self._new_shares(step),
             data_ms=spent["data"],
             compute_ms=spent["compute"],
             wait_ms=spent["wait"],
@@ -53,3 +57,11 @@ class Report:
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)
         self.link.progress(fellows.generation, step + 1, said, signed)
+
+    def _new_shares(self, step: int) -> list[int]:
+        """By rank: how many records of such a step each has from now on; empty when that is as it was."""
+        dealt = self.fellows.dealt
+        if dealt == self._dealt:
+            return []
+        self._dealt = dealt
+        return self.fellows.by_rank(self.plan.share_counts(step, dealt))

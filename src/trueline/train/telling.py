@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from trueline import events
 from trueline.events import Field
@@ -24,6 +27,21 @@ KEPT = 20_000
 """Events that somebody who begins to follow can still get."""
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
+Said = tuple[str, dict[str, Field]]
+"""An event's name and fields."""
+_FREQUENT = {"step.applied"}
+"""Not in the process's own log, line by line: they stand in JOB/events.jsonl and in the journal."""
+
+
+def encoded(fields: dict[str, Field]) -> bytes:
+    """`fields` as JSON; numbers that are not finite as json writes them, which msgspec would make null.
+
+    >>> encoded({"step": 3, "loss": 0.5}), encoded({"loss": math.nan})
+    (b'{"step":3,"loss":0.5}', b'{"loss": NaN}')
+    """
+    if all(map(math.isfinite, (value for value in fields.values() if type(value) is float))):
+        return msgspec.json.encode(fields)
+    return json.dumps(fields).encode()
 
 
 def _opened(path: Path) -> int:
@@ -45,26 +63,44 @@ class Teller:
         self._news = asyncio.Event()
 
     def say(self, name: str, fields: dict[str, Field]) -> None:
-        at = time.time()
-        self.seq += 1
-        events.emit(name, **fields)
-        self.said.append(pb.Event(seq=self.seq, name=name, fields=json.dumps(fields), at=at))
-        self._write({"at": round(at, 3), "seq": self.seq, "name": name, "fields": fields})
+        """Tells of one event."""
+        self.say_all([(name, fields)])
+
+    def say_all(self, told: Sequence[Said]) -> None:
+        """Tells of events that became known together; a report brings some ten steps, and each costs the training."""
+        if not told:
+            return
+        at, lines = time.time(), list[bytes]()
+        for name, fields in told:
+            self.seq += 1
+            text = encoded(fields)
+            if name not in _FREQUENT:
+                events.emit(name, **fields)
+            self.said.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
+            lines.append(b'{"at":%.3f,"seq":%d,"name":"%s","fields":%s}\n' % (at, self.seq, name.encode(), text))
+        self._write(b"".join(lines))
         news, self._news = self._news, asyncio.Event()
         news.set()
-        if self.hook is not None:
-            try:
-                self.hook(name, fields, at)
-            except Exception as error:  # noqa: BLE001  a page that fails must not end the training that it shows
-                self.hook = None
-                events.emit("page.failed", why=repr(error))
+        for name, fields in told:
+            self._show(name, fields, at)
 
-    def _write(self, event: dict[str, object]) -> None:
+    def _show(self, name: str, fields: dict[str, Field], at: float) -> None:
+        if self.hook is None:
+            return
+        try:
+            self.hook(name, fields, at)
+        except Exception as error:  # noqa: BLE001  a page that fails must not end the training that it shows
+            self.hook = None
+            events.emit("page.failed", why=repr(error))
+
+    def _write(self, lines: bytes) -> None:
         try:
             if self._file < 0:
                 self._file = _opened(self.path)
-            os.write(self._file, json.dumps(event).encode() + b"\n")
-        except OSError:  # a part of the line may be there: the file is opened again, and the next one begins anew
+            whole = os.write(self._file, lines) == len(lines)
+        except OSError:
+            whole = False
+        if not whole:  # a part of the lines may be there: the file is opened again, and the next one begins anew
             self.close()
 
     def close(self) -> None:

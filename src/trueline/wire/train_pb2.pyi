@@ -263,7 +263,7 @@ class Applied(_message.Message):
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """by rank: records of this step"""
+        """by rank: records of a step from now on; empty: as before"""
 
     def __init__(
         self,
