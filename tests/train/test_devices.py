@@ -8,8 +8,11 @@ from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices
+from trueline.train.advance import Advance
 from trueline.train.elastic import Elastic
 from trueline.train.group import GlooGroup
+from trueline.train.options import Options
+from trueline.train.replica import Replica
 from trueline.train.settings import JobSettings, device_kind
 from trueline.train.wanted import applied
 
@@ -92,34 +95,61 @@ def test_a_reader_places_what_it_reads_also_record_by_record(draws):
     assert (found.inputs.device, found.inputs.shape) == (META, (2, 3))
 
 
-def test_a_sum_made_in_host_memory_is_promised_where_it_belongs():
-    class Work:
-        def __init__(self):
-            self.future = torch.futures.Future()
+class Bucket:
+    """Memory of a device that is not here: it remembers what it was given."""
 
-        def get_future(self):
-            return self.future
+    is_cpu = False
 
-    group, work, host, bucket = GlooGroup(), Work(), torch.zeros(3), torch.zeros(3)
-    group.open = True
-    promised = group.promise(work, host, to=bucket)
-    host += 7  # the operation leaves its result there
-    work.future.set_result([host])
-    assert promised.wait() is bucket
-    assert bucket.tolist() == [7.0] * 3
+    def __init__(self) -> None:
+        self.held: list[float] = []
+
+    def copy_(self, host: torch.Tensor) -> None:
+        self.held = host.tolist()
 
 
-def test_a_sum_that_comes_after_the_cut_does_not_touch_the_bucket():
-    future = torch.futures.Future()
-    work = type("Work", (), {"get_future": lambda self: future})()
-    group, host, bucket = GlooGroup(), torch.ones(3), torch.zeros(3)
-    group.open = True
-    promised = group.promise(work, host, to=bucket)
-    group.cut()
-    future.set_result([host])
-    with pytest.raises(RuntimeError, match="cut"):
-        promised.wait()
-    assert bucket.tolist() == [0.0] * 3
+def replica_with(*operations):
+    """A replica whose buckets' sums are the `operations`; with the buckets and what DDP was promised."""
+    model = torch.nn.Linear(2, 1)
+    replica = Replica(
+        model,
+        Advance(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options()),
+        GlooGroup(),
+        10,
+        Options(),
+        sharded=False,
+    )
+    buckets = [Bucket() for _ in operations]
+    promises = [torch.futures.Future() for _ in operations]
+    hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
+    replica._sent = list(zip(operations, hosts, buckets, promises, strict=True))
+    return replica, buckets, promises
+
+
+class Summed:
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_sums_made_in_host_memory_are_brought_to_where_they_belong():
+    replica, buckets, promises = replica_with(Summed(), Summed())
+    replica._receive()
+    assert [bucket.held for bucket in buckets] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [promise.value() for promise in promises] == buckets
+
+
+def test_a_sum_that_failed_does_not_touch_its_bucket_and_ends_the_backward():
+    replica, buckets, promises = replica_with(Summed(), Summed("Connection closed by peer"))
+    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
+        replica._receive()
+    assert buckets[1].held == []
+    assert not promises[1].done()
 
 
 def loop_that_raises(error: Exception) -> None:

@@ -100,10 +100,9 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on
     large = dist.all_reduce(torch.ones(16 << 20), async_op=True)
     time.sleep(0.3)  # until the sockets' buffers are full, which nothing tells
-    promised = group.promise(large, torch.ones(1))
     assert group.cut() >= 1
     with pytest.raises(RuntimeError, match="gloo: the group was cut"):
-        promised.wait()  # gloo itself waits for its timeout
+        group.wait(large)  # gloo itself waits for its timeout
     began = time.monotonic()
     group.close()
     assert time.monotonic() - began < RUN_TIMEOUT_S / 2
@@ -112,6 +111,39 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     assert store.get("still") == b"there"
     peer.kill()
     peer.communicate()
+
+
+class Operation:
+    """An operation that is over after so many looks at it; `error` is what it ends with."""
+
+    def __init__(self, looks: int, error: str = "") -> None:
+        self.looks, self.error = looks, error
+
+    def is_completed(self) -> bool:
+        return self.looks <= 0
+
+    def wait(self, timeout: object) -> None:
+        self.looks -= 1
+        if self.looks > 0:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_wait_goes_on_until_the_operation_is_over_and_tells_how_it_ended():
+    group = GlooGroup()
+    group.wait(Operation(3))
+    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
+        group.wait(Operation(3, "Connection closed by peer"))
+
+
+def test_what_an_operation_did_before_a_cut_counts_and_what_it_might_do_after_it_is_not_waited_for():
+    group = GlooGroup()
+    group.open = True
+    group.cut()
+    group.wait(Operation(1))
+    with pytest.raises(RuntimeError, match="gloo: the group was cut"):
+        group.wait(Operation(2))
 
 
 def test_a_group_whose_cut_came_before_it_was_formed_is_not_formed():

@@ -11,14 +11,14 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
   for it leaves it to itself after a cut;
 * shutting the sockets does not reach everything: gloo tells nobody about a message that was partly written or read
   when its socket closed (Pair::signalException forgets unbound buffers), so an operation of more than a socket's buffer
-  waits for its timeout. Therefore nothing here waits for gloo itself, but for a promise that the cut breaks;
+  waits for its timeout. Therefore nothing here waits for gloo for longer than a slice, and then looks for a cut;
 * a group with such an operation must not be destroyed either: its destructor joins the thread that waits. It is kept
   aside until its operations are over, and then dropped by a thread of its own (the join takes 10 ms at best);
 * descriptors are reused: a socket is known by its inode, not by its number;
 * torch names groups by a process-wide count that a failed init does not take back: it is reset, or members that
   failed differently often look for each other under different names for ever.
 
-Only host memory is exchanged; what lies on a device is copied there and back (`promise`). Linux only (/proc/self/fd).
+Only host memory is exchanged; what lies on a device is copied there and back by its owner. Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed import distributed_c10d
 
-Future = torch.futures.Future[Any]
-_NOTHING = torch.empty(0)
+_SLICE = timedelta(milliseconds=20)
+"""How long a wait goes on before it looks for a cut that gloo has not noticed; a look costs 0.2 ms of CPU. A callback
+that a cut could break at once would cost each step 0.1 ms: it takes turns with the training for the interpreter."""
 FORM_TIMEOUT_S = 2.0
 """For forming a group, at first: each try that fails doubles it, up to START_TIMEOUT_S, until a group has formed."""
 RUN_TIMEOUT_S = 600.0
@@ -90,57 +91,35 @@ class GlooGroup:
         self._lock = threading.Lock()
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         """Of the group that is being formed: the group, or why there will be none."""
-        self._promises: set[Future] = set()
-        self._works: list[Future] = []
+        self._works: list[Any] = []
+        """Operations that may be under way."""
 
-    def promise(
-        self, work: Any, gives: torch.Tensor, *, to: torch.Tensor | None = None
-    ) -> torch.futures.Future[torch.Tensor]:
-        """A future of `gives`, in which `work` (an asynchronous operation of this group) leaves what it computes.
-
-        A cut breaks it at once. With `to`, a tensor that may be on a device, the result is copied there and is that.
-        """
-        theirs, target = work.get_future(), gives if to is None else to
-        devices: list[int | str | torch.device] = [] if target.device.type == "cpu" else [target.device]
-        mine: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        with self._lock:
-            self._works = [*(other for other in self._works if not other.done()), theirs]
-            self._promises.add(mine)
-            lost = self._broken
-        theirs.add_done_callback(lambda done: self._settle(mine, done, gives, target))
-        if lost:
-            self._break_promises()
-        return mine
-
-    def summed(self, value: torch.Tensor, *, to: torch.Tensor | None = None) -> torch.futures.Future[torch.Tensor]:
-        """Begins the sum of `value`, which lies in host memory, over the members; a promise of it (see `promise`)."""
+    def summed(self, value: torch.Tensor) -> Any:
+        """Begins the sum of `value`, which lies in host memory, over the members; what it returns is for `wait`."""
         assert dist.group.WORLD is not None
-        return self.promise(dist.group.WORLD.allreduce([value]), value, to=to)
+        return self._begun(dist.group.WORLD.allreduce([value]))
+
+    def _begun(self, work: Any) -> Any:
+        self._works = [*(other for other in self._works if not other.is_completed()), work]
+        return work
 
     def wait(self, work: Any) -> None:
-        """Returns when `work` is done. Raises RuntimeError when it failed, or when the group was cut."""
-        self.promise(work, _NOTHING).wait()
+        """Returns when `work`, an asynchronous operation of this group, is done.
 
-    def _settle(self, mine: Future, theirs: Future, gives: torch.Tensor, target: torch.Tensor) -> None:
-        with self._lock:
-            if mine not in self._promises:
-                return  # the group was cut: what comes late is not believed
-            self._promises.discard(mine)
-            cut = self._broken
-        try:
-            theirs.value()
-            if target.data_ptr() != gives.data_ptr():
-                target.copy_(gives)
-        except Exception as error:  # noqa: BLE001  whatever made the operation fail, its waiter is told
-            _fail(mine, f"the group was cut: {error}" if cut else str(error))
-        else:
-            mine.set_result(target)
-
-    def _break_promises(self) -> None:
-        with self._lock:
-            broken, self._promises = self._promises, set()
-        for mine in broken:
-            _fail(mine, "the group was cut")
+        Raises RuntimeError when it failed, or when the group was cut.
+        """
+        if work not in self._works:
+            self._begun(work)
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError as error:
+                if self._broken:
+                    raise RuntimeError(f"gloo: the group was cut: {error}") from error
+                if work.is_completed():
+                    raise RuntimeError(f"gloo: {error}") from error
+            else:
+                return
 
     def form(self, generation: int, *, rank: int, size: int, store: str) -> None:
         """Joins the group of `generation` as `rank` of `size`. Raises RuntimeError when it cannot be formed."""
@@ -185,7 +164,6 @@ class GlooGroup:
             self._broken = True
             shut = sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
             self._outcomes.put(RuntimeError("it was cut"))
-        self._break_promises()
         return shut
 
     def cut_until_left(self, below: int) -> None:
@@ -239,11 +217,7 @@ def _check_open(host: str, port: int) -> None:
         raise RuntimeError(f"gloo: the rendezvous store at {host}:{port} is gone: {error}") from error
 
 
-def _fail(promise: torch.futures.Future[torch.Tensor], why: str) -> None:
-    promise.set_exception(RuntimeError(f"gloo: {why}"))  # type: ignore[arg-type]  # its annotation is wrong
-
-
-def _bury(groups: list[Any], works: list[Future]) -> None:
+def _bury(groups: list[Any], works: list[Any]) -> None:
     """Drops a group once none of its operations is under way; its destructor waits for them, and for its threads."""
     for work in works:
         with contextlib.suppress(RuntimeError):  # failed, as was to be expected of a group that was left

@@ -107,6 +107,8 @@ class Replica:
         self._before: list[torch.Tensor] = []
         self._original = torch.compile(model.forward) if options.compile else model.forward
         self._inside = self._went = False
+        self._sent: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        """Buckets whose sums are under way: the operation, what it sums, where that belongs, what DDP was promised."""
         self._ddp: DistributedDataParallel | None = None
         self._replicated = _Replicated(model, self._original, tie=options.find_unused_parameters)
         model.forward = self._forward
@@ -162,6 +164,7 @@ class Replica:
         self._take_back()
         self.advance.zero_grad()
         self._went = False
+        self._sent = []
         if self._ordered is not None:
             self._ordered.drop()
         elif self._ddp is not None:
@@ -194,16 +197,20 @@ class Replica:
             return self._reduce_ordered(piece, words, shards, order)
         if piece is None:
             # a parameter that the others leave out stays without a gradient, whether or not somebody has no records
-            total = self._zeros(() if self.options.find_unused_parameters else self._parameters)
+            zeros = self._zeros(() if self.options.find_unused_parameters else self._parameters)
+            roots = [(zeros, torch.ones_like(zeros))]
         else:
             loss, weight, records = piece
             self._note(weight, records)
-            total = self.advance.scaled(loss) * weight
+            scaled = self.advance.scaled(loss)
+            roots = [(scaled, torch.full_like(scaled, weight))]
             if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
-                total = total + self._zeros(self._parameters)
+                zeros = self._zeros(self._parameters)
+                roots.append((zeros, torch.ones_like(zeros)))
         self._enter(words)
-        total = total + torch.dot(self._replicated.words, self._contribution).to(total.dtype)
-        total.backward()  # type: ignore[no-untyped-call]
+        roots.append((self._replicated.words, self._contribution))
+        roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         self._take_back()
         gradient = self._replicated.words.grad
         assert gradient is not None
@@ -223,9 +230,9 @@ class Replica:
             self.add(*piece)
         self.on_computed()
         row = torch.tensor(words, dtype=torch.float64)
-        promise = self._group.summed(row)
+        underway = self._group.summed(row)
         self.on_sent()
-        promise.wait()
+        self._group.wait(underway)
         summed = self._ordered.reduce(shards, order).float()
         self._summed = summed[:-1]
         found: list[float] = row.tolist()
@@ -248,18 +255,31 @@ class Replica:
         return total
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the plain sum of a bucket (not the mean), promised by the group.
+        """DDP's communication hook: the plain sum of a bucket (not the mean).
 
         A bucket on a device is summed in host memory; the copy waits for what computes the bucket, and for nothing
-        else. The last bucket is the end of the local part of a backward.
+        else. The last bucket is the end of the local part of a backward: there all of them are waited for, as DDP
+        would next. Raises RuntimeError when a peer fails.
         """
         gradients: torch.Tensor = bucket.buffer()
         host = gradients.cpu()
-        promise = self._group.summed(host, to=gradients)
+        devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]
+        promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._sent.append((self._group.summed(host), host, gradients, promise))
         if bucket.is_last():
             self.on_computed()
             self.on_sent()
+            self._receive()
         return promise
+
+    def _receive(self) -> None:
+        """Waits for the sums of all buckets."""
+        sent, self._sent = self._sent, []
+        for work, host, gradients, promise in sent:
+            self._group.wait(work)
+            if not gradients.is_cpu:
+                gradients.copy_(host)
+            promise.set_result(gradients)
 
     def _enter(self, words: list[float]) -> None:
         """Writes the words into this worker's contribution."""
@@ -271,7 +291,9 @@ class Replica:
 
     def _note(self, weight: float, records: Ints) -> None:
         """Enters a piece's records and what its forward did to the running statistics."""
-        if self._tallied:
+        if self._tallied and self._beside.is_cpu:
+            self._beside.numpy()[records] += 1.0  # a fraction of what torch's own indexing takes
+        elif self._tallied:
             self._beside[torch.from_numpy(records)] += 1.0
         at = self._tallied
         for value, before in zip(self._running, self._before, strict=False):
@@ -319,7 +341,7 @@ class Replica:
                 at += value.numel()
             for counter in self._counters:
                 counter += 1
-        tally = self._summed[: self._tallied].round().to(torch.int32).cpu().numpy() if self._tallied else None
+        tally = np.rint(self._summed[: self._tallied].cpu().numpy()).astype(np.int32) if self._tallied else None
         self.ledger.apply(sums, tally, left_out)
         return True
 
