@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _ROUNDS = 8
 _MIN_BITS = 6
 """A narrower network stirs too little to reach all orders evenly; a tiny source walks a few more turns."""
+_TABLED_BITS = 24
+"""Up to so many records (as a power of two) the rounds' functions are looked up in tables."""
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -143,11 +146,11 @@ def _check_sizes(num_records: int, global_batch: int) -> None:
         raise DataError(f"global_batch is {global_batch}, expected at least 1")
 
 
-def _round_keys(seed: int, epoch: int, num_records: int) -> list[int]:
+def _round_keys(seed: int, epoch: int, num_records: int) -> tuple[int, ...]:
     state = 0
     for part in (seed, epoch, num_records):
         state = _splitmix(state ^ (part & _MASK))
-    return [_splitmix(state + index) for index in range(_ROUNDS)]
+    return tuple(_splitmix(state + index) for index in range(_ROUNDS))
 
 
 def _splitmix(value: int) -> int:
@@ -164,18 +167,40 @@ def _splitmix_many(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
-def _feistel(values: UInt64s, keys: Sequence[int], bits: int) -> UInt64s:
+def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
     """A keyed bijection of [0, 2**bits): the halves take turns in being stirred by the other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << bits // 2) - 1)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-    high, low = values >> low_bits, values & low_mask
+    low_bits = bits // 2
+    high, low = values >> np.uint64(low_bits), values & np.uint64((1 << low_bits) - 1)
+    if bits <= _TABLED_BITS:
+        high, low = high.view(np.int64), low.view(np.int64)
+        for index, table in enumerate(_tables(keys, bits)):
+            if index % 2:
+                low = low ^ table.take(high)
+            else:
+                high = high ^ table.take(low)
+        return ((high << low_bits) | low).view(np.uint64)
     for index, key in enumerate(keys):
         if index % 2:
-            low = low ^ (_splitmix_many(high ^ np.uint64(key)) & low_mask)
+            low = low ^ _stirred(high, key, low_bits)
         else:
-            high = high ^ (_splitmix_many(low ^ np.uint64(key)) & high_mask)
-    return (high << low_bits) | low
+            high = high ^ _stirred(low, key, bits - low_bits)
+    return (high << np.uint64(low_bits)) | low
+
+
+def _stirred(half: UInt64s, key: int, bits: int) -> UInt64s:
+    """The round function: `bits` bits for the other half."""
+    return _splitmix_many(half ^ np.uint64(key)) & np.uint64((1 << bits) - 1)
+
+
+@lru_cache(maxsize=8)
+def _tables(keys: tuple[int, ...], bits: int) -> list[Int64s]:
+    """What each round's function gives for every half there is: at most 256 KB, and a fifth of the work."""
+    widths = (bits // 2, bits - bits // 2)
+    found = []
+    for index, key in enumerate(keys):
+        halves = np.arange(1 << widths[index % 2], dtype=np.uint64)
+        found.append(_stirred(halves, key, widths[(index + 1) % 2]).astype(np.int64))
+    return found
 
 
 def key_of(*parts: int) -> int:
