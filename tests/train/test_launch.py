@@ -16,8 +16,10 @@ def left(tmp_path):
     """A process of an earlier launch that is stopped, and the folder that it names."""
     scratch = tmp_path / "trueline-before"
     scratch.mkdir()
-    code = "import sys; sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", code, str(scratch / "agent")], stdin=subprocess.PIPE)
+    code = "import sys; print('here', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(scratch / "agent")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"  # before its exec is over it has no command line to be known by
     process.send_signal(signal.SIGSTOP)
     yield process, scratch
     process.kill()
