@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,7 +40,7 @@ DEPTH ?= full
 test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j2 -O suite-line suite-train suite-rooms
+	$(MAKE) --no-print-directory -k -j2 -O suite-rooms suite-line suite-train
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
@@ -56,6 +56,9 @@ suite-rooms: $(STAMP)
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -m jobs
+
+test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the same
+	$(BIN)/python -m pytest -m long
 
 S3 := bench/.venvs/s3
 

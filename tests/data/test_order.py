@@ -68,9 +68,9 @@ def test_a_billion_records_are_addressed_without_a_list_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_records", [5, 7, 16, 33])
+@pytest.mark.parametrize("num_records", [5, 16])
 def test_every_record_comes_to_every_position_equally_often(num_records: int) -> None:
-    seeds, cells = 2000, num_records * num_records
+    seeds, cells = 600, num_records * num_records
     counts = np.zeros((num_records, num_records))
     for seed in range(seeds):
         counts[np.arange(num_records), whole(num_records, seed=seed)] += 1

@@ -207,6 +207,7 @@ def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(
     assert {entry.name for entry in tmp_path.iterdir()} == {"mlflow.db", "mlruns"}
 
 
+@pytest.mark.long
 def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path: Path) -> None:
     small_bundle(tmp_path / "b.bundle")
     code = f"from trueline.registry import register; print(register({str(tmp_path / 'b.bundle')!r}).version)"

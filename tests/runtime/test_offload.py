@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,13 @@ class Several(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Session]:
-    return made(Middle(), torch.randn(5, 8), tmp_path_factory.mktemp("offload"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload")
+
+
+@pytest.fixture(scope="module")
+def mlp(folder: Path) -> tuple[Session, Session]:
+    return made(Middle(), torch.randn(5, 8), folder)
 
 
 def made(module: nn.Module, example: Tensor, folder: Path) -> tuple[Session, Session]:
@@ -69,6 +75,7 @@ def made(module: nn.Module, example: Tensor, folder: Path) -> tuple[Session, Ses
     return open_session("offload", path, exported.signature), eager
 
 
+@pytest.mark.long
 def test_the_operator_that_is_refused_stays_in_torch_and_its_neighbours_do_not(tmp_path: Path) -> None:
     session, eager = made(Several(), torch.randn(3, 6), tmp_path)
     plan = offload.read(tmp_path / offload.FILE)
@@ -119,8 +126,11 @@ def test_a_setting_that_the_parts_cannot_keep_is_refused(mlp: tuple[Session, Ses
         open_session("offload", path, mlp[0].signature, precision="bf16")
 
 
-def test_a_plan_that_does_not_fit_its_program_or_leaves_its_folder_is_refused(tmp_path: Path) -> None:
-    session, _ = made(Middle(), torch.randn(5, 8), tmp_path)
+def test_a_plan_that_does_not_fit_its_program_or_leaves_its_folder_is_refused(
+    mlp: tuple[Session, Session], folder: Path, tmp_path: Path
+) -> None:
+    session, _ = mlp
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / offload.FILE
     plan = json.loads(path.read_text())
 
@@ -143,6 +153,7 @@ def test_a_plan_that_does_not_fit_its_program_or_leaves_its_folder_is_refused(tm
     reopened()
 
 
+@pytest.mark.long
 def test_an_id_that_a_part_refuses_is_the_requests_fault(tmp_path: Path) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:

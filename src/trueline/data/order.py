@@ -29,7 +29,7 @@ _ROUNDS = 8
 _MIN_BITS = 6
 """A narrower network stirs too little to reach all orders evenly; a tiny source walks a few more turns."""
 _TABLED_BITS = 24
-"""Up to so many records (as a power of two) the rounds' functions are looked up in tables."""
+"""Up to so many records (as a power of two) the rounds' functions are looked up in tables, if enough are asked for."""
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -171,7 +171,7 @@ def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
     """A keyed bijection of [0, 2**bits): the halves take turns in being stirred by the other."""
     low_bits = bits // 2
     high, low = values >> np.uint64(low_bits), values & np.uint64((1 << low_bits) - 1)
-    if bits <= _TABLED_BITS:
+    if bits <= _TABLED_BITS and len(values) >= 1 << low_bits:
         high, low = high.view(np.int64), low.view(np.int64)
         for index, table in enumerate(_tables(keys, bits)):
             if index % 2:
