@@ -172,13 +172,13 @@ def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
     low_bits = bits // 2
     high, low = values >> np.uint64(low_bits), values & np.uint64((1 << low_bits) - 1)
     if bits <= _TABLED_BITS and len(values) >= 1 << low_bits:
-        high, low = high.view(np.int64), low.view(np.int64)
+        above, below = high.view(np.int64), low.view(np.int64)
         for index, table in enumerate(_tables(keys, bits)):
             if index % 2:
-                low = low ^ table.take(high)
+                below = below ^ table.take(above)
             else:
-                high = high ^ table.take(low)
-        return ((high << low_bits) | low).view(np.uint64)
+                above = above ^ table.take(below)
+        return ((above << low_bits) | below).view(np.uint64)
     for index, key in enumerate(keys):
         if index % 2:
             low = low ^ _stirred(high, key, low_bits)
