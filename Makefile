@@ -46,7 +46,7 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
 
 suite-line: $(STAMP)
-	$(BIN)/python -m pytest -m line
+	$(BIN)/python -m pytest -m 'line and not long'
 
 suite-train: $(STAMP)
 	$(BIN)/python -m pytest tests/train tests/engine

@@ -83,7 +83,10 @@ def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(tm
     assert (params["epochs"], params["records"]) == ("2", "1437")
 
 
-@pytest.mark.parametrize("stage", ["[1/6] train", "training", "[3/6] capture", "[5/6] serve", "[6/6] compare"])
+LONG = [pytest.param(stage, marks=pytest.mark.long) for stage in ("[1/6] train", "[3/6] capture", "[6/6] compare")]
+
+
+@pytest.mark.parametrize("stage", ["training", "[5/6] serve", *LONG])
 def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
     process = trueline(tmp_path, "ship", str(RECIPE), "--epochs", "2")
     for line in process.stderr:

@@ -8,11 +8,7 @@ from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices
-from trueline.train.advance import Advance
 from trueline.train.elastic import Elastic
-from trueline.train.group import GlooGroup
-from trueline.train.options import Options
-from trueline.train.replica import Replica
 from trueline.train.settings import JobSettings, device_kind
 from trueline.train.wanted import applied
 
@@ -93,63 +89,6 @@ def test_a_reader_places_what_it_reads_also_record_by_record(draws):
     found = reader.read(np.array([3, 1]), epoch=0)
     assert reader.drawing is draws
     assert (found.inputs.device, found.inputs.shape) == (META, (2, 3))
-
-
-class Bucket:
-    """Memory of a device that is not here: it remembers what it was given."""
-
-    is_cpu = False
-
-    def __init__(self) -> None:
-        self.held: list[float] = []
-
-    def copy_(self, host: torch.Tensor) -> None:
-        self.held = host.tolist()
-
-
-def replica_with(*operations):
-    """A replica whose buckets' sums are the `operations`; with the buckets and what DDP was promised."""
-    model = torch.nn.Linear(2, 1)
-    replica = Replica(
-        model,
-        Advance(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options()),
-        GlooGroup(),
-        10,
-        Options(),
-        sharded=False,
-    )
-    buckets = [Bucket() for _ in operations]
-    promises = [torch.futures.Future() for _ in operations]
-    hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
-    replica._sent = list(zip(operations, hosts, buckets, promises, strict=True))
-    return replica, buckets, promises
-
-
-class Summed:
-    def __init__(self, error: str = "") -> None:
-        self.error = error
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object) -> None:
-        if self.error:
-            raise RuntimeError(self.error)
-
-
-def test_sums_made_in_host_memory_are_brought_to_where_they_belong():
-    replica, buckets, promises = replica_with(Summed(), Summed())
-    replica._receive()
-    assert [bucket.held for bucket in buckets] == [[0.0, 0.0], [1.0, 1.0]]
-    assert [promise.value() for promise in promises] == buckets
-
-
-def test_a_sum_that_failed_does_not_touch_its_bucket_and_ends_the_backward():
-    replica, buckets, promises = replica_with(Summed(), Summed("Connection closed by peer"))
-    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
-        replica._receive()
-    assert buckets[1].held == []
-    assert not promises[1].done()
 
 
 def loop_that_raises(error: Exception) -> None:

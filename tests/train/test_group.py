@@ -122,7 +122,7 @@ class Operation:
     def is_completed(self) -> bool:
         return self.looks <= 0
 
-    def wait(self, timeout: object) -> None:
+    def wait(self, timeout: object = None) -> None:
         self.looks -= 1
         if self.looks > 0:
             raise RuntimeError("Operation timed out!")
@@ -135,6 +135,17 @@ def test_a_wait_goes_on_until_the_operation_is_over_and_tells_how_it_ended():
     group.wait(Operation(3))
     with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
         group.wait(Operation(3, "Connection closed by peer"))
+
+
+def test_an_operation_that_ends_in_the_moment_in_which_a_look_at_it_does_has_not_failed():
+    class JustOver(Operation):
+        def wait(self, timeout: object = None) -> None:
+            self.looks -= 1
+            if self.looks == 0:  # it ended after the wait for it, before anybody asked
+                raise RuntimeError("Operation timed out!")
+            super().wait(timeout)
+
+    GlooGroup().wait(JustOver(1))
 
 
 def test_what_an_operation_did_before_a_cut_counts_and_what_it_might_do_after_it_is_not_waited_for():

@@ -110,16 +110,17 @@ class GlooGroup:
         """
         if work not in self._works:
             self._begun(work)
-        while True:
-            try:
+        while not work.is_completed():
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the slice is over, or the operation, whose end is looked into below
                 work.wait(_SLICE)
-            except RuntimeError as error:
-                if self._broken:
-                    raise RuntimeError(f"gloo: the group was cut: {error}") from error
-                if work.is_completed():
-                    raise RuntimeError(f"gloo: {error}") from error
-            else:
-                return
+            if self._broken and not work.is_completed():
+                raise RuntimeError("gloo: the group was cut")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"gloo: {'the group was cut: ' if self._broken else ''}{error}") from error
 
     def form(self, generation: int, *, rank: int, size: int, store: str) -> None:
         """Joins the group of `generation` as `rank` of `size`. Raises RuntimeError when it cannot be formed."""

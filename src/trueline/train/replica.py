@@ -135,8 +135,12 @@ class Replica:
         self._ddp.register_comm_hook(None, lambda _, bucket: self._send(bucket))
 
     def detach(self) -> None:
-        """Forgets the group; DDP's hooks go with it, so that an old group never sees a new gradient."""
+        """Forgets the group; DDP's hooks go with it, so that an old group never sees a new gradient.
+
+        A step that failed was computed in vain: whoever is healed from this state takes that of the last applied step.
+        """
         self._ddp = None
+        self._take_back()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         through = self._ddp is not None and self.syncing and not self._inside and not self.broken
