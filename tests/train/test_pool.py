@@ -164,9 +164,9 @@ main()
 """
 
 
-def started(trained, *arguments):
+def started(trained, *arguments, slow_s=0.02):
     command = [sys.executable, "-c", COMMAND, "evaluate", str(MEASURED), str(trained), "--workers", "2", *arguments]
-    environment = {**os.environ, "MEASURED_SLOW_S": "0.02", "TMPDIR": tempfile.gettempdir()}
+    environment = {**os.environ, "MEASURED_SLOW_S": str(slow_s), "TMPDIR": tempfile.gettempdir()}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -187,7 +187,7 @@ def descendants_once_at_work(process):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_when_the_command_ends_its_processes_end(trained, number):
-    process = started(trained)
+    process = started(trained, slow_s=1.0)  # it would be at work for long
     below = descendants_once_at_work(process)
     process.send_signal(number)
     process.communicate(timeout=100)
