@@ -214,9 +214,11 @@ def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_str
 
 def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
     source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
-    with serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=60.0) as running:
-        with client_of.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client:
-            with pytest.raises(client_of.InferenceServerException):
-                client.infer("tiny", [given(np.ones((40, 3), np.float32))], client_timeout=0.5)
+    with (
+        serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=60.0) as running,
+        client_of.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client,
+        pytest.raises(client_of.InferenceServerException),
+    ):
+        client.infer("tiny", [given(np.ones((40, 3), np.float32))], client_timeout=0.5)
     (line,) = [json.loads(line) for line in log.read_text().splitlines()]
     assert (line["status"], line["code"]) in ((504, "DEADLINE_EXCEEDED"), (499, "CANCELLED"))

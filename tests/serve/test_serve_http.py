@@ -153,6 +153,14 @@ def test_however_the_bytes_are_cut_the_answers_are_the_same(data: st.DataObject)
     assert bodies(w.wire.written) == [b"GET /1 ", b"POST /2 " + b"x" * 30, b"POST /c abcdefg", b"GET /4 "]
 
 
+def said(request: Request) -> tuple[object, ...]:
+    """All that a request says."""
+    return (
+        request.method, request.target, request.path, request.headers, bytes(request.body), request.keep_alive,
+        request.http_1_0,
+    )  # fmt: skip
+
+
 class Forgetful(Heads):
     """Keeps nothing: every request goes through the parser."""
 
@@ -216,7 +224,7 @@ def test_what_is_remembered_of_heads_changes_no_answer(chunks: list[bytes]) -> N
             assert remembering.wire.closed == parsing.wire.closed
             if parsing.wire.closed:
                 break
-        assert remembering.app.seen == parsing.app.seen
+        assert [said(one) for one in remembering.app.seen] == [said(one) for one in parsing.app.seen]
 
 
 def test_a_request_with_a_head_that_was_read_before_is_not_parsed_again() -> None:

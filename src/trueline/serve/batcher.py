@@ -212,6 +212,7 @@ class Batcher:
         self._bytes = 0
         self._busy = 0
         self._item_s = 0.0
+        self._standing: Overloaded | None = None
         self._pace = (pace or Pace()) if policy.batch and policy.max_delay_s is None else None
         self._wake: asyncio.TimerHandle | None = None
         self._pump_due = False
@@ -228,6 +229,7 @@ class Batcher:
     def scale(self, lanes: int) -> None:
         """Runs at the same time from now on. What waits is run even when `lanes` is 0."""
         self.policy = replace(self.policy, lanes=lanes)
+        self._standing = None
         self._pump()
 
     def emptied(self) -> asyncio.Future[None]:
@@ -259,6 +261,7 @@ class Batcher:
         item = Item(inputs, rows, key, num_bytes, now, deadline, self._loop.create_future(), priority)
         insort(self._queue, item, key=lambda one: one.rank)
         self._bytes += num_bytes
+        self._standing = None
         if self._pace is not None:
             self._pace.arrived(rows, now)
         assert item.future is not None
@@ -276,11 +279,13 @@ class Batcher:
         """Whether no further request is let in, unless it takes the place of a less urgent one."""
         return 0 < len(self._queue) >= self.policy.max_requests and self.policy.lanes > 0
 
-    def check_room(self, priority: int) -> None:
-        """Raises Overloaded when no request of `priority` is let in now, whatever it holds."""
-        refused = self._refused(0) if self.full and self._queue[-1].priority <= priority else None
-        if refused is not None:
-            raise refused
+    def no_room(self, priority: int) -> Overloaded | None:
+        """Why no request of `priority` is let in now, whatever it holds; the same one while nothing comes or goes."""
+        if not self.full or self._queue[-1].priority > priority:
+            return None
+        if self._standing is None:
+            self._standing = self._refused(0)
+        return self._standing
 
     def _refused(self, num_bytes: int) -> Overloaded | None:
         """Why a request of `num_bytes` may not join the queue as it is; None when it may."""
@@ -308,6 +313,7 @@ class Batcher:
             self._take([item])
 
     def _take(self, items: Sequence[Item]) -> None:
+        self._standing = None
         for item in items:
             self._queue.remove(item)
             self._bytes -= item.num_bytes

@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 
 from trueline.serve.heads import Heads
-from trueline.serve.http import App, Request, Response, date_line, path_of, render
+from trueline.serve.http import App, Request, Response, date_line, path_of, plain, render
 from trueline.serve.limits import Limits, Waits, judge
 from trueline.serve.pieces import Pieces
 
@@ -116,6 +116,9 @@ class Connection(asyncio.Protocol):
         self._fresh = b""
         if self._receiving_since is None and not self._silent_bytes:  # between two requests
             request = self._heads.find(data)
+            if request is not None and self._current is None and not self._waiting and self._writing_since is None:
+                self._begin(request)
+                return
             if request is not None:
                 self._waiting.append(request)
                 self._advance()
@@ -259,6 +262,12 @@ class Connection(asyncio.Protocol):
         request = self._current
         assert request is not None
         streamed = response.pieces is not None
+        if request.head is not None and not (streamed or response.close or self._server.draining):
+            if self._transport is not None:
+                self._transport.write(plain(response, self._server.date))
+            self._current = None
+            self._idle_since = self._loop.time()
+            return
         close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)
         if response.pieces is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -26,8 +28,7 @@ class Limits:
     """After a refusal in the middle of a request, input is thrown away for this long, so that the client reads why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """Since when a connection waits for what; None: it does not."""
 
     writing: float | None = None

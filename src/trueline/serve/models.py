@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from trueline import events
 from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestError, TruelineError, listed
+from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Batcher, Policy
@@ -149,10 +149,9 @@ class Version:
         """Whether its queue takes no further request, unless in the place of a less urgent one."""
         return self._batcher is not None and self._batcher.full and self.state == "ready"
 
-    def check_room(self, priority: int) -> None:
-        """Raises Overloaded when no request of `priority` is let in now, whatever it holds."""
-        if self._batcher is not None:
-            self._batcher.check_room(priority)
+    def no_room(self, priority: int) -> Overloaded | None:
+        """Why no request of `priority` is let in now, whatever it holds; the same one as long as that stands."""
+        return self._batcher.no_room(priority) if self._batcher is not None else None
 
     @property
     def policy(self) -> Policy:
@@ -209,8 +208,9 @@ class Version:
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
-        loaded, batcher = self.loaded, self._batcher
-        assert batcher is not None
+        loaded, batcher = self._loaded, self._batcher
+        if loaded is None or batcher is None or self.state != "ready":
+            raise self._not_ready()
         if not batcher.policy.lanes:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
