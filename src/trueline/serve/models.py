@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Literal
 
 from trueline import events
 from trueline.bundle.read import Bundle
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.archive import ArchiveError
-from trueline.serve.batcher import USUAL, Batcher, Policy
+from trueline.serve.batcher import USUAL, Policy
+from trueline.serve.lanes import Batcher
 from trueline.serve.layouts import Layouts
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
@@ -101,7 +102,9 @@ class Version:
     _executor: Executor | None = None
     _batcher: Batcher | None = None
     _layouts: Layouts | None = None
+    _names: tuple[str, ...] = ()
     _first: str = ""
+    _check: Check | None = None
 
     @property
     def loaded(self) -> Loaded:
@@ -166,7 +169,9 @@ class Version:
         self._executor = executor
         self.since = time.time()
         self._layouts = Layouts(loaded.session.signature)
-        self._first = loaded.session.signature.inputs[0].name
+        self._names = tuple([spec.name for spec in loaded.session.signature.inputs])
+        self._first = self._names[0]
+        self._check = Check(loaded.session.signature)
         self._batcher = Batcher(
             self._run,
             policy,
@@ -175,6 +180,7 @@ class Version:
             on_batch=self.stats.count_run,
             pace=Pace(loaded.plan.latency_s),
             padding=loaded.plan.padding,
+            short_values=loaded.plan.inline_values,
         )
         self.state = "ready"
 
@@ -216,15 +222,15 @@ class Version:
         values = 0
         for array in inputs.values():
             values += array.size
-        if values <= loaded.plan.inline_values and batcher.idle:
+        if values <= loaded.plan.inline_values and batcher.alone():
             began = time.perf_counter()
             outputs = self._run(inputs)
             self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
             return outputs
-        loaded.session.signature.check(inputs)
+        assert self._check is not None
+        self._check(inputs)
         padding = loaded.plan.padding
-        shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
-        key = padding.key(inputs) if padding else shapes
+        key = padding.key(inputs) if padding else tuple([inputs[name].shape[1:] for name in self._names])
         return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
