@@ -159,7 +159,7 @@ class Batcher:
         The future raises DeadlineExceeded when `timeout_s` passes, whether the request waits or runs, and Overloaded
         when a more urgent request takes its place in a full queue. What comes in one turn of the loop runs together.
         """
-        now = monotonic()
+        now = self._loop.time()
         num_bytes = values = 0
         for array in inputs.values():
             num_bytes += array.nbytes
@@ -262,12 +262,12 @@ class Batcher:
         if item.timer is not None:
             item.timer.cancel()
         if self._remove(item):
-            self._lay(monotonic())
+            self._lay(self._loop.time())
 
     def _expire(self, item: Item) -> None:
         self._withdraw(item)
         if item.future is not None and not item.future.done():
-            waited_s = monotonic() - item.since
+            waited_s = self._loop.time() - item.since
             item.future.set_exception(DeadlineExceeded(f"no answer within the request's deadline of {waited_s:.3g} s"))
 
     # what runs
@@ -300,7 +300,7 @@ class Batcher:
         while True:
             if self._busy < max(1, self.policy.lanes):
                 self._recall()
-            now = monotonic()
+            now = self._loop.time()
             decision = self._decided(now, busy=self._busy)
             for item in decision.expired:
                 self._expire(item)
@@ -323,7 +323,7 @@ class Batcher:
             self._settle(items, began, monotonic() - began, results)
         else:
             self._busy += 1
-            self._executor.submit(self._work, items)
+            self._executor.submit(self._work, items, monotonic())
 
     def _results(self, items: tuple[Item, ...]) -> list[Outputs | Exception]:
         try:
@@ -332,8 +332,8 @@ class Batcher:
             failure = error if isinstance(error, Exception) else RuntimeError("the run was abandoned")
             return [failure] * len(items)
 
-    def _work(self, items: tuple[Item, ...]) -> None:
-        """In a thread: runs `items`, and then what lies on deck, and so on."""
+    def _work(self, items: tuple[Item, ...], sent: float | None) -> None:
+        """In a thread: runs `items`, which the loop sent at `sent`, and then what lies on deck, and so on."""
         while items:
             began = monotonic()
             results = self._results(items)
@@ -343,14 +343,15 @@ class Batcher:
                 if following:
                     self._taken.append(following)
             try:
-                self._loop.call_soon_threadsafe(self._ran, items, began, took_s, results, not following)
+                self._loop.call_soon_threadsafe(self._ran, items, sent, began, took_s, results, not following)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
-            items = following
+            items, sent = following, None
 
     def _ran(
         self,
         items: tuple[Item, ...],
+        sent: float | None,
         began: float,
         took_s: float,
         results: Sequence[Outputs | Exception],
@@ -359,8 +360,9 @@ class Batcher:
         self._notice()
         if lane_is_free:
             self._busy -= 1
-        if self._pace is not None:
-            self._pace.ran(sum(item.rows for item in items), took_s, monotonic())
+        if self._pace is not None:  # a run that the loop sent takes as long as its way there and back, too
+            felt_s = took_s if sent is None else monotonic() - sent
+            self._pace.ran(sum(item.rows for item in items), felt_s, self._loop.time())
             self._bound = self._full_rows()
         self._settle(items, began, took_s, results)
         self._pump()
