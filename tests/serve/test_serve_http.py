@@ -14,7 +14,7 @@ from trueline.serve.heads import MAX_HEADS, Heads
 from trueline.serve.http import Request, Response, path_of
 from trueline.serve.limits import Limits, Waits, judge
 
-LIMITS = Limits(body_bytes=1000, head_bytes=400, pipelined=4)
+LIMITS = Limits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 
 
 @dataclass
@@ -272,6 +272,8 @@ def test_head_gets_the_head_alone_with_the_length_of_the_body() -> None:
             + (b"64\r\n" + b"x" * 100 + b"\r\n") * 11,
             413,
         ),
+        (b"POST / HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 50, 0),
+        (b"POST / HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 51, 413),
         (b"GET /" + b"a" * 500 + b" HTTP/1.1\r\nhost: t\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nhost: t\r\nx: " + b"a" * 500 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nhost: t\r\n" + b"x: y\r\n" * 100 + b"\r\n", 431),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -419,6 +420,30 @@ def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
     assert samples[("Requests2XX", None)] == 1
     assert samples[("ts_inference_requests_total", None)] == 1
     desk.close()
+
+
+def test_metrics_of_the_host_stand_under_torchserves_names_in_its_form(desk: Desk) -> None:
+    desk.ask("GET", "/ping")
+    page = desk.ask("GET", "/metrics").body.decode()
+    for name in ("Requests2XX", "CPUUtilization", "MemoryUsed", "DiskAvailable"):
+        assert re.search(rf'^{name}\{{Level="Host",Hostname="[^"]+",\}} \d+\.\d+', page, re.MULTILINE), name
+    assert re.search(r'^ts_queue_latency_microseconds\{hostname="[^"]+",model_name="tiny"', page, re.MULTILINE)
+    assert {family.name for family in text_string_to_metric_families(page)} > {"MemoryUtilization", "trueline_ready"}
+
+
+def test_metrics_may_be_asked_for_by_name(desk: Desk) -> None:
+    page = desk.ask("GET", "/metrics?name[]=trueline_ready&name[]=trueline_answers_total&name[]=none").body.decode()
+    found = {family.name for family in text_string_to_metric_families(page)}
+    assert found == {"trueline_ready", "trueline_answers"}
+
+
+def test_options_of_a_model_are_the_document_of_what_it_is_asked(desk: Desk) -> None:
+    found = desk.ask("OPTIONS", "/predictions/tiny")
+    told = json.loads(found.body)
+    assert (found.status, told["openapi"][:2], told["info"]["title"]) == (200, "3.", "tiny")
+    assert {"/predictions/tiny", "/v2/models/tiny/infer"} <= set(told["paths"])
+    assert "/ping" not in told["paths"]
+    assert desk.ask("OPTIONS", "/predictions/zzz").status == 404
 
 
 PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predictions/tiny/1", "/v2/models/tiny"])

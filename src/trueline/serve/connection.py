@@ -38,6 +38,7 @@ class Connection(asyncio.Protocol):
         "_answering",
         "_app",
         "_body",
+        "_chunks",
         "_closes",
         "_continue_due",
         "_current",
@@ -91,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
+        self._chunks = 0
         self._head_bytes = 0
         self._in_body = False
 
@@ -195,6 +197,11 @@ class Connection(asyncio.Protocol):
 
     def _too_large(self, size: str) -> _Refused:
         return _Refused(413, f"the body has {size}, this server takes at most {self._server.limits.body_bytes}")
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > self._server.limits.chunks:
+            raise _Refused(413, f"the body comes in more than {self._server.limits.chunks} chunks; send larger ones")
 
     def on_body(self, piece: bytes) -> None:
         self._silent_bytes = 0

@@ -104,9 +104,23 @@ def query_of(target: bytes) -> dict[str, str]:
     >>> query_of(b"/invocations?model_name=a%20b&x=")
     {'model_name': 'a b', 'x': ''}
     """
+    return dict(_pairs(target))
+
+
+def query_all(target: bytes, name: str) -> list[str]:
+    """Every value of one parameter in a request target, decoded.
+
+    >>> query_all(b"/metrics?name[]=a&name%5B%5D=b&x=c", "name[]")
+    ['a', 'b']
+    """
+    return [value for key, value in _pairs(target) if key == name]
+
+
+def _pairs(target: bytes) -> list[tuple[str, str]]:
+    """Raises RequestError."""
     text = target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
     try:
-        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS))
+        return parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS)
     except ValueError as error:
         raise RequestError(f"the query has more than {MAX_PARAMETERS} parameters") from error
 

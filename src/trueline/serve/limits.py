@@ -14,6 +14,8 @@ class Limits:
 
     body_bytes: int = 64 * 2**20
     head_bytes: int = 64 * 2**10
+    chunks: int = 64 * 2**10
+    """Of one body; each costs more than its bytes."""
     connections: int = 2048
     pipelined: int = 32
     """Requests read ahead on one connection before reading pauses."""

@@ -144,6 +144,9 @@ class Management:
             case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
                 told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
                 return torchserve.reply(200, torchserve.pretty(told))
+            case "OPTIONS", ["models", model]:
+                told = openapi.of_model(self._models.find(model), metadata.version("trueline"))
+                return torchserve.reply(200, torchserve.pretty(told))
             case "GET" | "HEAD" | "POST", ["ping"]:
                 return torchserve.status("Healthy")
             case _, ["models", *_]:
@@ -310,7 +313,7 @@ class Management:
             "sequenceTimeoutMSec": 0,
             "maxNumSequence": 1,
             "maxSequenceJobQueueSize": 1,
-            "loadedAtStartup": False,
+            "loadedAtStartup": version.at_start,
             "workers": [],
             "jobQueueStatus": {"remainingCapacity": 0, "pendingRequests": version.num_waiting},
         }

@@ -95,6 +95,8 @@ class Version:
     """What it was loaded from, as it was asked for."""
     workflow: str = ""
     """The workflow that it is a node of; it comes and goes with that alone."""
+    at_start: bool = False
+    """Whether it was there before the server had started."""
     since: float = 0.0
     """When it became ready, in seconds since the epoch."""
     stats: VersionStats = field(default_factory=VersionStats)
@@ -279,6 +281,7 @@ class Models:
         versions = self._versions.setdefault(version.model, {})
         before = versions.get(version.version)
         versions[version.version] = version
+        version.at_start = not self.started
         self._defaults.setdefault(version.model, version.version)
         return before
 

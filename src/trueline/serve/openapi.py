@@ -52,6 +52,12 @@ def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[st
     return _document("Trueline", version, paths)
 
 
+def of_model(version: Version, trueline: str) -> Document:
+    """What one model is asked on the data port. Raises NotReady."""
+    version.check_ready()
+    return _document(version.model, trueline, _model(version))
+
+
 def _model(version: Version) -> Document:
     if isinstance(version, HandlerVersion):
         return _handler(version)

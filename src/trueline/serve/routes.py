@@ -31,7 +31,7 @@ from trueline.serve import (
 )
 from trueline.serve.asking import PRIORITY_HEADER, Asking, json, key_of
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import Request, Response
+from trueline.serve.http import Request, Response, query_all
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models
 from trueline.serve.refusals import Method, allow, check_media, face_of
@@ -107,6 +107,8 @@ class Routes:
             return self._first_infer(request, *asked)
         parts = path.split("/")
         match parts[1:]:
+            case ["predictions", model] if request.method == "OPTIONS":
+                return json(200, openapi.of_model(self.models.find(model), _version()))
             case ["predictions", *_]:
                 return self._torchserve.answer(request, parts[1:])
             case ["v1", "models", *rest]:
@@ -342,7 +344,8 @@ class Routes:
         )
 
     def _metrics(self, request: Request) -> Answer:
-        page = self._loop.run_in_executor(None, metrics.page, self._collector)
+        names = query_all(request.target, "name[]")
+        page = self._loop.run_in_executor(None, metrics.page, self._collector, names)
         return self.asking.later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
 
 
