@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
-from trueline.serve import canary, openapi, torchserve
+from trueline.serve import canary, dashboard, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
@@ -144,6 +144,8 @@ class Management:
             case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
                 told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
                 return torchserve.reply(200, torchserve.pretty(told))
+            case "GET" | "HEAD", ["try"]:
+                return dashboard.try_page()
             case "OPTIONS", ["models", model]:
                 told = openapi.of_model(self._models.find(model), metadata.version("trueline"))
                 return torchserve.reply(200, torchserve.pretty(told))

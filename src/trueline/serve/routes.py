@@ -121,6 +121,9 @@ class Routes:
             case ["dashboard", *rest] if rest in ([], ["state"]):
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
+            case ["try"]:
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return dashboard.try_page()
             case ["openapi.json"] | ["api-description"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return json(200, self._document())
