@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from collections.abc import Awaitable, Callable
@@ -267,3 +268,20 @@ def test_short_requests_of_one_turn_run_together_on_the_loop_once_that_was_seen_
         return program
 
     assert asyncio.run(main()).threads == {threading.get_ident()}
+
+
+def test_what_was_answered_is_free_without_a_search_for_cycles() -> None:
+    async def main() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(Counted().run, Policy(), pool, asyncio.get_running_loop())
+            await batcher.submit(x(0), 1, "k", 100.0)
+            gc.collect()
+            gc.disable()
+            try:
+                for value in range(100):
+                    await batcher.submit(x(value), 1, "k", 100.0)
+                return gc.collect()
+            finally:
+                gc.enable()
+
+    assert asyncio.run(main()) < 50

@@ -33,17 +33,18 @@ _LOOK_EVERY = 16
 
 
 class _Promise(asyncio.Future["Outputs"]):
-    """The outputs of an item; cancelling it withdraws the item."""
+    """The outputs of an item; cancelling it withdraws the item while it waits."""
 
     def __init__(self, withdraw: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
-        self._withdraw = withdraw
+        self.withdraw: Callable[[], None] | None = withdraw
+        """None once the item has left the queue, so that neither holds the other."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Withdraws at once."""
         cancelled = super().cancel(msg)
-        if cancelled:
-            self._withdraw()
+        if cancelled and self.withdraw is not None:
+            self.withdraw()
         return cancelled
 
 
@@ -198,11 +199,13 @@ class Batcher:
 
     def no_room(self, priority: int) -> Overloaded | None:
         """Why no request of `priority` is let in now, whatever it holds; the same one while nothing comes or goes."""
-        if not self.full or self._queue[-1].priority > priority:
-            return None
+        if self._taken:
+            self._notice()
         if self._standing is None:
+            if not self.full:
+                return None
             self._standing = self._refused(0)
-        return self._standing
+        return None if self._queue[-1].priority > priority else self._standing
 
     def _refused(self, num_bytes: int) -> Overloaded | None:
         """Why a request of `num_bytes` may not join the queue as it is; None when it may."""
@@ -257,6 +260,8 @@ class Batcher:
             self._queue.remove(item)
             self._rows -= item.rows
             self._bytes -= item.num_bytes
+            if isinstance(item.future, _Promise):
+                item.future.withdraw = None
 
     def _withdraw(self, item: Item) -> None:
         if item.timer is not None:
