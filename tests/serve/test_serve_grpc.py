@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -76,6 +77,27 @@ def test_tritons_grpc_client_works_unmodified(client: Any) -> None:
     assert stats.inference_count == 4
     assert stats.inference_stats.success.ns > 0
     assert {one.version for one in client.get_model_repository_index(headers=mine).models} == {"1", "2"}
+
+
+def test_tritons_asyncio_clients_work_unmodified_over_http_and_grpc(server: RunningServer) -> None:
+    over_grpc = pytest.importorskip("tritonclient.grpc.aio")
+    over_http = pytest.importorskip("tritonclient.http.aio", reason="aiohttp is not installed")
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    async def both() -> list[Any]:
+        answers = []
+        async with over_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+            assert await client.is_server_ready()
+            answers += await asyncio.gather(*(client.infer("tiny", [given(array)], headers=token()) for _ in range(3)))
+        async with over_http.InferenceServerClient(server.url.removeprefix("http://")) as client:
+            assert await client.is_server_ready()
+            asked = over_http.InferInput("x", [2, 3], "FP32")
+            asked.set_data_from_numpy(array)
+            answers += await asyncio.gather(*(client.infer("tiny", [asked], headers=token()) for _ in range(3)))
+        return answers
+
+    for answer in asyncio.run(both()):
+        assert np.array_equal(answer.as_numpy("y"), array * 2 + 1)
 
 
 def test_a_stream_answers_each_request_and_outlives_a_bad_one(client: Any) -> None:
