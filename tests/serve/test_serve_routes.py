@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batcher import Policy
-from trueline.serve.http import Request, Response
-from trueline.serve.models import Models, Way, load
+from trueline.serve.http import Head, Request, Response
+from trueline.serve.models import Models, Version, Way, load
 from trueline.serve.routes import Routes
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
@@ -338,6 +338,27 @@ def full(tmp_path: Path) -> Iterator[Desk]:
     gate.set()
     desk.loop.run_until_complete(asyncio.gather(*under_way))
     desk.close()
+
+
+def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: Desk) -> None:
+    """Requests with a head that is known, as a kept-alive client sends them."""
+    target, headers = b"/v2/models/tiny/infer", {b"content-length": b"%d" % len(BODY)}
+    head = Head("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
+
+    def ask(body: bytes = BODY) -> Any:
+        return full.routes.answer(Request("POST", target, headers, body, True, False, head))
+
+    first, second = ask(), ask()
+    assert (first.status, second.status) == (429, 429)
+    assert second is first
+    urgent = json.dumps(json.loads(BODY) | {"parameters": {"priority": 1}}).encode()
+    assert not isinstance(ask(urgent), Response)  # it takes the place of the one that waits
+    assert ask().status == 429
+    full.models.put(Version(model="tiny", version="1"))
+    assert ask().status == 503
+    full.models.put(full.tiny)
+    assert ask().status == 429
+    assert full.routes.stats.by_status[429] >= 4
 
 
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict"])

@@ -130,8 +130,8 @@ class Asking:
 
     def refused(
         self, version: Version, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
-    ) -> Response | None:
-        """The answer to an infer request for which there is no room; None when there may be.
+    ) -> tuple[Overloaded, Response] | None:
+        """Why there is no room for an infer request, and its answer; None when there may be room.
 
         A body whose JSON may name a priority is read first. The answer is made once for as long as the queue stands.
         """
@@ -142,7 +142,7 @@ class Asking:
             return None
         if self._standing is None or self._standing[0] is not refused:
             self._standing = refused, self.error("/v2/", refused)
-        return self._standing[1]
+        return self._standing
 
     def handled(
         self,

@@ -119,7 +119,15 @@ class Connection(asyncio.Protocol):
         if self._receiving_since is None and not self._silent_bytes:  # between two requests
             request = self._heads.find(data)
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
-                self._begin(request)
+                self._current = request
+                answer = self._app.answer(request)
+                whole = type(answer) is Response and answer.pieces is None and not answer.close
+                if whole and not self._server.draining and self._transport is not None:
+                    self._transport.write(plain(answer, self._server.date))
+                    self._current = None
+                    self._idle_since = self._loop.time()
+                else:
+                    self._take(answer)
                 return
             if request is not None:
                 self._waiting.append(request)
@@ -251,7 +259,9 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self._current = request
-        answer = self._app.answer(request)
+        self._take(self._app.answer(request))
+
+    def _take(self, answer: Response | asyncio.Future[Response]) -> None:
         if isinstance(answer, Response):
             self._finish(answer)
         else:
@@ -269,12 +279,6 @@ class Connection(asyncio.Protocol):
         request = self._current
         assert request is not None
         streamed = response.pieces is not None
-        if request.head is not None and not (streamed or response.close or self._server.draining):
-            if self._transport is not None:
-                self._transport.write(plain(response, self._server.date))
-            self._current = None
-            self._idle_since = self._loop.time()
-            return
         close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)
         if response.pieces is None:

@@ -80,7 +80,8 @@ class Batcher:
         self._bytes = 0
         self._busy = 0
         self._item_s = 0.0
-        self._standing: Overloaded | None = None
+        self.standing: Overloaded | None = None
+        """Why requests are refused as long as nothing comes or goes, once one was."""
         self._pace = (pace or Pace()) if policy.batch and policy.max_delay_s is None else None
         self._bound = self._full_rows()
         self._wake: asyncio.TimerHandle | None = None
@@ -108,7 +109,7 @@ class Batcher:
     def scale(self, lanes: int) -> None:
         """Runs at the same time from now on. What waits is run even when `lanes` is 0."""
         self.policy = replace(self.policy, lanes=lanes)
-        self._standing = None
+        self.standing = None
         self._recall()
         self._pump()
 
@@ -180,7 +181,7 @@ class Batcher:
                 self._recall()
         self._rows += rows
         self._bytes += num_bytes
-        self._standing = None
+        self.standing = None
         if self._pace is not None and values > self._short_values:
             self._pace.arrived(rows, now)
         if self._busy >= max(1, self.policy.lanes):
@@ -201,11 +202,11 @@ class Batcher:
         """Why no request of `priority` is let in now, whatever it holds; the same one while nothing comes or goes."""
         if self._taken:
             self._notice()
-        if self._standing is None:
+        if self.standing is None:
             if not self.full:
                 return None
-            self._standing = self._refused(0)
-        return None if self._queue[-1].priority > priority else self._standing
+            self.standing = self._refused(0)
+        return None if self._queue[-1].priority > priority else self.standing
 
     def _refused(self, num_bytes: int) -> Overloaded | None:
         """Why a request of `num_bytes` may not join the queue as it is; None when it may."""
@@ -255,7 +256,7 @@ class Batcher:
         return True
 
     def _take(self, items: Sequence[Item]) -> None:
-        self._standing = None
+        self.standing = None
         for item in items:
             self._queue.remove(item)
             self._rows -= item.rows
@@ -347,6 +348,7 @@ class Batcher:
                 following, self._deck = self._deck, ()
                 if following:
                     self._taken.append(following)
+                    self.standing = None
             try:
                 self._loop.call_soon_threadsafe(self._ran, items, sent, began, took_s, results, not following)
             except RuntimeError:  # the loop is closed: nobody waits any more

@@ -158,6 +158,10 @@ class Version:
         """Why no request of `priority` is let in now, whatever it holds; the same one as long as that stands."""
         return self._batcher.no_room(priority) if self._batcher is not None else None
 
+    def stands(self, refused: Overloaded) -> bool:
+        """Whether `refused`, which `no_room` said, would be said again."""
+        return self._batcher is not None and self._batcher.standing is refused
+
     @property
     def policy(self) -> Policy:
         """How its requests are put together. Raises NotReady."""
@@ -263,6 +267,8 @@ class Models:
         self._versions: dict[str, dict[str, Version]] = {}
         self._defaults: dict[str, str] = {}
         self._splits: dict[str, Split] = {}
+        self.changes = 0
+        """Grows when a name may lead to another version than before."""
         self.shadows: dict[str, Shadow] = {}
         """By model: who is asked the same, and answers nobody."""
         self.started = False
@@ -281,6 +287,7 @@ class Models:
         versions = self._versions.setdefault(version.model, {})
         before = versions.get(version.version)
         versions[version.version] = version
+        self.changes += 1
         version.at_start = not self.started
         self._defaults.setdefault(version.model, version.version)
         return before
@@ -289,6 +296,7 @@ class Models:
         """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
         found = self.find(model, version)
         del self._versions[model][version]
+        self.changes += 1
         split = self._splits.get(model)
         if split is not None and version in split.weights:
             del self._splits[model]
@@ -325,6 +333,7 @@ class Models:
         self.find(model, version).check_ready()
         self._defaults[model] = version
         self._splits.pop(model, None)
+        self.changes += 1
 
     def split(self, model: str) -> Split | None:
         return self._splits.get(model)
@@ -334,9 +343,11 @@ class Models:
         for version in split.weights:
             self.find(model, version).check_ready()
         self._splits[model] = split
+        self.changes += 1
 
     def restore(self, model: str, default: str, split: Split | None) -> None:
         """Default and split as they were."""
+        self.changes += 1
         self._defaults[model] = default
         self._splits.pop(model, None)
         if split is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trueline.errors import NotFound, RequestError
+from trueline.errors import NotFound, Overloaded, RequestError
 from trueline.serve import (
     binary,
     coding,
@@ -80,7 +80,11 @@ class Routes:
         head = request.head
         try:
             if head is not None and type(head.asks) is _Infer:
-                found = self._infer(request, head.asks)
+                asks = head.asks
+                if asks.shut is not None and asks.shut.stands(self.models, request.body):
+                    found = asks.shut.answer
+                else:
+                    found = self._infer(request, asks)
             else:
                 found = self._route(request)
         except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
@@ -302,7 +306,9 @@ class Routes:
         if found.full:
             refused = self.asking.refused(found, asks.priority, request.body, asks.json_bytes)
             if refused is not None:
-                return refused
+                alone = self.models.split(asks.model) is None
+                asks.shut = _Shut(found, self.models.changes, *refused, asks.json_bytes) if alone else None
+                return refused[1]
         call = found.layouts.decode(request.body, asks.json_bytes)
         priority = asks.priority if call.priority is None else call.priority
         return self.asking.ask(
@@ -352,7 +358,23 @@ class Routes:
         return self.asking.later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
 
 
-class _Infer(msgspec.Struct, frozen=True):
+class _Shut(msgspec.Struct, frozen=True):
+    """The last refusal of requests that begin alike, by a full queue."""
+
+    version: Version
+    changes: int
+    refused: Overloaded
+    answer: Response
+    json_bytes: int | None
+
+    def stands(self, models: Models, body: bytes | bytearray) -> bool:
+        """Whether a further request would come to the same: nothing has come or gone, in the queue or in `models`."""
+        if self.changes != models.changes or not self.version.stands(self.refused):
+            return False
+        return body.find(b"priority", 0, self.json_bytes) < 0 and body.find(b"\\", 0, self.json_bytes) < 0
+
+
+class _Infer(msgspec.Struct):
     """What the head of an infer request says."""
 
     model: str
@@ -361,6 +383,7 @@ class _Infer(msgspec.Struct, frozen=True):
     json_bytes: int | None = None
     """Of its body; None: all."""
     priority: bytes | None = None
+    shut: _Shut | None = None
 
 
 def _told(version: Version, call: oip.Call, outputs: Outputs) -> Response:
