@@ -121,13 +121,17 @@ class Connection(asyncio.Protocol):
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
                 answer = self._app.answer(request)
-                whole = type(answer) is Response and answer.pieces is None and not answer.close
-                if whole and not self._server.draining and self._transport is not None:
+                if (
+                    not isinstance(answer, Response)
+                    or answer.pieces is not None
+                    or answer.close
+                    or self._server.draining
+                ):
+                    self._take(answer)
+                elif self._transport is not None:
                     self._transport.write(plain(answer, self._server.date))
                     self._current = None
                     self._idle_since = self._loop.time()
-                else:
-                    self._take(answer)
                 return
             if request is not None:
                 self._waiting.append(request)

@@ -78,6 +78,7 @@ class Routes:
     def answer(self, request: Request) -> Answer:
         """The answer, now or later. Never raises."""
         head = request.head
+        found: Answer
         try:
             if head is not None and type(head.asks) is _Infer:
                 asks = head.asks
