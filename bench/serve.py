@@ -4,8 +4,10 @@
 
     overhead   processor time of the server for each request above ONNX Runtime's own, binary and JSON, beside that of
                a bare Python server that reads and writes as many bytes
-    peers      requests/s of a small model at 32 connections, beside LitServe, MLServer, BentoML and Ray Serve, as many
-               of them as bench/peers/serving.sh has installed under --venvs; batching on in each
+    peers      requests/s of a small model at 32 connections, and processor time of the whole server for each of them,
+               beside LitServe, MLServer, BentoML and Ray Serve, as many of them as bench/peers/serving.sh has installed
+               under --venvs; batching on in each. Beside that the processor time of ONNX Runtime alone (`raw`) and of
+               a bare Python server that reads and writes as many bytes (`floor`), for who has another machine
     image      requests/s of a 602 kB tensor
     compute    ResNet-18 at 224: throughput over ONNX Runtime in a loop with its best batch size
     rollouts   register, make default, retire, again and again under load: what failed, what hung
@@ -44,7 +46,7 @@ from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _table import report
 from peers import serving
-from serve_overhead import connect, cpu_s, first_answer, pss_mb
+from serve_overhead import TICK_S, connect, cpu_s, first_answer, pss_mb
 from trueline.bundle import Bundle
 from trueline.serve import RunningServer, start
 
@@ -127,12 +129,46 @@ def overhead(bench: Bench) -> Figures:
     return found
 
 
+def tree_cpu_s(root: int) -> float:
+    """Processor time so far of a process and of all that live below it or in its session."""
+    parents: dict[int, tuple[int, int, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        parents[int(path.parent.name)] = (int(fields[1]), int(fields[3]), sum(map(int, fields[11:15])) * TICK_S)
+    below = {root}
+    while more := {pid for pid, (parent, _, _) in parents.items() if parent in below} - below:
+        below |= more
+    return sum(spent for pid, (_, group, spent) in parents.items() if pid in below or group == root)
+
+
+def asked_by_32(pid: int, port: int, request: bytes, seconds: float) -> tuple[float, float]:
+    """Requests a second at 32 connections, and microseconds of processor time for each of them, of the whole server."""
+    closed_loop(port, request, clients=32, seconds=min(1.0, seconds / 2))
+    spent = tree_cpu_s(pid)
+    answers = closed_loop(port, request, clients=32, seconds=seconds)
+    spent = tree_cpu_s(pid) - spent
+    bad = [one.status for one in answers if one.status != 200]
+    if bad or not answers:
+        raise SystemExit(f"{len(bad)} of {len(answers)} answers were not 200, the first: {bad[:1]}")
+    return rate(answers), spent / len(answers) * 1e6
+
+
 def peers(bench: Bench) -> Figures:
     """Every server gets the same model, the same number of connections, and its own protocol's JSON."""
     bundle = bench.bundle("mlp", mlp)
     rps: dict[str, float] = {}
+    spent_us: dict[str, float] = {"raw": raw_cpu_us(bundle, ROW, min(1.0, bench.seconds))}
     with start(bundle.path) as server:
-        rps["trueline"] = rate(settled(server.port, asking("mlp", ROW, binary=False), 32, bench.seconds))
+        for name, binary in (("trueline", False), ("trueline_binary", True)):
+            request = asking("mlp", ROW, binary=binary)
+            rps[name], spent_us[name] = asked_by_32(server.pid, server.port, request, bench.seconds)
+        with connect(server.port) as client:
+            answer_bytes = first_answer(client, request)
+    with floor(len(request), answer_bytes) as (pid, port):
+        _, spent_us["floor"] = asked_by_32(pid, port, request, bench.seconds / 2)
     missing: dict[str, str] = {}
     for name in serving.PEERS:
         python = bench.venvs / name / "bin" / "python"
@@ -140,14 +176,15 @@ def peers(bench: Bench) -> Figures:
             missing[name] = "not installed; run make peers-serving"
             continue
         try:
-            with serving.running(name, python, bundle.program_path(), bench.folder / name) as (port, request):
-                rps[name] = rate(settled(port, request(ROW), 32, bench.seconds))
+            with serving.running(name, python, bundle.program_path(), bench.folder / name) as (pid, port, ask):
+                rps[name], spent_us[name] = asked_by_32(pid, port, ask(ROW), bench.seconds)
         except serving.NotServed as error:
             missing[name] = str(error)
-    best = max((value for name, value in rps.items() if name != "trueline"), default=None)
+    best = max((value for name, value in rps.items() if not name.startswith("trueline")), default=None)
     return {
         "rps_vs_best_peer": None if best is None else round(rps["trueline"] / best, 2),
         "peers": {name: round(value) for name, value in rps.items()},
+        "cpu_us": {name: round(value, 1) for name, value in spent_us.items()},
         "peers_missing": missing,
     }
 

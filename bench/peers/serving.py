@@ -156,8 +156,8 @@ def _write(name: str, folder: Path, model: Path, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(name: str, python: Path, model: Path, folder: Path) -> Iterator[tuple[int, Ask]]:
-    """The peer's port and how to ask it, once it has answered. Raises NotServed."""
+def running(name: str, python: Path, model: Path, folder: Path) -> Iterator[tuple[int, int, Ask]]:
+    """The peer's process, its port and how to ask it, once it has answered. Raises NotServed."""
     import numpy as np
 
     port = _free_port()
@@ -170,7 +170,7 @@ def running(name: str, python: Path, model: Path, folder: Path) -> Iterator[tupl
         )
         try:
             _wait(process, port, ask(np.zeros((1, 256), np.float32)), folder / "log.txt")
-            yield port, ask
+            yield process.pid, port, ask
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

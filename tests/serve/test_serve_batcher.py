@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.errors import DeadlineExceeded, Overloaded
-from trueline.serve.batcher import LEVEL_S, PRIORITIES, Batcher, Item, Policy, decide, refusal, run_batch
+from trueline.serve.batcher import LEVEL_S, PRIORITIES, Item, Policy, decide, refusal, run_batch
+from trueline.serve.lanes import Batcher
 
 
 def item(rows: int = 1, key: object = "k", since: float = 0.0, deadline: float | None = None) -> Item:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import serve_worlds as worlds
@@ -17,6 +19,7 @@ from test_serve_fleet import Office
 from trueline.serve import dashboard, start
 from trueline.serve.fleet import Found
 from trueline.serve.guard import is_open
+from trueline.serve.http import Request, Response
 
 ROWS = json.dumps([[1, 2, 3], [4, 5, 6]]).encode()
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -62,8 +65,8 @@ def test_the_state_is_json_on_the_data_port_and_nothing_else_is_there(office: Of
     assert office.ask("GET", "/dashboard/other")[0] == 404
 
 
-def test_the_page_fetches_nothing_from_elsewhere_and_is_kept_from_doing_so() -> None:
-    page = dashboard.page()
+@pytest.mark.parametrize("page", [dashboard.page(), dashboard.try_page()])
+def test_the_page_fetches_nothing_from_elsewhere_and_is_kept_from_doing_so(page: Response) -> None:
     links = set(re.findall(rb"https?://[^\"' ]+", page.body)) - {b"http://www.w3.org/2000/svg"}
     assert links == set()
     assert b"innerHTML" not in page.body  # what a model is called is text, never markup
@@ -72,6 +75,8 @@ def test_the_page_fetches_nothing_from_elsewhere_and_is_kept_from_doing_so() -> 
 
 def test_the_page_needs_no_token_and_what_it_shows_does() -> None:
     assert is_open("/dashboard")
+    assert is_open("/try")
+    assert not is_open("/openapi.json")
     assert not is_open("/dashboard/state")
 
 
@@ -90,3 +95,43 @@ def test_a_browser_shows_the_versions_and_draws_the_plots(tmp_path: Path) -> Non
     assert "<h2>digits &lt;b&gt;</h2>" in shown
     assert shown.count("<svg") == 4
     assert "1 agreed" in shown
+
+
+def test_every_port_has_a_page_to_try_it_on(office: Office) -> None:
+    for app in (office.routes, office.management):
+        found = app.answer(Request("GET", b"/try", {}, b""))
+        assert isinstance(found, Response)
+        assert (found.status, found.content_type) == (200, dashboard.HTML)
+        assert b"/openapi.json" in found.body
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page with")
+def test_a_browser_lists_what_a_port_can_be_asked(tmp_path: Path) -> None:
+    with start(worlds.double_plus(tmp_path / "digits.bundle").path, name="digits") as server:
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser",
+                   "--virtual-time-budget=8000", "--dump-dom", f"{server.url}/try"]  # fmt: skip
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert '<h1 id="title">Trueline' in shown
+    assert "<code>POST /v2/models/digits/infer</code>" in shown
+    assert shown.count("<textarea") > 3
+    assert shown.count("Send</button>") == shown.count("<details")
+
+
+def test_the_examples_of_the_document_are_answered(office: Office) -> None:
+    paths = office.ask("GET", "/openapi.json")[1]["paths"]
+
+    def proposed(path: str) -> dict[str, Any]:
+        found: dict[str, Any] = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return found
+
+    said = proposed("/v2/models/pair/infer")["properties"]["inputs"]["items"]["properties"]
+    tensor = {
+        "name": said["name"]["enum"][0],
+        "datatype": said["datatype"]["enum"][0],
+        "shape": said["shape"]["example"],
+    }
+    tensor["data"] = [1] * math.prod(tensor["shape"])
+    assert office.ask("POST", "/v2/models/pair/infer", json.dumps({"inputs": [tensor]}).encode())[0] == 200
+    instances = json.dumps(proposed("/v1/models/pair:predict")["example"]).encode()
+    assert office.ask("POST", "/v1/models/pair:predict", instances) == (200, {"predictions": [[3.0, 3.0, 3.0]]})

@@ -414,3 +414,14 @@ def test_kserves_first_protocol_answers_rows_and_columns(office: Office) -> None
     assert office.ask("GET", "/v1/models/zzz")[0] == 404
     assert office.ask("POST", "/v1/models/tiny:explain", row)[0] == 404
     assert office.ask("GET", "/v1/models/tiny:predict")[0] == 405
+
+
+def test_the_description_says_what_was_loaded_at_start_and_options_what_a_model_is_asked(office: Office) -> None:
+    office.manage("POST", "/models?url=tiny.bundle&initial_workers=1")
+    office.models.started = True
+    office.manage("POST", "/models?url=tiny.bundle&model_name=late&initial_workers=1")
+    said = {name: office.manage("GET", f"/models/{name}")[1][0]["loadedAtStartup"] for name in ("tiny", "late")}
+    assert said == {"tiny": True, "late": False}
+    status, told = office.manage("OPTIONS", "/models/tiny")
+    assert (status, told["info"]["title"]) == (200, "tiny")
+    assert office.manage("OPTIONS", "/models/zzz")[0] == 404

@@ -52,9 +52,9 @@ def test_a_cancelled_call_takes_its_request_out_of_the_queue(desk: Desk) -> None
     desk.pool.submit(gate.wait)
 
     async def scene() -> None:
-        running = asyncio.ensure_future(face._ask(asked(1), Call()))
+        running = asyncio.ensure_future(face._infer(asked(1), Call()))
         await turns()
-        waiting = asyncio.ensure_future(face._ask(asked(1), Call()))
+        waiting = asyncio.ensure_future(face._infer(asked(1), Call()))
         await turns()
         assert desk.tiny.num_waiting == 1
         waiting.cancel()
@@ -74,7 +74,7 @@ def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(desk: Desk) -> N
     order: list[str] = []
 
     async def ask(name: str, request: pb.ModelInferRequest, call: Call) -> None:
-        await face._ask(request, call)
+        await face._infer(request, call)
         order.append(name)
 
     async def scene() -> None:
@@ -92,7 +92,7 @@ def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(desk: Desk) -> N
         gate.set()
         await asyncio.gather(*tasks)
         with pytest.raises(RequestError, match="priority"):
-            await face._ask(asked(1), Call(x_trueline_priority="very"))
+            await face._infer(asked(1), Call(x_trueline_priority="very"))
 
     desk.loop.run_until_complete(scene())
     assert order == ["first", "urgent", "usual", "later"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import serve_worlds as worlds
 from trueline import serve
 from trueline.errors import PortInUse
 from trueline.serve import RunningServer
+from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
+from trueline.wire import torchserve_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +77,27 @@ def test_tritons_grpc_client_works_unmodified(client: Any) -> None:
     assert stats.inference_count == 4
     assert stats.inference_stats.success.ns > 0
     assert {one.version for one in client.get_model_repository_index(headers=mine).models} == {"1", "2"}
+
+
+def test_tritons_asyncio_clients_work_unmodified_over_http_and_grpc(server: RunningServer) -> None:
+    over_grpc = pytest.importorskip("tritonclient.grpc.aio")
+    over_http = pytest.importorskip("tritonclient.http.aio", reason="aiohttp is not installed")
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    async def both() -> list[Any]:
+        answers = []
+        async with over_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+            assert await client.is_server_ready()
+            answers += await asyncio.gather(*(client.infer("tiny", [given(array)], headers=token()) for _ in range(3)))
+        async with over_http.InferenceServerClient(server.url.removeprefix("http://")) as client:
+            assert await client.is_server_ready()
+            asked = over_http.InferInput("x", [2, 3], "FP32")
+            asked.set_data_from_numpy(array)
+            answers += await asyncio.gather(*(client.infer("tiny", [asked], headers=token()) for _ in range(3)))
+        return answers
+
+    for answer in asyncio.run(both()):
+        assert np.array_equal(answer.as_numpy("y"), array * 2 + 1)
 
 
 def test_a_stream_answers_each_request_and_outlives_a_bad_one(client: Any) -> None:
@@ -163,3 +187,60 @@ def test_a_grpc_port_in_use_is_one_clear_error(server: RunningServer, tmp_path: 
     source = worlds.double_plus(tmp_path / "tiny.bundle").path
     with pytest.raises(PortInUse, match=f"port {server.grpc_port} on 127.0.0.1 is in use"):
         serve.start(source, grpc_port=server.grpc_port)
+
+
+def test_bytes_that_are_no_message_are_the_clients_fault(server: RunningServer) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"\xff\xff", metadata=tuple(token().items()), timeout=120)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == "the call's bytes are no ModelInferRequest"
+
+
+def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_stream(tmp_path: Path) -> None:
+    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    array = np.ones((1, 3), np.float32)
+    answers: Queue[Any] = Queue()
+    with serve.start(source, grpc_port=0, grpc_management_port=0, access_log=str(log)) as running:
+        with client_of.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client:
+            client.infer("tiny", [given(array)], request_id="r-1", headers={"x-request-id": "r-2"})
+            with pytest.raises(client_of.InferenceServerException):
+                client.infer("zzz", [given(array)], request_id="r-3")
+            client.start_stream(lambda result, error: answers.put(error))
+            for name in ("x", "zz"):
+                client.async_stream_infer("tiny", [given(array, name)])
+            assert [answers.get(timeout=120) is None for _ in range(2)] == [True, False]
+            client.stop_stream()
+        asked = torchserve_pb2.PredictionsRequest(model_name="tiny", input={"data": b"[1, 2, 3]"})
+        with grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
+            streamed = channel.unary_stream(f"/{INFERENCE}/StreamPredictions")
+            assert len(list(streamed(asked.SerializeToString(), timeout=120))) == 1
+        with grpc.insecure_channel(f"127.0.0.1:{running.grpc_management_port}") as channel:
+            channel.unary_unary(f"/{MANAGEMENT}/ListModels")(b"", timeout=120)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    fields = ("face", "method", "model", "status", "code", "id")
+    assert [tuple(line[field] for field in fields) for line in lines] == [
+        ("grpc", "ModelInfer", "tiny", 200, "OK", "r-2"),
+        ("grpc", "ModelInfer", "zzz", 404, "NOT_FOUND", "r-3"),
+        ("grpc", "ModelStreamInfer", "tiny", 200, "OK", None),
+        ("grpc", "ModelStreamInfer", "tiny", 400, "INVALID_ARGUMENT", None),
+        ("grpc", "StreamPredictions", "tiny", 200, "OK", None),
+        ("grpc_management", "ListModels", None, 200, "OK", None),
+    ]
+    assert lines[0]["path"] == "/inference.GRPCInferenceService/ModelInfer"
+    assert all(line["ms"] > 0 and line["at"] > 1.7e9 for line in lines)
+    assert lines[0]["bytes_in"] > 12 < lines[0]["bytes_out"]
+    assert lines[4]["bytes_in"] == len(asked.SerializeToString())
+
+
+def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
+    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    with (
+        serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=60.0) as running,
+        client_of.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client,
+        pytest.raises(client_of.InferenceServerException),
+    ):
+        client.infer("tiny", [given(np.ones((40, 3), np.float32))], client_timeout=0.5)
+    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert (line["status"], line["code"]) in ((504, "DEADLINE_EXCEEDED"), (499, "CANCELLED"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batcher import Policy
-from trueline.serve.http import Request, Response
-from trueline.serve.models import Models, Way, load
+from trueline.serve.http import Head, Request, Response
+from trueline.serve.models import Models, Version, Way, load
 from trueline.serve.routes import Routes
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
@@ -339,6 +340,27 @@ def full(tmp_path: Path) -> Iterator[Desk]:
     desk.close()
 
 
+def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: Desk) -> None:
+    """Requests with a head that is known, as a kept-alive client sends them."""
+    target, headers = b"/v2/models/tiny/infer", {b"content-length": b"%d" % len(BODY)}
+    head = Head("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
+
+    def ask(body: bytes = BODY) -> Any:
+        return full.routes.answer(Request("POST", target, headers, body, True, False, head))
+
+    first, second = ask(), ask()
+    assert (first.status, second.status) == (429, 429)
+    assert second is first
+    urgent = json.dumps(json.loads(BODY) | {"parameters": {"priority": 1}}).encode()
+    assert not isinstance(ask(urgent), Response)  # it takes the place of the one that waits
+    assert ask().status == 429
+    full.models.put(Version(model="tiny", version="1"))
+    assert ask().status == 503
+    full.models.put(full.tiny)
+    assert ask().status == 429
+    assert full.routes.stats.by_status[429] >= 4
+
+
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict"])
 def test_a_full_queue_refuses_before_it_reads_what_is_asked(full: Desk, path: str) -> None:
     found = full.ask("POST", path, b"no request at all")
@@ -419,6 +441,30 @@ def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
     assert samples[("Requests2XX", None)] == 1
     assert samples[("ts_inference_requests_total", None)] == 1
     desk.close()
+
+
+def test_metrics_of_the_host_stand_under_torchserves_names_in_its_form(desk: Desk) -> None:
+    desk.ask("GET", "/ping")
+    page = desk.ask("GET", "/metrics").body.decode()
+    for name in ("Requests2XX", "CPUUtilization", "MemoryUsed", "DiskAvailable"):
+        assert re.search(rf'^{name}\{{Level="Host",Hostname="[^"]+",\}} \d+\.\d+', page, re.MULTILINE), name
+    assert re.search(r'^ts_queue_latency_microseconds\{hostname="[^"]+",model_name="tiny"', page, re.MULTILINE)
+    assert {family.name for family in text_string_to_metric_families(page)} > {"MemoryUtilization", "trueline_ready"}
+
+
+def test_metrics_may_be_asked_for_by_name(desk: Desk) -> None:
+    page = desk.ask("GET", "/metrics?name[]=trueline_ready&name[]=trueline_answers_total&name[]=none").body.decode()
+    found = {family.name for family in text_string_to_metric_families(page)}
+    assert found == {"trueline_ready", "trueline_answers"}
+
+
+def test_options_of_a_model_are_the_document_of_what_it_is_asked(desk: Desk) -> None:
+    found = desk.ask("OPTIONS", "/predictions/tiny")
+    told = json.loads(found.body)
+    assert (found.status, told["openapi"][:2], told["info"]["title"]) == (200, "3.", "tiny")
+    assert {"/predictions/tiny", "/v2/models/tiny/infer"} <= set(told["paths"])
+    assert "/ping" not in told["paths"]
+    assert desk.ask("OPTIONS", "/predictions/zzz").status == 404
 
 
 PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predictions/tiny/1", "/v2/models/tiny"])

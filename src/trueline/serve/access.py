@@ -1,12 +1,17 @@
-"""The access log: one line of JSON for each request over HTTP, written by a thread and never waited for.
+"""The access log: one line of JSON for each request, written by a thread and never waited for.
 
     {"at": 1767225600.123, "face": "data", "method": "POST", "path": "/v2/models/digits/infer", "status": 200,
      "ms": 1.42, "bytes_in": 1090, "bytes_out": 211, "id": "..."}
+    {"at": 1767225600.125, "face": "grpc", "method": "ModelInfer", "path": "/inference.GRPCInferenceService/ModelInfer",
+     "status": 200, "ms": 1.1, "bytes_in": 1052, "bytes_out": 63, "id": null, "model": "digits", "code": "OK"}
 
 `at` is the Unix time at which the request was there, `ms` the time to the head of its answer, `status` 499 (nginx's)
 where the client had gone before. `bytes_out` is null for answers in pieces. Of a URL only the path is written: a query
-may hold secrets. When the disk is slower than the requests come, or full, lines are dropped and counted in a line of
-their own; requests go on. A file that was moved away, as logrotate does, is opened anew under its name.
+may hold secrets. A call over gRPC has its code beside what HTTP would have said; its bytes are those of the messages,
+its `ms` go to the last of them, and each request of a stream that goes both ways is a line.
+
+When the disk is slower than the requests come, or full, lines are dropped and counted in a line of their own; requests
+go on. A file that was moved away, as logrotate does, is opened anew under its name.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,12 +50,28 @@ class Entry(NamedTuple):
     id: str | None
 
 
+class Call(NamedTuple):
+    """An entry of a call over gRPC."""
+
+    at: float
+    face: str
+    method: str
+    path: str
+    status: int
+    ms: float
+    bytes_in: int
+    bytes_out: int | None
+    id: str | None
+    model: str | None
+    code: str
+
+
 class AccessLog:
     """Writes entries to the file `path`, `-` for standard error, until it is closed. Raises UsageError."""
 
     def __init__(self, path: str, *, most: int = MOST) -> None:
         self.path, self._most = path, most
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[Entry | Call] = deque()
         self._dropped = self._unwritten = self._told = 0
         """Entries that found no room, lines that were not written, and how many of both the file says."""
         self._failing = False
@@ -70,7 +91,7 @@ class AccessLog:
             return os.dup(sys.stderr.fileno())
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry | Call) -> None:
         """Takes `entry`, or counts it as dropped; called by the one thread that answers."""
         if len(self._entries) < self._most:
             self._entries.append(entry)
@@ -165,3 +186,34 @@ class Logged:
         body = len(found.body)
         self._log.enter(Entry(round(time.time(), 6), self._face, "-", path, found.status, 0.0, 0, body, None))
         return found
+
+
+class CallLine:
+    """The line of one call over gRPC, begun when its bytes are there; without a `log` nobody reads it."""
+
+    __slots__ = ("_began", "_bytes_in", "_face", "_id", "_log", "_model", "path")
+
+    def __init__(self, log: AccessLog | None, face: str, path: str, bytes_in: int, named: bytes | None) -> None:
+        self._log, self._face, self.path, self._bytes_in = log, face, path, bytes_in
+        self._id = None if named is None else named[:_ID_CHARS].decode("latin-1")
+        self._model: str | None = None
+        self._began = time.perf_counter()
+
+    def asks(self, request: Any) -> Any:
+        """Takes from the message `request` which model it asks, and under which id; returns it."""
+        if self._log is not None:
+            model = getattr(request, "model_name", "") or getattr(request, "name", "")
+            self._model = model[:_ID_CHARS] or None
+            self._id = self._id or getattr(request, "id", "")[:_ID_CHARS] or None
+        return request
+
+    def end(self, bytes_out: int, *, status: int = 200, code: str = "OK") -> None:
+        """Enters the line; `status` is what HTTP would have said."""
+        if self._log is None:
+            return
+        ms, method = (time.perf_counter() - self._began) * 1e3, self.path.rpartition("/")[2]
+        at = round(time.time() - ms / 1e3, 6)
+        sizes = self._bytes_in, bytes_out
+        self._log.enter(
+            Call(at, self._face, method, self.path, status, round(ms, 3), *sizes, self._id, self._model, code)
+        )

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from trueline import events
-from trueline.errors import NotReady, RequestError
+from trueline.errors import NotReady, Overloaded, RequestError
 from trueline.serve import oip, torchserve
 from trueline.serve.batcher import USUAL
 from trueline.serve.handlers import body as bodies
@@ -40,6 +41,12 @@ SEQUENCE_HEADER = b"ts_request_sequence_id"
 """The key of requests without one."""
 PRIORITY_HEADER = b"x-trueline-priority"
 """How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
+
+
+def key_of(request: Request) -> str:
+    """By which a request is sent to one version of a model whose traffic is split."""
+    key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
+    return "" if key is None else key.decode("latin-1")
 
 
 def json(status: int, value: object, headers: bytes = b"") -> Response:
@@ -66,6 +73,7 @@ class Asking:
         self.stats = stats
         self.strict = strict
         self._loop = loop
+        self._standing: tuple[Overloaded, Response] | None = None
 
     @property
     def sick(self) -> bool:
@@ -111,16 +119,30 @@ class Asking:
 
     def find(self, request: Request, model: str, version: str | None) -> Version:
         """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
-        key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
-        return self.models.find(model, version, "" if key is None else key.decode("latin-1"))
+        return self.models.find(model, version, key_of(request))
 
-    def check_room(self, request: Request, version: Version, said: bytes | bytearray = b"") -> None:
-        """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little.
+    def check_room(self, request: Request, version: Version) -> None:
+        """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little."""
+        if version.full:
+            refused = version.no_room(oip.priority(request.headers.get(PRIORITY_HEADER)))
+            if refused is not None:
+                raise refused.with_traceback(None)  # it is raised again and again
 
-        `said` is the part of the body that may name a priority; who may do so is read first.
+    def refused(
+        self, version: Version, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
+    ) -> tuple[Overloaded, Response] | None:
+        """Why there is no room for an infer request, and its answer; None when there may be room.
+
+        A body whose JSON may name a priority is read first. The answer is made once for as long as the queue stands.
         """
-        if version.full and b"priority" not in said and b"\\" not in said:
-            version.check_room(oip.priority(request.headers.get(PRIORITY_HEADER)))
+        if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
+            return None
+        refused = version.no_room(USUAL if priority is None else oip.priority(priority))
+        if refused is None:
+            return None
+        if self._standing is None or self._standing[0] is not refused:
+            self._standing = refused, self.error("/v2/", refused)
+        return self._standing
 
     def handled(
         self,
@@ -147,18 +169,20 @@ class Asking:
         began: float,
         priority: object = None,
     ) -> Answer:
-        """The answer of `version`; reading the request began at `began`, and ends now."""
+        """The answer of `version`; reading the request began at `began` and ends now. `priority` is as it was given."""
         version.stats.decode_s += perf_counter() - began
-        given = request.headers.get(PRIORITY_HEADER) if priority is None else priority
-        found = version.ask(inputs, timeout_s, USUAL if given is None else oip.priority(given))
+        found = version.ask(inputs, timeout_s, USUAL if priority is None else oip.priority(priority))
+        if isinstance(found, dict):
+            return self._finished(version, inputs, began, encode, found)
+        return self.later(request.path, found, partial(self._finished, version, inputs, began, encode))
 
-        def finish(outputs: Outputs) -> Response:
-            run = perf_counter()
-            response = encode(outputs)
-            self.answered(version, inputs, outputs, began, run)
-            return response
-
-        return finish(found) if isinstance(found, dict) else self.later(request.path, found, finish)
+    def _finished(
+        self, version: Version, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
+    ) -> Response:
+        run = perf_counter()
+        response = encode(outputs)
+        self.answered(version, inputs, outputs, began, run)
+        return response
 
     def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
         """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from trueline import events
 from trueline.errors import PortInUse, RequestError
+from trueline.serve.access import GONE, AccessLog, CallLine
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -50,66 +53,126 @@ def header(context: Context, name: str) -> bytes | None:
     return None
 
 
-def unary(
-    name: str,
-    kind: type[Any],
-    answer: Callable[[Any, Context], Awaitable[Any]],
-    check: Check,
-    code: Code = code_of,
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """One question, one answer; what is raised becomes the call's status, and says nothing of our insides."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """What the methods of one service share: who may call, what a refusal is called, where calls are entered."""
 
-    async def call(request: Any, context: Context) -> Any:
-        try:
-            check(name, context)
-            return await answer(request, context)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
-            await _end(name, error, context, code)
+    service: str
+    check: Check
+    code: Code = code_of
+    log: AccessLog | None = None
+    face: str = "grpc"
 
-    return grpc.unary_unary_rpc_method_handler(
-        call, request_deserializer=kind.FromString, response_serializer=lambda message: message.SerializeToString()
-    )
+    def unary(
+        self, name: str, kind: type[Any], answer: Callable[[Any, Context], Awaitable[Any]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One question, one answer; what is raised becomes the call's status, and says nothing of our insides."""
+
+        async def call(data: bytes, context: Context) -> bytes:
+            line = self._line(name, data, context)
+            try:
+                request = line.asks(_parsed(kind, data))
+                self.check(name, context)
+                response: bytes = (await answer(request, context)).SerializeToString()
+            except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
+                return await self._end(line, error, context)
+            line.end(len(response))
+            return response
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def streamed(
+        self, name: str, kind: type[Any], answers: Callable[[Any, Context], AsyncIterator[Any]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One question, answers one after the other."""
+
+        async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
+            line, size = self._line(name, data, context), 0
+            try:
+                request = line.asks(_parsed(kind, data))
+                self.check(name, context)
+                async for answer in answers(request, context):
+                    piece: bytes = answer.SerializeToString()
+                    size += len(piece)
+                    yield piece
+            except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
+                await self._end(line, error, context)
+                return
+            line.end(size)
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+    def both_ways(
+        self,
+        name: str,
+        kind: type[Any],
+        answers: Callable[[Any, Context], AsyncIterator[Any]],
+        told: Callable[[Any, grpc.StatusCode, str], Any],
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Questions as they come, and answers to each in order; what `told` makes of a refusal is an answer too, so
+        that one that fails does not end the stream. Each question is a line of the log.
+        """
+
+        async def call(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            async for data in stream:
+                line, size = self._line(name, data, context), 0
+                request = None
+                try:
+                    request = line.asks(_parsed(kind, data))
+                    self.check(name, context)
+                    async for answer in answers(request, context):
+                        piece: bytes = answer.SerializeToString()
+                        size += len(piece)
+                        yield piece
+                except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
+                    if request is None:
+                        await self._end(line, error, context)
+                        return
+                    code, message = self._said(name, error)
+                    piece = told(request, code, message).SerializeToString()
+                    line.end(size + len(piece), status=_status(error), code=code.name)
+                    yield piece
+                except BaseException as error:  # noqa: BLE001 - the call is cancelled: entered, and raised again
+                    await self._end(line, error, context)
+                else:
+                    line.end(size)
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    def _line(self, name: str, data: bytes, context: Context) -> CallLine:
+        named = None if self.log is None else header(context, "x-request-id")
+        return CallLine(self.log, self.face, f"/{self.service}/{name}", len(data), named)
+
+    def _said(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """What a failure is called, and its words for the client."""
+        if isinstance(error, RequestError):
+            hint = f"; {error.hint}" if error.hint else ""
+            return self.code(error), error.message + hint
+        events.emit("request.failed", path=name, why=f"{type(error).__name__}: {error}")
+        return grpc.StatusCode.INTERNAL, FAILED
+
+    async def _end(self, line: CallLine, error: BaseException, context: Context) -> NoReturn:
+        """Ends the call with what `error` is to the client."""
+        if not isinstance(error, Exception):
+            left_s = context.time_remaining()
+            late = left_s is not None and left_s <= 0
+            line.end(0, status=504 if late else GONE, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
+            raise error
+        code, message = self._said(line.path.rpartition("/")[2], error)
+        line.end(0, status=_status(error), code=code.name)
+        await context.abort(code, message)
 
 
-def streamed(
-    name: str,
-    kind: type[Any],
-    answers: Callable[[Any, Context], AsyncIterator[Any]],
-    check: Check,
-    code: Code = code_of,
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """One question, answers one after the other."""
-
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            check(name, context)
-            async for answer in answers(request, context):
-                yield answer
-        except Exception as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
-            await _end(name, error, context, code)
-
-    return grpc.unary_stream_rpc_method_handler(
-        call, request_deserializer=kind.FromString, response_serializer=lambda message: message.SerializeToString()
-    )
+def _parsed(kind: type[Any], data: bytes) -> Any:
+    """Raises RequestError for what is no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise RequestError(f"the call's bytes are no {kind.__name__}") from error
 
 
-def both_ways(
-    kind: type[Any], answers: Callable[[AsyncIterator[Any], Context], AsyncIterator[Any]]
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """Questions and answers as they come; what fails is told in its answer."""
-    return grpc.stream_stream_rpc_method_handler(
-        answers, request_deserializer=kind.FromString, response_serializer=lambda message: message.SerializeToString()
-    )
-
-
-async def _end(name: str, error: Exception, context: Context, code: Code) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, RequestError):
-        hint = f"; {error.hint}" if error.hint else ""
-        await context.abort(code(error), error.message + hint)
-    events.emit("request.failed", path=name, why=f"{type(error).__name__}: {error}")
-    await context.abort(grpc.StatusCode.INTERNAL, FAILED)
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, RequestError) else 500
 
 
 def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler[Any, Any]:

@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 
 from trueline.serve.heads import Heads
-from trueline.serve.http import App, Request, Response, date_line, path_of, render
+from trueline.serve.http import App, Request, Response, date_line, path_of, plain, render
 from trueline.serve.limits import Limits, Waits, judge
 from trueline.serve.pieces import Pieces
 
@@ -38,6 +38,7 @@ class Connection(asyncio.Protocol):
         "_answering",
         "_app",
         "_body",
+        "_chunks",
         "_closes",
         "_continue_due",
         "_current",
@@ -91,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
+        self._chunks = 0
         self._head_bytes = 0
         self._in_body = False
 
@@ -116,6 +118,21 @@ class Connection(asyncio.Protocol):
         self._fresh = b""
         if self._receiving_since is None and not self._silent_bytes:  # between two requests
             request = self._heads.find(data)
+            if request is not None and self._current is None and not self._waiting and self._writing_since is None:
+                self._current = request
+                answer = self._app.answer(request)
+                if (
+                    not isinstance(answer, Response)
+                    or answer.pieces is not None
+                    or answer.close
+                    or self._server.draining
+                ):
+                    self._take(answer)
+                elif self._transport is not None:
+                    self._transport.write(plain(answer, self._server.date))
+                    self._current = None
+                    self._idle_since = self._loop.time()
+                return
             if request is not None:
                 self._waiting.append(request)
                 self._advance()
@@ -193,6 +210,11 @@ class Connection(asyncio.Protocol):
     def _too_large(self, size: str) -> _Refused:
         return _Refused(413, f"the body has {size}, this server takes at most {self._server.limits.body_bytes}")
 
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > self._server.limits.chunks:
+            raise _Refused(413, f"the body comes in more than {self._server.limits.chunks} chunks; send larger ones")
+
     def on_body(self, piece: bytes) -> None:
         self._silent_bytes = 0
         self._received_bytes += len(piece)
@@ -241,7 +263,9 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self._current = request
-        answer = self._app.answer(request)
+        self._take(self._app.answer(request))
+
+    def _take(self, answer: Response | asyncio.Future[Response]) -> None:
         if isinstance(answer, Response):
             self._finish(answer)
         else:

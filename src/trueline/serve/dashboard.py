@@ -29,13 +29,18 @@ _HEADERS = (
 
 
 @cache
-def _page() -> bytes:
-    return Path(__file__).with_name("dashboard.html").read_bytes()
+def _read(name: str) -> bytes:
+    return Path(__file__).with_name(name).read_bytes()
 
 
 def page() -> Response:
     """The page itself."""
-    return Response(200, _page(), HTML, _HEADERS)
+    return Response(200, _read("dashboard.html"), HTML, _HEADERS)
+
+
+def try_page() -> Response:
+    """GET /try: asks the port it came from what its OpenAPI document says that it answers; made of one file as well."""
+    return Response(200, _read("try.html"), HTML, _HEADERS)
 
 
 def answer(models: Models, stats: ServerStats, now: float) -> Response:

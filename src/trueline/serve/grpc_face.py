@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 
-from trueline import events
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
 from trueline.serve import binary, calls, extensions, oip, tensors
+from trueline.serve.access import AccessLog
 from trueline.serve.asking import KEY_HEADER, PRIORITY_HEADER
 from trueline.serve.calls import Context, header
 from trueline.serve.models import Version
@@ -110,10 +110,11 @@ def _wanted(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, .
 class Face:
     """The service's methods, over the Routes that HTTP uses."""
 
-    def __init__(self, routes: Routes, keys: Keys | None) -> None:
+    def __init__(self, routes: Routes, keys: Keys | None, log: AccessLog | None = None) -> None:
         self._routes = routes
         self._models = routes.models
         self._keys = keys
+        self._door = calls.Door(service=SERVICE, check=self._check, log=log)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What a server is given: the methods under the protocol's name, with the token asked for."""
@@ -130,8 +131,10 @@ class Face:
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload),
         }
-        methods = {name: calls.unary(name, kind, answer, self._check) for name, (kind, answer) in unary.items()}
-        methods["ModelStreamInfer"] = calls.both_ways(pb.ModelInferRequest, self._stream)
+        methods = {name: self._door.unary(name, kind, answer) for name, (kind, answer) in unary.items()}
+        methods["ModelStreamInfer"] = self._door.both_ways(
+            "ModelStreamInfer", pb.ModelInferRequest, self._stream, _told
+        )
         return calls.service(SERVICE, methods)
 
     def _check(self, name: str, context: Context) -> None:
@@ -143,9 +146,6 @@ class Face:
     # requests
 
     async def _infer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return await self._ask(request, context)
-
-    async def _ask(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         began = perf_counter()
         key = header(context, KEY_HEADER.decode())
         version = self._models.find(
@@ -167,22 +167,9 @@ class Face:
         return response
 
     async def _stream(
-        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+        self, request: pb.ModelInferRequest, context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """One answer for each request, in order; a request that fails does not end the stream."""
-        async for request in requests:
-            response = pb.ModelStreamInferResponse()
-            try:
-                self._check("ModelStreamInfer", context)
-                response.infer_response.CopyFrom(await self._ask(request, context))
-            except RequestError as error:
-                response.error_message = error.message
-                response.infer_response.id = request.id
-            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
-                events.emit("request.failed", path="ModelStreamInfer", why=f"{type(error).__name__}: {error}")
-                response.error_message = calls.FAILED
-                response.infer_response.id = request.id
-            yield response
+        yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context))
 
     # what is told
 
@@ -259,6 +246,11 @@ class Face:
     ) -> pb.RepositoryModelUnloadResponse:
         await self._routes.repository.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
+
+
+def _told(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
+    """A refusal in a stream."""
+    return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request.id))
 
 
 def _filled(message: Any, told: dict[str, Any]) -> Any:

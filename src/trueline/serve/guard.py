@@ -12,10 +12,10 @@ _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
 
 
 def is_open(path: str) -> bool:
-    """Whether a path is answered without a token: what says that the server lives and is ready, and the dashboard's
-    page, which holds nothing.
+    """Whether a path is answered without a token: what says that the server lives and is ready, and the pages,
+    which hold nothing.
     """
-    return path in ("/ping", "/dashboard") or path.startswith("/v2/health/")
+    return path in ("/ping", "/dashboard", "/try") or path.startswith("/v2/health/")
 
 
 class Guarded:

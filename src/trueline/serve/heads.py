@@ -8,9 +8,7 @@ length or none. Whatever is not found here goes through the parser, which is the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from trueline.serve.http import Request
+from trueline.serve.http import Head, Request
 
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 2048
@@ -19,18 +17,6 @@ MAX_HEADS = 512
 """With more, all are forgotten: clients that put something new into every head gain nothing here, and cost no more."""
 _METHODS = ("GET", "POST")
 _NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
-
-
-class Head(NamedTuple):
-    """What the parser made of a head."""
-
-    method: str
-    target: bytes
-    path: str
-    headers: dict[bytes, bytes]
-    """Of every request that begins so: not to be changed."""
-    length: int
-    """Bytes of the body."""
 
 
 class Heads:
@@ -47,7 +33,7 @@ class Heads:
         head = self._known.get(data[:body_at])
         if head is None or len(data) - body_at != head.length:
             return None
-        return Request(head.method, head.target, head.headers, data[body_at:], path=head.path)
+        return Request(head.method, head.target, head.headers, data[body_at:], True, False, head)
 
     def keep(self, data: bytes, request: Request) -> None:
         """Keeps the head of `data`, of which the parser, before which nothing lay, has made `request`."""

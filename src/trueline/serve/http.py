@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http
-from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
+
+import msgspec
 
 from trueline.errors import RequestError
 from trueline.serve.pieces import Pieces
@@ -25,8 +26,21 @@ def _start(response: Response) -> bytes:
     return line + response.content_type if response.content_type else line.removesuffix(b"\r\ncontent-type: ")
 
 
-@dataclass(slots=True)
-class Request:
+class Head(msgspec.Struct, eq=False):
+    """What is the same in all requests that begin with the same bytes (see `heads`)."""
+
+    method: str
+    target: bytes
+    path: str
+    headers: dict[bytes, bytes]
+    """Of every request that begins so: not to be changed."""
+    length: int
+    """Bytes of the body."""
+    asks: object = None
+    """What the App makes of the head alone, for the requests to come: its own, and nobody else's."""
+
+
+class Request(msgspec.Struct, eq=False):
     """One whole request. Header names are lower-case; the headers may be shared with further requests, and are not to
     be changed.
     """
@@ -37,16 +51,18 @@ class Request:
     body: bytes | bytearray
     keep_alive: bool = True
     http_1_0: bool = False
-    path: str = ""
-    """Of the target."""
+    head: Head | None = None
+    """Where it is known; who changes headers or body takes it away. Such a request is plain: GET or POST, HTTP/1.1,
+    kept alive.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.path:
-            self.path = path_of(self.target)
+    @property
+    def path(self) -> str:
+        """Of the target."""
+        return path_of(self.target) if self.head is None else self.head.path
 
 
-@dataclass(slots=True)
-class Response:
+class Response(msgspec.Struct):
     """One whole answer; `close` ends the connection after it."""
 
     status: int
@@ -88,9 +104,23 @@ def query_of(target: bytes) -> dict[str, str]:
     >>> query_of(b"/invocations?model_name=a%20b&x=")
     {'model_name': 'a b', 'x': ''}
     """
+    return dict(_pairs(target))
+
+
+def query_all(target: bytes, name: str) -> list[str]:
+    """Every value of one parameter in a request target, decoded.
+
+    >>> query_all(b"/metrics?name[]=a&name%5B%5D=b&x=c", "name[]")
+    ['a', 'b']
+    """
+    return [value for key, value in _pairs(target) if key == name]
+
+
+def _pairs(target: bytes) -> list[tuple[str, str]]:
+    """Raises RequestError."""
     text = target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
     try:
-        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS))
+        return parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS)
     except ValueError as error:
         raise RequestError(f"the query has more than {MAX_PARAMETERS} parameters") from error
 
@@ -100,20 +130,23 @@ def date_line() -> bytes:
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
+def plain(response: Response, date: bytes) -> bytes:
+    """The bytes of a whole answer to a request that is plain, on a connection that stays."""
+    line = _STATUS_LINES.get(response.status)
+    if line is None or not response.content_type:
+        line = _start(response)
+    else:
+        line += response.content_type
+    body = response.body
+    return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (line, len(body), date, response.headers, body)
+
+
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
+    ordinary = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
+    if ordinary and response.pieces is None:
+        return plain(response, date)
     line = _STATUS_LINES.get(response.status)
-    plain = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
-    if plain and response.pieces is None and line is not None and response.content_type:
-        body = response.body
-        return b"%b%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
-            line,
-            response.content_type,
-            len(body),
-            date,
-            response.headers,
-            body,
-        )
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)
     else:  # an old client reads until the connection ends

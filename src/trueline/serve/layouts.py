@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
@@ -42,7 +43,10 @@ class _Place:
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     start: int
-    count: int
+    """In the body."""
+    size: int
+    even: bool
+    """Whether it lies where its numbers may be read as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +99,30 @@ class Layouts:
             return None
         inputs: dict[str, Array] = {}
         for place in known.places:
-            at = json_bytes + place.start
-            if at % place.dtype.itemsize:  # an odd place in the body: numbers are copied to an even one
-                piece = body[at : at + place.count * place.dtype.itemsize]
-                inputs[place.name] = np.frombuffer(piece, place.dtype).reshape(place.shape)
-            else:
-                inputs[place.name] = np.frombuffer(body, place.dtype, place.count, at).reshape(place.shape)
+            if place.even:
+                inputs[place.name] = np.ndarray(place.shape, place.dtype, body, place.start)
+            else:  # numbers are copied to an even place
+                piece = body[place.start : place.start + place.size]
+                inputs[place.name] = np.ndarray(place.shape, place.dtype, piece)
         return known.call.of(inputs)
 
     def _keep_binary(self, head: bytes, call: oip.Call, inputs: Sequence[oip.GivenInput]) -> None:
         if not 0 < len(head) <= MAX_BYTES or sys.byteorder != "little":
             return
-        places, start = [], 0
+        places, start = [], len(head)
         for given in inputs:
             dtype = NUMPY_DTYPES[given.datatype]
             if given.parameters is None or "binary_data_size" not in given.parameters or dtype.kind == "b":
                 return  # numbers in the JSON, or bytes that are looked at one by one
-            places.append(_Place(given.name, dtype, tuple(given.shape), start, math.prod(given.shape)))
-            start += places[-1].count * dtype.itemsize
+            size = math.prod(given.shape) * dtype.itemsize
+            places.append(_Place(given.name, dtype, tuple(given.shape), start, size, start % dtype.itemsize == 0))
+            start += size
         if len(self._binary) >= MAX_LAYOUTS:
             self._binary.clear()
-        self._binary[head] = _Binary(tuple(places), start, call.of({}))
+        kept = call.of({})
+        if set(call.wanted) == call.binary:
+            kept = msgspec.structs.replace(kept, told={})
+        self._binary[head] = _Binary(tuple(places), start - len(head), kept)
 
     # JSON
 

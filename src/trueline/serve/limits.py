@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -12,6 +14,8 @@ class Limits:
 
     body_bytes: int = 64 * 2**20
     head_bytes: int = 64 * 2**10
+    chunks: int = 64 * 2**10
+    """Of one body; each costs more than its bytes."""
     connections: int = 2048
     pipelined: int = 32
     """Requests read ahead on one connection before reading pauses."""
@@ -26,8 +30,7 @@ class Limits:
     """After a refusal in the middle of a request, input is thrown away for this long, so that the client reads why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """Since when a connection waits for what; None: it does not."""
 
     writing: float | None = None

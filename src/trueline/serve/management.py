@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
-from trueline.serve import canary, openapi, torchserve
+from trueline.serve import canary, dashboard, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
@@ -143,6 +143,11 @@ class Management:
                 return self._renew(self._keys, query.get("type", ""))
             case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
                 told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
+                return torchserve.reply(200, torchserve.pretty(told))
+            case "GET" | "HEAD", ["try"]:
+                return dashboard.try_page()
+            case "OPTIONS", ["models", model]:
+                told = openapi.of_model(self._models.find(model), metadata.version("trueline"))
                 return torchserve.reply(200, torchserve.pretty(told))
             case "GET" | "HEAD" | "POST", ["ping"]:
                 return torchserve.status("Healthy")
@@ -310,7 +315,7 @@ class Management:
             "sequenceTimeoutMSec": 0,
             "maxNumSequence": 1,
             "maxSequenceJobQueueSize": 1,
-            "loadedAtStartup": False,
+            "loadedAtStartup": version.at_start,
             "workers": [],
             "jobQueueStatus": {"remainingCapacity": 0, "pendingRequests": version.num_waiting},
         }

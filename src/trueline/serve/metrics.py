@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from trueline.serve import machine
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models import Models
 from trueline.serve.stats import Histogram, ServerStats
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ["model", "version"]
+_OF_HOST = re.compile(rb'\{Hostname=("[^"\n]*"),Level="Host"\}')
 
 
 class Collector:
@@ -36,7 +39,6 @@ class Collector:
 
     def _server(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        from prometheus_client.metrics_core import Metric
 
         answers = CounterMetricFamily("trueline_answers", "Answers by HTTP status.", labels=["status"])
         by_status = dict(self._stats.by_status)
@@ -45,10 +47,17 @@ class Collector:
         yield answers
         yield GaugeMetricFamily("trueline_ready", "1 when every version is ready.", value=float(self._models.ready))
         for head in (2, 4, 5):
-            family = Metric(f"Requests{head}XX", f"Answers of status {head}xx, under TorchServe's name.", "unknown")
             count = sum(n for status, n in by_status.items() if status // 100 == head)
-            family.add_sample(family.name, {"Level": "Host", "Hostname": self._host}, count)
-            yield family
+            yield self._of_host(f"Requests{head}XX", f"Answers of status {head}xx, under TorchServe's name.", count)
+        for name, (told, value) in machine.readings().items():
+            yield self._of_host(name, f"{told}, under TorchServe's name.", value)
+
+    def _of_host(self, name: str, told: str, value: float) -> Metric:
+        from prometheus_client.metrics_core import Metric
+
+        family = Metric(name, told, "unknown")
+        family.add_sample(name, {"Level": "Host", "Hostname": self._host}, value)
+        return family
 
     def _versions(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -77,11 +86,13 @@ class Collector:
 
         requests = Metric("ts_inference_requests_total", "Inference requests, under TorchServe's name.", "unknown")
         latency = Metric("ts_inference_latency_microseconds", "Their time, under TorchServe's name.", "unknown")
+        queued = Metric("ts_queue_latency_microseconds", "How long they waited, under TorchServe's name.", "unknown")
         for version in self._models.all():
             labels = {"model_name": version.model, "model_version": version.version, "hostname": self._host}
             requests.add_sample(requests.name, labels, version.stats.request_s.count)
             latency.add_sample(latency.name, labels, version.stats.request_s.total * 1e6)
-        yield from (requests, latency)
+            queued.add_sample(queued.name, labels, version.stats.queue_s * 1e6)
+        yield from (requests, latency, queued)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -93,11 +104,27 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return found
 
 
-def page(collector: Collector) -> bytes:
-    """The whole page."""
+def page(collector: Collector, names: Collection[str] = ()) -> bytes:
+    """The whole page, or of it the metrics of these names.
+
+    Labels of the host are written as TorchServe writes them, with a comma behind the last, which its clients look for.
+    """
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    return generate_latest(registry)
+    told = generate_latest(registry) if not names else _only(generate_latest(registry), names)
+    return _OF_HOST.sub(rb'{Level="Host",Hostname=\1,}', told)
+
+
+def _only(told: bytes, names: Collection[str]) -> bytes:
+    wanted = {name.encode() for name in names}
+    kept, keep = [], False
+    for line in told.splitlines(keepends=True):
+        if line.startswith(b"# HELP "):  # every metric begins with one
+            name = line.split(b" ", 3)[2]
+            keep = name in wanted or name.removesuffix(b"_total") in wanted
+        if keep:
+            kept.append(line)
+    return b"".join(kept)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Literal
 
 from trueline import events
 from trueline.bundle.read import Bundle
-from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, NotFound, NotProven, NotReady, RequestError, TruelineError, listed
+from trueline.bundle.signature import Check, Signature
+from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.archive import ArchiveError
-from trueline.serve.batcher import USUAL, Batcher, Policy
+from trueline.serve.batcher import USUAL, Policy
+from trueline.serve.lanes import Batcher
 from trueline.serve.layouts import Layouts
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, draw_up
@@ -94,6 +95,8 @@ class Version:
     """What it was loaded from, as it was asked for."""
     workflow: str = ""
     """The workflow that it is a node of; it comes and goes with that alone."""
+    at_start: bool = False
+    """Whether it was there before the server had started."""
     since: float = 0.0
     """When it became ready, in seconds since the epoch."""
     stats: VersionStats = field(default_factory=VersionStats)
@@ -101,7 +104,9 @@ class Version:
     _executor: Executor | None = None
     _batcher: Batcher | None = None
     _layouts: Layouts | None = None
+    _names: tuple[str, ...] = ()
     _first: str = ""
+    _check: Check | None = None
 
     @property
     def loaded(self) -> Loaded:
@@ -149,10 +154,13 @@ class Version:
         """Whether its queue takes no further request, unless in the place of a less urgent one."""
         return self._batcher is not None and self._batcher.full and self.state == "ready"
 
-    def check_room(self, priority: int) -> None:
-        """Raises Overloaded when no request of `priority` is let in now, whatever it holds."""
-        if self._batcher is not None:
-            self._batcher.check_room(priority)
+    def no_room(self, priority: int) -> Overloaded | None:
+        """Why no request of `priority` is let in now, whatever it holds; the same one as long as that stands."""
+        return self._batcher.no_room(priority) if self._batcher is not None else None
+
+    def stands(self, refused: Overloaded) -> bool:
+        """Whether `refused`, which `no_room` said, would be said again."""
+        return self._batcher is not None and self._batcher.standing is refused
 
     @property
     def policy(self) -> Policy:
@@ -167,7 +175,9 @@ class Version:
         self._executor = executor
         self.since = time.time()
         self._layouts = Layouts(loaded.session.signature)
-        self._first = loaded.session.signature.inputs[0].name
+        self._names = tuple([spec.name for spec in loaded.session.signature.inputs])
+        self._first = self._names[0]
+        self._check = Check(loaded.session.signature)
         self._batcher = Batcher(
             self._run,
             policy,
@@ -176,6 +186,7 @@ class Version:
             on_batch=self.stats.count_run,
             pace=Pace(loaded.plan.latency_s),
             padding=loaded.plan.padding,
+            short_values=loaded.plan.inline_values,
         )
         self.state = "ready"
 
@@ -209,22 +220,23 @@ class Version:
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
         """The outputs, at once when the run is short, else a future. Raises RequestError."""
-        loaded, batcher = self.loaded, self._batcher
-        assert batcher is not None
+        loaded, batcher = self._loaded, self._batcher
+        if loaded is None or batcher is None or self.state != "ready":
+            raise self._not_ready()
         if not batcher.policy.lanes:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
         for array in inputs.values():
             values += array.size
-        if values <= loaded.plan.inline_values and batcher.idle:
+        if values <= loaded.plan.inline_values and batcher.alone():
             began = time.perf_counter()
             outputs = self._run(inputs)
             self.stats.count_run(1, _rows(inputs, self._first), time.perf_counter() - began, 0.0)
             return outputs
-        loaded.session.signature.check(inputs)
+        assert self._check is not None
+        self._check(inputs)
         padding = loaded.plan.padding
-        shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
-        key = padding.key(inputs) if padding else shapes
+        key = padding.key(inputs) if padding else tuple([inputs[name].shape[1:] for name in self._names])
         return batcher.submit(inputs, _rows(inputs, self._first), key, timeout_s, priority)
 
     def _run(self, inputs: Mapping[str, Array]) -> Outputs:
@@ -255,6 +267,8 @@ class Models:
         self._versions: dict[str, dict[str, Version]] = {}
         self._defaults: dict[str, str] = {}
         self._splits: dict[str, Split] = {}
+        self.changes = 0
+        """Grows when a name may lead to another version than before."""
         self.shadows: dict[str, Shadow] = {}
         """By model: who is asked the same, and answers nobody."""
         self.started = False
@@ -273,6 +287,8 @@ class Models:
         versions = self._versions.setdefault(version.model, {})
         before = versions.get(version.version)
         versions[version.version] = version
+        self.changes += 1
+        version.at_start = not self.started
         self._defaults.setdefault(version.model, version.version)
         return before
 
@@ -280,6 +296,7 @@ class Models:
         """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
         found = self.find(model, version)
         del self._versions[model][version]
+        self.changes += 1
         split = self._splits.get(model)
         if split is not None and version in split.weights:
             del self._splits[model]
@@ -316,6 +333,7 @@ class Models:
         self.find(model, version).check_ready()
         self._defaults[model] = version
         self._splits.pop(model, None)
+        self.changes += 1
 
     def split(self, model: str) -> Split | None:
         return self._splits.get(model)
@@ -325,9 +343,11 @@ class Models:
         for version in split.weights:
             self.find(model, version).check_ready()
         self._splits[model] = split
+        self.changes += 1
 
     def restore(self, model: str, default: str, split: Split | None) -> None:
         """Default and split as they were."""
+        self.changes += 1
         self._defaults[model] = default
         self._splits.pop(model, None)
         if split is not None:

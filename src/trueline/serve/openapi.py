@@ -6,14 +6,16 @@ request that is taken. Every face's errors are in it: a client's fault is a 4xx 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trueline.bundle.signature import Signature, TensorSpec
+from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models import Version
 
 Document = dict[str, Any]
+MANY = 64
+"""Of the numbers of a dimension, so many are shown in an example."""
 _JSON_TYPES = {"F": "number", "I": "integer", "U": "integer", "B": "boolean"}
 """By the first letter of a datatype."""
 _OIP_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
@@ -52,6 +54,12 @@ def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[st
     return _document("Trueline", version, paths)
 
 
+def of_model(version: Version, trueline: str) -> Document:
+    """What one model is asked on the data port. Raises NotReady."""
+    version.check_ready()
+    return _document(version.model, trueline, _model(version))
+
+
 def _model(version: Version) -> Document:
     if isinstance(version, HandlerVersion):
         return _handler(version)
@@ -72,7 +80,11 @@ def _model(version: Version) -> Document:
                 f"Asks {name}, as KServe's V1 does",
                 {"type": "object", "required": ["predictions"]},
                 _OIP_ERROR,
-                body={"type": "object", "properties": {"instances": {"type": "array"}, "inputs": {"type": "object"}}},
+                body={
+                    "type": "object",
+                    "properties": {"instances": {"type": "array"}, "inputs": {"type": "object"}},
+                    "example": {"instances": [_instance(signature)]},
+                },
             )
         },
         f"/predictions/{name}": {"post": predict},
@@ -94,7 +106,7 @@ def _handler(version: HandlerVersion) -> Document:
 
 
 def _infer_request(signature: Signature) -> Document:
-    tensors = [_tensor(spec) for spec in signature.inputs]
+    tensors = [_tensor(spec, signature) for spec in signature.inputs]
     return {
         "type": "object",
         "required": ["inputs"],
@@ -119,7 +131,24 @@ def _infer_request(signature: Signature) -> Document:
     }
 
 
-def _tensor(spec: TensorSpec) -> Document:
+def _sizes(spec: TensorSpec, signature: Signature) -> list[int]:
+    """The smallest shape that is let in, but for what binds sizes to each other."""
+    found = []
+    for size in spec.shape:
+        dim = Dim() if isinstance(size, int) else signature.dims.get(size, Dim())
+        least = size if isinstance(size, int) else max(1, dim.min)
+        found.append(least + -least % dim.multiple_of)
+    return found
+
+
+def _ones(spec: TensorSpec, sizes: Sequence[int]) -> Any:
+    found: Any = spec.datatype == "BOOL" or 1
+    for size in reversed(sizes):
+        found = [found] * min(size, MANY)
+    return found
+
+
+def _tensor(spec: TensorSpec, signature: Signature) -> Document:
     return {
         "type": "object",
         **({"description": spec.needs} if spec.needs else {}),
@@ -132,6 +161,7 @@ def _tensor(spec: TensorSpec) -> Document:
                 "items": {"type": "integer", "minimum": 0},
                 "minItems": len(spec.shape),
                 "maxItems": len(spec.shape),
+                "example": _sizes(spec, signature),
                 "description": f"{list(spec.shape)}; names stand for sizes that are free within the proven range",
             },
             "data": {"type": "array", "items": {"type": _JSON_TYPES[spec.datatype[0]]}},
@@ -161,6 +191,12 @@ def _records(signature: Signature) -> Document:
         "required": [spec.name for spec in signature.inputs],
         "properties": {spec.name: {"anyOf": [_nested(spec, 1), _nested(spec, 0)]} for spec in signature.inputs},
     }
+
+
+def _instance(signature: Signature) -> Any:
+    """A record of ones, as KServe's V1 has it."""
+    rows = {spec.name: _ones(spec, _sizes(spec, signature)[1:]) for spec in signature.inputs}
+    return rows if len(rows) > 1 else next(iter(rows.values()))
 
 
 def _nested(spec: TensorSpec, skip: int) -> Document:

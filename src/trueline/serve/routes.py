@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trueline.errors import NotFound, RequestError
+from trueline.errors import NotFound, Overloaded, RequestError
 from trueline.serve import (
     binary,
     coding,
@@ -29,9 +29,9 @@ from trueline.serve import (
     torchserve,
     v1,
 )
-from trueline.serve.asking import Asking, json
+from trueline.serve.asking import PRIORITY_HEADER, Asking, json, key_of
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import Request, Response
+from trueline.serve.http import Request, Response, query_all
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models
 from trueline.serve.refusals import Method, allow, check_media, face_of
@@ -41,7 +41,7 @@ from trueline.serve.torchserve_paths import TorchServePaths
 
 if TYPE_CHECKING:
     from trueline.serve.asking import Answer
-    from trueline.serve.models import Outputs
+    from trueline.serve.models import Outputs, Version
     from trueline.serve.workflows.register import Workflows
 
 
@@ -77,8 +77,17 @@ class Routes:
 
     def answer(self, request: Request) -> Answer:
         """The answer, now or later. Never raises."""
+        head = request.head
+        found: Answer
         try:
-            found = self._route(request)
+            if head is not None and type(head.asks) is _Infer:
+                asks = head.asks
+                if asks.shut is not None and asks.shut.stands(self.models, request.body):
+                    found = asks.shut.answer
+                else:
+                    found = self._infer(request, asks)
+            else:
+                found = self._route(request)
         except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
             found = self.asking.error(request.path, error)
         if isinstance(found, Response):
@@ -100,9 +109,11 @@ class Routes:
         path = request.path
         asked = _infer_of_short(path) if len(path) <= _SHORT else _infer_of(path)
         if asked is not None:
-            return self._infer(request, *asked)
+            return self._first_infer(request, *asked)
         parts = path.split("/")
         match parts[1:]:
+            case ["predictions", model] if request.method == "OPTIONS":
+                return json(200, openapi.of_model(self.models.find(model), _version()))
             case ["predictions", *_]:
                 return self._torchserve.answer(request, parts[1:])
             case ["v1", "models", *rest]:
@@ -115,6 +126,9 @@ class Routes:
             case ["dashboard", *rest] if rest in ([], ["state"]):
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
+            case ["try"]:
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return dashboard.try_page()
             case ["openapi.json"] | ["api-description"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return json(200, self._document())
@@ -135,6 +149,7 @@ class Routes:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""
         name = request.headers[b"content-encoding"].decode("latin-1").lower()
         request.headers = {key: value for key, value in request.headers.items() if key != b"content-encoding"}
+        request.head = None
         if name == "identity":
             return self._route(request)
         coding.check(name)
@@ -268,29 +283,38 @@ class Routes:
             raise NotFound("this server has no model store to load from; start it with --model-store")
         return self._repository
 
-    def _infer(self, request: Request, model: str, version: str | None) -> Answer:
+    def _first_infer(self, request: Request, model: str, version: str | None) -> Answer:
+        """The answer to an infer request whose head is new; what it says is kept with the head."""
         if request.method != "POST":
             self.models.find(model, version)
             raise Method("Method Not Allowed", ("POST",))
-        began = perf_counter()
-        found = self.asking.find(request, model, version)
-        if isinstance(found, HandlerVersion):
-            return self.asking.handled(request, found)
+        key = key_of(request)
+        if isinstance(self.models.find(model, version, key), HandlerVersion):
+            return self._infer(request, _Infer(model, version, key))
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
+        asks = _Infer(model, version, key, json_bytes, request.headers.get(PRIORITY_HEADER))
+        if request.head is not None:
+            request.head.asks = asks
+        return self._infer(request, asks)
+
+    def _infer(self, request: Request, asks: _Infer) -> Answer:
+        began = perf_counter()
+        found = self.models.find(asks.model, asks.version, asks.key)
+        if isinstance(found, HandlerVersion):
+            return self.asking.handled(request, found)
         if found.full:
-            self.asking.check_room(request, found, request.body[:json_bytes])
-        call = found.layouts.decode(request.body, json_bytes)
-
-        def encode(outputs: Outputs) -> Response:
-            made = oip.encode(found.model, found.version, call, outputs)
-            if made.json_bytes is None:
-                return Response(200, made.body)
-            head = b"inference-header-content-length: %d\r\n" % made.json_bytes
-            return Response(200, made.body, b"application/octet-stream", head)
-
-        return self.asking.ask(request, found, call.inputs, call.timeout_s, encode, began, call.priority)
+            refused = self.asking.refused(found, asks.priority, request.body, asks.json_bytes)
+            if refused is not None:
+                alone = self.models.split(asks.model) is None
+                asks.shut = _Shut(found, self.models.changes, *refused, asks.json_bytes) if alone else None
+                return refused[1]
+        call = found.layouts.decode(request.body, asks.json_bytes)
+        priority = asks.priority if call.priority is None else call.priority
+        return self.asking.ask(
+            request, found, call.inputs, call.timeout_s, partial(_told, found, call), began, priority
+        )
 
     # KServe's V1
 
@@ -320,12 +344,54 @@ class Routes:
         self.asking.check_room(request, found)
         call = v1.decode(request.body, found.signature)
         return self.asking.ask(
-            request, found, call.inputs, None, lambda outputs: Response(200, v1.encode(outputs, call)), began
+            request,
+            found,
+            call.inputs,
+            None,
+            lambda outputs: Response(200, v1.encode(outputs, call)),
+            began,
+            request.headers.get(PRIORITY_HEADER),
         )
 
     def _metrics(self, request: Request) -> Answer:
-        page = self._loop.run_in_executor(None, metrics.page, self._collector)
+        names = query_all(request.target, "name[]")
+        page = self._loop.run_in_executor(None, metrics.page, self._collector, names)
         return self.asking.later(request.path, page, lambda body: Response(200, body, metrics.CONTENT_TYPE))
+
+
+class _Shut(msgspec.Struct, frozen=True):
+    """The last refusal of requests that begin alike, by a full queue."""
+
+    version: Version
+    changes: int
+    refused: Overloaded
+    answer: Response
+    json_bytes: int | None
+
+    def stands(self, models: Models, body: bytes | bytearray) -> bool:
+        """Whether a further request would come to the same: nothing has come or gone, in the queue or in `models`."""
+        if self.changes != models.changes or not self.version.stands(self.refused):
+            return False
+        return body.find(b"priority", 0, self.json_bytes) < 0 and body.find(b"\\", 0, self.json_bytes) < 0
+
+
+class _Infer(msgspec.Struct):
+    """What the head of an infer request says."""
+
+    model: str
+    version: str | None
+    key: str
+    json_bytes: int | None = None
+    """Of its body; None: all."""
+    priority: bytes | None = None
+    shut: _Shut | None = None
+
+
+def _told(version: Version, call: oip.Call, outputs: Outputs) -> Response:
+    made = oip.encode(version.model, version.version, call, outputs)
+    if made.json_bytes is None:
+        return Response(200, made.body)
+    return Response(200, made.body, _OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
 
 
 def _infer_of(path: str) -> tuple[str, str | None] | None:
@@ -339,6 +405,7 @@ def _infer_of(path: str) -> tuple[str, str | None] | None:
 
 
 _infer_of_short = lru_cache(maxsize=256)(_infer_of)
+_OCTETS = b"application/octet-stream"
 _SHORT = 256
 """Characters of a path that is worth remembering."""
 

@@ -154,7 +154,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         for what, (app, number) in apps.items():
             if number is not None:
                 await ports.open(what, app if log is None else Logged(app, what, log), number)
-        await _open_grpc(ports, settings, routes, management, keys)
+        await _open_grpc(ports, settings, routes, management, keys, log)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
             models.started = True
@@ -180,7 +180,12 @@ async def run(settings: Settings, announce: Announce) -> None:
 
 
 async def _open_grpc(
-    ports: Ports, settings: Settings, routes: Routes, management: Management, keys: Keys | None
+    ports: Ports,
+    settings: Settings,
+    routes: Routes,
+    management: Management,
+    keys: Keys | None,
+    log: AccessLog | None,
 ) -> None:
     """The services that are asked for. Raises PortInUse, UsageError."""
     if settings.grpc_port is None and settings.grpc_management_port is None:
@@ -189,10 +194,12 @@ async def _open_grpc(
 
     strict = settings.torchserve_strict
     if settings.grpc_port is not None:
-        asked = torchserve_calls.Inference(routes, keys, strict=strict)
-        await ports.open_grpc("grpc", [grpc_face.Face(routes, keys).handler(), asked.handler()], settings.grpc_port)
+        asked = torchserve_calls.Inference(routes, keys, log, strict=strict)
+        await ports.open_grpc(
+            "grpc", [grpc_face.Face(routes, keys, log).handler(), asked.handler()], settings.grpc_port
+        )
     if settings.grpc_management_port is not None:
-        managed = torchserve_calls.Managed(management, keys, strict=strict)
+        managed = torchserve_calls.Managed(management, keys, log, strict=strict)
         await ports.open_grpc("grpc_management", [managed.handler()], settings.grpc_management_port)
 
 

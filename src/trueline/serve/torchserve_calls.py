@@ -20,9 +20,9 @@ from uuid import uuid4
 import grpc
 import msgspec
 
-from trueline import events
 from trueline.errors import RequestError
 from trueline.serve import calls
+from trueline.serve.access import AccessLog
 from trueline.serve.asking import KEY_HEADER
 from trueline.serve.calls import Context, header
 from trueline.serve.handlers import sequences
@@ -53,46 +53,46 @@ class _Refused(RequestError):
         self.status = status
 
 
-class _Door:
+def _door(kind: Kind, keys: Keys | None, log: AccessLog | None, *, strict: bool) -> calls.Door:
     """Who may call, and what a refusal is called."""
 
-    def __init__(self, keys: Keys | None, kind: Kind, *, strict: bool) -> None:
-        self._keys = keys
-        self._kind = kind
-        self._strict = strict
+    def check(name: str, context: Context) -> None:
+        if keys is not None and name != "Ping":
+            keys.check(kind, header(context, "authorization"))
 
-    def check(self, name: str, context: Context) -> None:
-        if self._keys is not None and name != "Ping":
-            self._keys.check(self._kind, header(context, "authorization"))
-
-    def code(self, error: RequestError) -> grpc.StatusCode:
-        if not self._strict or isinstance(error, HandlerFailed):
+    def code(error: RequestError) -> grpc.StatusCode:
+        if not strict or isinstance(error, HandlerFailed):
             return calls.code_of(error)
         if error.status == 401:
             return grpc.StatusCode.PERMISSION_DENIED
-        if self._kind == "inference" and error.status in (404, 503):
+        if kind == "inference" and error.status in (404, 503):
             return grpc.StatusCode.INTERNAL
         return calls.code_of(error)
+
+    if kind == "inference":
+        return calls.Door(service=INFERENCE, check=check, code=code, log=log)
+    return calls.Door(service=MANAGEMENT, check=check, code=code, log=log, face="grpc_management")
 
 
 class Inference:
     """What is asked of models."""
 
-    def __init__(self, routes: Routes, keys: Keys | None, *, strict: bool = False) -> None:
+    def __init__(
+        self, routes: Routes, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
+    ) -> None:
         self._routes = routes
-        self._door = _Door(keys, "inference", strict=strict)
+        self._door = _door("inference", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
-        check, code = self._door.check, self._door.code
-        asked = pb.PredictionsRequest
+        door, asked = self._door, pb.PredictionsRequest
         return calls.service(
             INFERENCE,
             {
-                "Ping": calls.unary("Ping", pb.Nothing, self._ping, check, code),
-                "Predictions": calls.unary("Predictions", asked, self._predictions, check, code),
-                "StreamPredictions": calls.streamed("StreamPredictions", asked, self._stream, check, code),
-                "StreamPredictions2": calls.both_ways(asked, self._sequence),
+                "Ping": door.unary("Ping", pb.Nothing, self._ping),
+                "Predictions": door.unary("Predictions", asked, self._predictions),
+                "StreamPredictions": door.streamed("StreamPredictions", asked, self._stream),
+                "StreamPredictions2": door.both_ways("StreamPredictions2", asked, self._sequence, _told),
             },
         )
 
@@ -119,21 +119,8 @@ class Inference:
         except Torn as error:
             raise HandlerFailed("the answer broke off: its handler failed") from error
 
-    async def _sequence(
-        self, requests: AsyncIterator[pb.PredictionsRequest], context: Context
-    ) -> AsyncIterator[pb.PredictionResponse]:
-        """The answers to each request, in order; one that fails does not end the stream."""
-        async for request in requests:
-            try:
-                self._door.check("StreamPredictions2", context)
-                async for response in self._stream(request, context, named=True):
-                    yield response
-            except RequestError as error:
-                hint = f"; {error.hint}" if error.hint else ""
-                yield _told(request, self._door.code(error), error.message + hint)
-            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
-                events.emit("request.failed", path="StreamPredictions2", why=f"{type(error).__name__}: {error}")
-                yield _told(request, grpc.StatusCode.INTERNAL, calls.FAILED)
+    def _sequence(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
+        return self._stream(request, context, named=True)
 
     async def _ask(self, request: pb.PredictionsRequest, context: Context, *, named: bool = False) -> Answer:
         if not request.model_name:
@@ -209,9 +196,11 @@ def _told(request: pb.PredictionsRequest, code: grpc.StatusCode, message: str) -
 class Managed:
     """What is done with models; each call is the request of the HTTP API that does the same."""
 
-    def __init__(self, management: Management, keys: Keys | None, *, strict: bool = False) -> None:
+    def __init__(
+        self, management: Management, keys: Keys | None, log: AccessLog | None = None, *, strict: bool = False
+    ) -> None:
         self._management = management
-        self._door = _Door(keys, "management", strict=strict)
+        self._door = _door("management", keys, log, strict=strict)
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The service under TorchServe's name."""
@@ -223,8 +212,7 @@ class Managed:
             "SetDefault": (pb.SetDefaultRequest, self._set_default),
             "UnregisterModel": (pb.UnregisterModelRequest, self._unregister),
         }
-        check, code = self._door.check, self._door.code
-        made = {name: calls.unary(name, kind, answer, check, code) for name, (kind, answer) in methods.items()}
+        made = {name: self._door.unary(name, kind, answer) for name, (kind, answer) in methods.items()}
         return calls.service(MANAGEMENT, made)
 
     async def _describe(self, request: pb.DescribeModelRequest, context: Context) -> pb.ManagementResponse:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from trueline.errors import NotFound, RequestError
 from trueline.serve import records, torchserve
+from trueline.serve.asking import PRIORITY_HEADER
 from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Request, Response, query_of
@@ -103,7 +104,7 @@ class TorchServePaths:
         def encode(outputs: Outputs) -> Response:
             return torchserve.reply(200, records.encode(outputs, single=given.single))
 
-        return self._asking.ask(request, found, given.inputs, None, encode, began)
+        return self._asking.ask(request, found, given.inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 
 
 def _of_workflow(answer: Outcome) -> Response:
