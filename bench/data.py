@@ -35,9 +35,10 @@ from trueline.data.open import open_records
 from trueline.data.order import record_at, split
 from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords, Records
-from trueline.data.remote import Patience, Store, list_store, opened
+from trueline.data.remote import list_store, opened
 from trueline.data.resident import Tables
 from trueline.data.source import Unit
+from trueline.data.store import Patience, Store
 from trueline.data.table import TableSource
 from trueline.data.tensors import tensor
 from trueline.data.windows import WindowOrder

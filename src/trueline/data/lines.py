@@ -52,6 +52,10 @@ class _Lines:
         except pa.ArrowException as error:
             raise self._named(file, part.at + start, part.at + stop, error) from error
 
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        marks, _ = self._known[file.uri, file.stamp]
+        return int(marks[part.at + start]), int(marks[part.at + stop])
+
     def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         raise NotImplementedError
 

@@ -11,10 +11,13 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
+from trueline.data.together import all_together
 from trueline.errors import DataError, listed
 
 Uri = str | os.PathLike[str]
@@ -101,14 +104,8 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
     A file that is named outright is taken whatever its ending. Raises DataError for what does not exist, for a folder
     without such files, and for a file that is meant twice.
     """
-    found: list[File] = []
-    for uri in uris:
-        if is_remote(uri):
-            from trueline.data.remote import list_store
-
-            found += list_store(os.fspath(uri), suffixes)
-        else:
-            found += [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
+    every = all_together(partial(_listed, suffixes), uris) if any(map(is_remote, uris)) else None
+    found = list(chain.from_iterable(every or (_listed(suffixes, uri) for uri in uris)))
     seen: set[str] = set()
     for file in found:
         identity = os.path.realpath(file.path) if file.path else file.uri
@@ -118,6 +115,14 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
             )
         seen.add(identity)
     return found
+
+
+def _listed(suffixes: Sequence[str], uri: Uri) -> list[File]:
+    if is_remote(uri):
+        from trueline.data.remote import list_store
+
+        return list_store(os.fspath(uri), suffixes)
+    return [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
 
 
 def visible(path: str) -> bool:
