@@ -81,7 +81,8 @@ class LocalFile:
         return cast(BinaryIO, self.path.open("rb"))
 
     def check(self) -> None:
-        if _stamp(self.path) != self.stamp:
+        found = _stat(self.path)
+        if found.st_size != self.stamp.size or _version(found) != self.stamp.version:
             raise DataError(
                 f"{self.path} was changed while it was in use",
                 hint="write new records to a new file, then start again",
@@ -145,8 +146,16 @@ def _paths(uri: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _stamp(path: Path) -> Stamp:
+    found = _stat(path)
+    return Stamp(found.st_size, _version(found))
+
+
+def _stat(path: Path) -> os.stat_result:
     try:
-        found = path.stat()
+        return os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return Stamp(found.st_size, f"{found.st_mtime_ns}-{found.st_ino}")
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns}-{found.st_ino}"

@@ -33,7 +33,7 @@ _END = struct.Struct("<I4s")
 _FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
 _BUFFER_BYTES, _STORE_BYTES = 256 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 """Decoded at a time for who reads in order."""
 
 
@@ -102,10 +102,13 @@ class ParquetFormat:
 
     def _pieces(self, found: pq.ParquetFile, file: File, part: Part, rows: int) -> Iterator[pa.Table]:
         """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
-        row_bytes = max(found.metadata.row_group(part.at).total_byte_size // part.count, 1)
-        many = rows * max(1, _PIECE_BYTES // (rows * row_bytes))
-        for batch in found.iter_batches(many, row_groups=[part.at], use_threads=False):
-            yield pa.Table.from_batches([batch])
+        num_bytes = found.metadata.row_group(part.at).total_byte_size
+        if num_bytes <= _PIECE_BYTES:
+            yield found.read_row_group(part.at, use_threads=False)
+        else:
+            many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
+            batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
+            yield from map(_table, batches)
         self._remember(file, part)
 
     @contextmanager
@@ -139,6 +142,10 @@ class ParquetFormat:
         if len(self._verified) >= _VERIFIED:
             self._verified.clear()  # to compare once more costs less than to remember every group of a large store
         self._verified.add((file.uri, file.stamp, part.at))
+
+
+def _table(batch: pa.RecordBatch) -> pa.Table:
+    return pa.Table.from_batches([batch])
 
 
 def _complaint(file: File) -> str:

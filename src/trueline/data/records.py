@@ -225,15 +225,19 @@ class FileRecords:
         with damaged(file, self.format.name, where):
             tables = next(units)
         while found < part.count:
-            with damaged(file, self.format.name, where):
+            first, table = not found, None
+            try:  # not `damaged`, which costs as much as all of this
                 table = next(tables, None)
                 found += len(table or ())
                 if table is not None and found == part.count:  # there must be no more, before the last is given out
                     found += sum(map(len, tables))
+            except DAMAGE as error:
+                raise damage(file, self.format.name, where, error) from error
             file.check()
             if table is None or found > part.count:
                 raise self._torn(file, index, part, found)
-            self._check_columns(file, table)
+            if first:
+                self._check_columns(file, table)
             yield table.replace_schema_metadata(None)
 
     def _check_columns(self, file: File, table: pa.Table) -> None:
@@ -322,13 +326,16 @@ def damaged(file: File, kind: str, where: str = "") -> Iterator[None]:
     """Errors of decoders within the block become a DataError that names the file and `where` in it."""
     try:
         yield
-    except DataError:
-        raise
     except DAMAGE as error:
-        if isinstance(error, PermissionError | FileNotFoundError):
-            raise DataError(f"cannot read {file.uri}: {error.strerror or error}") from error
-        place = f" in {where}" if where else f" or is not {kind}"
-        raise DataError(f"{file.uri} is torn{place}: {first_line(error)}") from error
+        raise damage(file, kind, where, error) from error
+
+
+def damage(file: File, kind: str, where: str, error: Exception) -> DataError:
+    """One of DAMAGE in words: the file, and `where` in it."""
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return DataError(f"cannot read {file.uri}: {error.strerror or error}")
+    place = f" in {where}" if where else f" or is not {kind}"
+    return DataError(f"{file.uri} is torn{place}: {first_line(error)}")
 
 
 def columns(schema: pa.Schema) -> str:

@@ -44,13 +44,20 @@ class Tables:
         """The records `indices`, in that order, in memory that is the caller's alone. Raises DataError."""
         wanted = np.asarray(indices, np.int64)
         run = run_of(wanted)
+        if run is not None:
+            return self.take_run(*run)
         with self._lock:
-            if run is not None:
-                ready = self._passing.ready(*run)
-                return self._owned(self._parts(*run)) if ready is None else ready
             self._passing.forget()
             numbers = np.searchsorted(self._starts, wanted, side="right") - 1
             return self._resident.take(numbers, wanted - self._starts[numbers])
+
+    def take_run(self, start: int, stop: int) -> pa.Table:
+        """The records [start, stop), in memory that is the caller's alone. Raises DataError."""
+        with self._lock:
+            ready = self._passing.ready(start, stop)
+            if ready is None:
+                return self._owned(self._parts(start, stop))
+            return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
 
     def run(self, start: int, stop: int) -> pa.Table:
         """Records [start, stop) in one piece, to be read only: others may get the same memory. Raises DataError."""
