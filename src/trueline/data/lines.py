@@ -155,7 +155,9 @@ def _json(data: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
     read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
-    return pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
+    found = pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
+    found.validate(full=True)  # of UTF-8, which the parser takes on trust
+    return found
 
 
 def _json_type(found: Any) -> Any:

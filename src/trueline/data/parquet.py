@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
 _END = struct.Struct("<I4s")
+_BYTES = (pa.binary(), pa.large_binary())
 _FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
 _BUFFER_BYTES, _STORE_BYTES = 256 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
@@ -89,7 +90,7 @@ class ParquetFormat:
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
         with self._opened(file, [part]) as found:
-            table = found.read_row_group(part.at, use_threads=False)
+            table = self._valid(file, part, found.read_row_group(part.at, use_threads=False))
         self._remember(file, part)
         if len(table) != part.count:
             return table  # the caller says that the file lies
@@ -104,11 +105,11 @@ class ParquetFormat:
         """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
         num_bytes = found.metadata.row_group(part.at).total_byte_size
         if num_bytes <= _PIECE_BYTES:
-            yield found.read_row_group(part.at, use_threads=False)
+            yield self._valid(file, part, found.read_row_group(part.at, use_threads=False))
         else:
             many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
             batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
-            yield from map(_table, batches)
+            yield from (self._valid(file, part, pa.Table.from_batches([batch])) for batch in batches)
         self._remember(file, part)
 
     @contextmanager
@@ -138,14 +139,18 @@ class ParquetFormat:
             while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
                 self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
 
+    def _valid(self, file: File, part: Part, table: pa.Table) -> pa.Table:
+        """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
+        if (file.uri, file.stamp, part.at) not in self._verified:
+            for column in table.columns:
+                if not pa.types.is_primitive(column.type) and column.type not in _BYTES:
+                    column.validate(full=True)
+        return table
+
     def _remember(self, file: File, part: Part) -> None:
         if len(self._verified) >= _VERIFIED:
             self._verified.clear()  # to compare once more costs less than to remember every group of a large store
         self._verified.add((file.uri, file.stamp, part.at))
-
-
-def _table(batch: pa.RecordBatch) -> pa.Table:
-    return pa.Table.from_batches([batch])
 
 
 def _complaint(file: File) -> str:

@@ -269,9 +269,10 @@ class FileRecords:
     def _add(self, file: File, listing: Callable[[], Listed]) -> None:
         with damaged(file, self.format.name):
             found = listing()
+            names = found.schema.names
+            _read_names(found.schema)
         if any(part.count < 0 for part in found.parts):
             raise DataError(f"{file.uri} claims a {self.format.unit} of fewer than 0 records")
-        names = found.schema.names
         if len(set(names)) != len(names):
             raise DataError(f"{file.uri} has two columns of one name: {', '.join(names)}")
         if not any(part.count for part in found.parts):
@@ -336,6 +337,14 @@ def damage(file: File, kind: str, where: str, error: Exception) -> DataError:
         return DataError(f"cannot read {file.uri}: {error.strerror or error}")
     place = f" in {where}" if where else f" or is not {kind}"
     return DataError(f"{file.uri} is torn{place}: {first_line(error)}")
+
+
+def _read_names(fields: Iterable[pa.Field]) -> None:
+    """Raises UnicodeDecodeError for a nested name that is no text: nobody could look at a record."""
+    for field in fields:
+        kind = field.type
+        if field.name is not None and kind.num_fields:
+            _read_names(kind.field(index) for index in range(kind.num_fields))
 
 
 def columns(schema: pa.Schema) -> str:
