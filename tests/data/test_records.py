@@ -256,6 +256,18 @@ def test_what_is_damaged_is_left_out_and_reported_where_that_was_asked_for(tmp_p
     assert all(row in rows for row in kept)
 
 
+@pytest.mark.parametrize("name", ["parquet", "arrow file", "arrow stream", "json lines"])
+def test_a_file_of_other_columns_is_an_error_that_names_both_or_is_left_out(name: str, tmp_path: Path) -> None:
+    world, rows = WORLDS[name], WORLDS[name].rows(6)
+    first = world.write(tmp_path / "first", rows)
+    world.write(tmp_path / "second", [{"id": row["id"], "x": row["x"]} for row in rows])
+    with pytest.raises(DataError, match=rf"second{first.suffix} has other columns than .*first{first.suffix}"):
+        open_records(tmp_path)
+    kept: Any = open_records(tmp_path, on_bad="files")
+    assert list(chain(*read_all(kept))) == rows
+    assert [Path(one.file).stem for one in kept.quarantined] == ["second"]
+
+
 def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
     path, _ = written(WORLDS["parquet"], tmp_path, 5)
     (tmp_path / "link.parquet").symlink_to(path)

@@ -329,6 +329,29 @@ def test_a_cache_disk_that_is_full_costs_no_request_for_each_read(tmp_path: Path
     assert not list(tmp_path.glob("??/.*")), "no half of a block stays"
 
 
+def test_credentials_that_expire_in_the_middle_of_an_epoch_are_one_error_that_names_the_place(
+    tmp_path: Path, busy: Busy
+) -> None:
+    records = filled(busy, 6, tmp_path)
+    source = TableSource(records, no_feed, mode="training", where="the test")
+    assert source.table(np.array([3, 150]))["x"].to_pylist() == [3, 50]
+
+    def expired(what: str) -> None:
+        raise PermissionError("An error occurred (ExpiredToken): token=s3cr3t")
+
+    busy.before = expired
+    busy.asked.clear()
+    for chosen in ([599, 400], [500], range(200, 300)):
+        with pytest.raises(
+            DataError, match=r"no right to read busy://many/00[2-5]\.parquet at bytes 0 to \d+"
+        ) as caught:
+            source.table(np.array(chosen))
+        assert "renew" in caught.value.hint
+        assert "s3cr3t" not in str(caught.value)
+    busy.before = lambda what: None
+    assert source.table(np.array([599, 400]))["x"].to_pylist() == [99, 0], "renewed, it goes on"
+
+
 def test_the_cache_stays_in_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
     now = [1000.0]
     cache = BlockCache(tmp_path, 100_000, now=lambda: now[0])

@@ -29,6 +29,8 @@ _TAIL_BYTES, _GROWTH = 64 << 10, 4
 _GROUP, _GROUPS = 1000, 8
 """Footers that are kept together, at least; groups at most: each is one more listing."""
 _LENGTH = np.dtype("<u4")
+_BLOCKS_AT_ONCE = 16
+"""Of 4 MiB each, which are in memory two or three times on their way."""
 _TOGETHER = 64
 """Blocks that are fetched before the first of them is looked at, at most: the cache keeps as many at hand."""
 _PAGE = 1000
@@ -263,4 +265,4 @@ def fetch_together(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
                 missing[file.uri, index] = file, grid, index
     if len(missing) < 2:
         return  # who reads it gets it
-    all_together(lambda one: one[0].block(one[1], one[2]), missing.values())
+    all_together(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)

@@ -17,7 +17,9 @@ Told = TypeVar("Told")
 AT_ONCE = 64
 
 
-def asked_together(ask: Callable[[Asked], Told], asked: Iterable[Asked]) -> Iterator[Callable[[], Told]]:
+def asked_together(
+    ask: Callable[[Asked], Told], asked: Iterable[Asked], *, at_once: int = AT_ONCE
+) -> Iterator[Callable[[], Told]]:
     """For each of `asked`, in their order, what gives its answer or raises what `ask` raised. No more than four times
     as many are taken as are under way, so any number may be asked."""
     rest = iter(asked)
@@ -25,12 +27,12 @@ def asked_together(ask: Callable[[Asked], Told], asked: Iterable[Asked]) -> Iter
     if len(first) < 2:
         yield from (lambda one=one: ask(one) for one in first)
         return
-    threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")  # which starts them as they are needed
+    threads = ThreadPoolExecutor(at_once, thread_name_prefix="ask")  # which starts them as they are needed
     try:
         waiting: deque[Future[Told]] = deque()
         for one in chain(first, rest):
             waiting.append(threads.submit(ask, one))
-            if len(waiting) == 4 * AT_ONCE:
+            if len(waiting) == 4 * at_once:
                 yield waiting.popleft().result
         while waiting:
             yield waiting.popleft().result
@@ -38,6 +40,6 @@ def asked_together(ask: Callable[[Asked], Told], asked: Iterable[Asked]) -> Iter
         threads.shutdown(cancel_futures=True)
 
 
-def all_together(ask: Callable[[Asked], Told], asked: Iterable[Asked]) -> list[Told]:
+def all_together(ask: Callable[[Asked], Told], asked: Iterable[Asked], *, at_once: int = AT_ONCE) -> list[Told]:
     """`ask` of each, in their order. Raises what the first that failed raised."""
-    return [answer() for answer in asked_together(ask, asked)]
+    return [answer() for answer in asked_together(ask, asked, at_once=at_once)]
