@@ -15,6 +15,7 @@ import pyarrow as pa
 from trueline.data.records import FileRecords, Records
 from trueline.data.resident import Tables, run_of
 from trueline.data.source import Batch, Unit, check_indices
+from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class TableSource:
         self._thread: ThreadPoolExecutor | None = None
 
     @property
-    def local(self) -> bool:
-        """Whether all records are files of this machine: no connection stays open between two reads."""
-        return isinstance(self.records, FileRecords) and self.records.local
+    def forks(self) -> bool:
+        """Whether a fork of this process may read on: no connection stays open between two reads."""
+        return isinstance(self.records, SqlRecords) or (isinstance(self.records, FileRecords) and self.records.local)
 
     @property
     def num_records(self) -> int:
