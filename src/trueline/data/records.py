@@ -197,7 +197,9 @@ class FileRecords:
             return
         from trueline.data.blocks import StoredFile, fetch_together
 
-        spans = all_together(partial(self._span, self.format), ranges)
+        wanted, span = list(ranges), partial(self._span, self.format)
+        few = len({self._parts[number][0].uri for number, _, _ in wanted}) < 2  # one footer, which is here by now
+        spans = map(span, wanted) if few else all_together(span, wanted)
         fetch_together([(file, *span) for file, span in spans if isinstance(file, StoredFile)])
 
     def _span(self, format: PlacedFormat, wanted: Range) -> tuple[File, tuple[int, int]]:
