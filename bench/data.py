@@ -35,9 +35,10 @@ from trueline.data.open import open_records
 from trueline.data.order import record_at, split
 from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords, Records
-from trueline.data.remote import Patience, Store, list_store, opened
+from trueline.data.remote import list_store, opened
 from trueline.data.resident import Tables
 from trueline.data.source import Unit
+from trueline.data.store import Patience, Store
 from trueline.data.table import TableSource
 from trueline.data.tensors import tensor
 from trueline.data.windows import WindowOrder
@@ -261,17 +262,17 @@ def read_by_turns(records: Records, chance: np.random.Generator, batch: int = 64
     return Counter({record: times - len(orders) + 1 for record, times in seen.items()})
 
 
-def stores(folder: Path) -> dict[str, float | None]:
+def stores(folder: Path, count: int) -> dict[str, float | None]:
     """Epochs over the same Parquet: from a store whose blocks are in the cache, and from the disk."""
-    path = folder / "pictures.parquet"
-    count = look.count_of(open_records(path))
+    path = folder / "stored.parquet"
+    pq.write_table(pictures(count), path, row_group_size=_GROUP)
     local = rate(count, lambda: epoch(open_records(path), 256))
 
     def warm(where: str) -> float:
         fs, root = opened(where)
-        fs.pipe_file(f"{root}/pictures.parquet", path.read_bytes())
+        fs.pipe_file(f"{root}/stored.parquet", path.read_bytes())
         store = Store(fs, Patience(), BlockCache(folder / "cache", 1 << 30))
-        uri = f"{where}/pictures.parquet"
+        uri = f"{where}/stored.parquet"
 
         def read() -> None:
             epoch(FileRecords(ParquetFormat(), list_store(uri, (), store=store)), 256)
@@ -340,23 +341,26 @@ def first_batch(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=60_000)
-    parser.add_argument("--only", choices=["parquet", "first"], help="one part of it")
+    parser.add_argument("--only", choices=["parquet", "first", "recordio", "plan", "stores"], help="one part of it")
     given = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)  # a second one that waits for its share of so little to copy costs more than it spares
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result: dict[str, Any] = first_batch(folder) if given.only == "first" else parquet(folder, given.records)
-        if not given.only:
-            result |= {
-                **record_files(folder, given.records),
-                **plan(),
-                **first_batch(folder),
-                **membership(folder),
-                **stores(folder),
-                **straggler(),
-            }
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "parquet": lambda: parquet(folder, given.records),
+            "recordio": lambda: record_files(folder, given.records),
+            "plan": plan,
+            "first": lambda: first_batch(folder),
+            "membership": lambda: membership(folder),
+            "stores": lambda: stores(folder, given.records),
+            "straggler": straggler,
+        }
+        result: dict[str, Any] = {}
+        for part, measured in parts.items():
+            if given.only in (None, part):
+                result |= measured()
     report(["figure", "value"], [[name, "-" if value is None else value] for name, value in result.items()], result)
 
 

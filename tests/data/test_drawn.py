@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -150,14 +151,28 @@ def test_processes_read_files_of_this_machine_ahead_and_the_batches_are_the_same
         readers.close()
 
 
-def test_connections_are_not_shared_with_reader_processes(tmp_path: Path) -> None:
+def test_a_database_is_read_by_processes_each_with_connections_of_its_own_and_a_store_is_not(tmp_path: Path) -> None:
     import sqlite3
 
     with sqlite3.connect(tmp_path / "t.db") as connection:
         connection.execute("create table t (id integer primary key, x real, label integer)")
-        connection.executemany("insert into t values (?, ?, ?)", [(i, i, i) for i in range(10)])
+        connection.executemany("insert into t values (?, ?, ?)", [(i, i, i) for i in range(100)])
     source = as_source(f"sqlite:///{tmp_path}/t.db?table=t&key=id", mode="training", feed=feed, recipe="r")
-    assert isinstance(reader_of(source, 0, readers=2), SeededReader)
+    assert source.read(np.array([1])).labels.tolist() == [1], "this process has had a connection"
+    readers = reader_of(source, 0, readers=2)
+    assert isinstance(readers, Readers)
+    try:
+        asked = [np.array([start, 99 - start, 7]) for start in range(20)]
+        for at, wanted in enumerate(asked):
+            for later in asked[at : at + 3]:
+                readers.prefetch(later, epoch=0)
+            assert readers.read(wanted, epoch=0).labels.tolist() == wanted.tolist()
+            assert source.read(wanted).labels.tolist() == wanted.tolist()
+    finally:
+        readers.close()
+    fsspec.filesystem("memory").pipe_file("/drawn/t.jsonl", b'{"id": 1, "x": 1.5, "label": 1}\n')
+    stored = as_source("memory://drawn/t.jsonl", mode="training", feed=feed, recipe="r")
+    assert isinstance(reader_of(stored, 0, readers=2), SeededReader)
     whole = DatasetSource([(torch.zeros(1), 0)], mode="training")
     readers = reader_of(whole, 0, readers=1)
     assert isinstance(readers, Readers)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,58 @@ def test_a_flipped_bit_is_an_error_that_names_the_file_where_the_format_has_chec
         read_all(open_records(path))
 
 
+def damaged_copies(data: bytes, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+    """Bits flipped, ends cut off, runs of zeros and lengths that lie, at any place and more often at both ends."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        copy = bytearray(data)
+        places = (
+            chance.randrange(len(data)),
+            chance.randrange(min(200, len(data))),
+            -1 - chance.randrange(min(600, len(data))),
+        )
+        at = chance.choice(places) % len(data)
+        kind = chance.choice(("flip", "flip", "cut", "zeros", "length"))
+        if kind == "flip":
+            copy[at] ^= 1 << chance.randrange(8)
+        elif kind == "cut":
+            del copy[at:]
+        elif kind == "zeros":
+            copy[at : at + 8] = bytes(8)
+        else:
+            copy[at : at + 4] = b"\xff\xff\xff\x7f"
+        yield f"{kind} at {at}", bytes(copy)
+
+
+_READ_DAMAGED = """
+import sys
+sys.path[:0] = [{tests!r}]
+from pathlib import Path
+from test_records import damaged_copies, read_all
+from trueline.data.open import open_records
+from trueline.errors import DataError
+path = Path({path!r})
+data = path.read_bytes()
+for what, copy in damaged_copies(data, 7, {count}):
+    print(what, flush=True)
+    path.write_bytes(copy)
+    try:
+        read_all(open_records(path))
+    except DataError as error:
+        assert path.stem in error.message, error.message
+"""
+
+
+def test_damage_anywhere_is_an_error_that_names_the_file_and_never_the_end_of_the_process(
+    file_world: World, tmp_path: Path
+) -> None:
+    """Where a format has no checksums, other values may come; what comes can be used."""
+    path, _ = written(file_world, tmp_path)
+    code = _READ_DAMAGED.format(tests=str(Path(__file__).parent), path=str(path), count=120)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"{(ended.stdout.splitlines() or ['nothing'])[-1]}: {ended.stderr[-2000:]}"
+
+
 def test_foreign_bytes_are_an_error_that_names_the_file(file_world: World, tmp_path: Path) -> None:
     path, _ = written(file_world, tmp_path, 5)
     path.write_bytes(b'\x7fELF"' + bytes(range(256)) * 8)
@@ -200,6 +254,18 @@ def test_what_is_damaged_is_left_out_and_reported_where_that_was_asked_for(tmp_p
     kept = list(chain(*read_all(found)))
     assert len(kept) == COUNT - 13
     assert all(row in rows for row in kept)
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow file", "arrow stream", "json lines"])
+def test_a_file_of_other_columns_is_an_error_that_names_both_or_is_left_out(name: str, tmp_path: Path) -> None:
+    world, rows = WORLDS[name], WORLDS[name].rows(6)
+    first = world.write(tmp_path / "first", rows)
+    world.write(tmp_path / "second", [{"id": row["id"], "x": row["x"]} for row in rows])
+    with pytest.raises(DataError, match=rf"second{first.suffix} has other columns than .*first{first.suffix}"):
+        open_records(tmp_path)
+    kept: Any = open_records(tmp_path, on_bad="files")
+    assert list(chain(*read_all(kept))) == rows
+    assert [Path(one.file).stem for one in kept.quarantined] == ["second"]
 
 
 def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:

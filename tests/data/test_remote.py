@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from worlds import FILES, WORLDS, flat, rich
 
 from trueline import events
 from trueline.data import remote
 from trueline.data.cache import BlockCache
+from trueline.data.listing import list_files
 from trueline.data.open import open_records
 from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords, Records
-from trueline.data.remote import Patience, Store, list_store, redacted, shown
+from trueline.data.remote import list_store
+from trueline.data.store import Patience, Store, redacted, shown
+from trueline.data.table import TableSource
 from trueline.errors import DataError
 
 pytestmark = pytest.mark.slow  # hundreds of files
+
+
+def no_feed(records: Any, mode: str) -> Any:
+    raise AssertionError("these tests read tables")
 
 
 def rows_of(records: Records) -> list[Any]:
@@ -103,7 +114,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again_with_growing_waits(tmp_p
 
 def test_a_store_that_never_answers_is_an_error_with_the_number_of_attempts(tmp_path: Path, bucket: str) -> None:
     fs = Flaky([OSError("no route")] * 99)
-    with pytest.raises(DataError, match=r"one\.parquet: OSError: no route \(4 attempts\)"):
+    with pytest.raises(DataError, match=r"one\.parquet at bytes 0 to 1\d+: OSError: no route \(4 attempts\)"):
         stored(tmp_path, bucket, Store(fs, patient()))
 
 
@@ -148,12 +159,197 @@ def test_a_second_process_and_a_second_epoch_fetch_nothing(tmp_path: Path, bucke
     fs = Flaky([])
     first = stored(tmp_path, bucket, Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24), block_bytes=1000))
     assert rows_of(first) == rows_of(first) == rich(300)
-    fetched, size = fs.reads, (tmp_path / "world.parquet").stat().st_size
-    assert fetched == -(-size // 1000)
+    data = (tmp_path / "world.parquet").read_bytes()
+    fetched, footer = fs.reads, 8 + int.from_bytes(data[-8:-4], "little")
+    assert fetched == -(-len(data) // 1000) + -(-footer // 1000), "each block once, and the footer from the end"
     files = list_store(f"{bucket}/one.parquet", (), store=Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24),
                                                                 block_bytes=1000))  # fmt: skip
     assert rows_of(FileRecords(ParquetFormat(), files)) == rich(300)
     assert fs.reads == fetched
+
+
+class Busy(MemoryFileSystem):
+    """A store that counts what it is asked, and changes an object when a number of answers has been given."""
+
+    cachable = False
+    protocol = "busy"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.sizes: list[int] = []
+        self.before: Callable[[str], None] = lambda what: None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("busy://", "memory://")))
+
+    def find(self, path: str, **options: Any) -> Any:
+        return self._counted("find", super().find, path, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        return self._counted("info", super().info, path, **options)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        found = self._counted("cat", super().cat_file, path, start=start, end=end, **options)
+        self.sizes.append(len(found))
+        return found
+
+    def _counted(self, what: str, ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        self.before(what)
+        self.asked[what] += 1
+        return ask(*given, **options)
+
+
+@pytest.fixture
+def busy() -> Iterator[Busy]:
+    fsspec.register_implementation("busy", Busy, clobber=True)
+    fs = Busy()
+    yield fs
+    Busy.store.clear()
+
+
+def parquet_of(rows: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(rows, sink, **options)
+    return sink.getvalue()
+
+
+def filled(fs: Busy, count: int, folder: Path, **options: Any) -> FileRecords:
+    """`count` objects of 100 records each, listed."""
+    for number in range(count):
+        fs.pipe_file(f"/many/{number:03d}.parquet", parquet_of(pa.table({"x": range(100)}), row_group_size=50))
+    fs.asked.clear()
+    return listed_again(fs, folder, **options)
+
+
+def listed_again(fs: Busy, folder: Path, **options: Any) -> FileRecords:
+    store = Store(fs, patient(), BlockCache(folder, 1 << 30), **options)
+    return FileRecords(ParquetFormat(), list_store("busy://many", (".parquet",), store=store))
+
+
+def test_footers_of_many_objects_are_one_request_each_and_one_more_listing(tmp_path: Path, busy: Busy) -> None:
+    records = filled(busy, 20, tmp_path)
+    assert busy.asked == {"find": 2, "cat": 20}
+    assert [unit.count for unit in records.units] == [50] * 40
+    busy.asked.clear()
+    assert listed_again(busy, tmp_path).fingerprint() == records.fingerprint()
+    assert busy.asked == {"find": 1}, "who comes later on this machine finds the footers there"
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_an_object_that_changes_while_the_footers_are_read_is_an_error_and_nothing_of_it_is_kept(
+    tmp_path: Path, busy: Busy, change: str
+) -> None:
+    filled(busy, 9, tmp_path / "other")
+
+    def changing(what: str) -> None:
+        if what == "find" and busy.asked["find"]:  # the second listing
+            busy.before = lambda what: None
+            if change == "replaced":
+                busy.pipe_file("/many/004.parquet", parquet_of(pa.table({"x": range(101)})))
+            else:
+                busy.rm("/many/004.parquet")
+
+    busy.asked.clear()
+    busy.before = changing
+    with pytest.raises(DataError, match=rf"many/004\.parquet {'was changed' if change == 'replaced' else 'has gone'}"):
+        listed_again(busy, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("??/*"))
+    assert listed_again(busy, tmp_path / "cache").units[-1].count == 50
+
+
+@pytest.mark.parametrize("columns", [1, 700, 3000])
+def test_a_footer_of_any_length_is_read_in_few_requests(tmp_path: Path, busy: Busy, columns: int) -> None:
+    table = pa.table({f"a column of a long name {number}": [1.5] for number in range(columns)})
+    data = parquet_of(table)
+    footer = int.from_bytes(data[-8:-4], "little")
+    busy.pipe_file("/wide/one.parquet", data)
+    store = Store(busy, patient(), BlockCache(tmp_path, 1 << 30))
+    records = FileRecords(ParquetFormat(), list_store("busy://wide/one.parquet", (), store=store))
+    assert records.schema.names == table.column_names
+    assert busy.asked["cat"] == 1 + (footer > 65528) + (footer > 5 * 65536), footer
+    assert sum(busy.sizes) <= max(65536, 5 * footer)
+
+
+def test_units_of_a_batch_are_fetched_at_the_same_time_and_a_long_one_in_pieces(tmp_path: Path, busy: Busy) -> None:
+    records = filled(busy, 6, tmp_path, block_bytes=500)
+    meeting, first = threading.Barrier(6, timeout=60), Lock()
+    met: Counter[str] = Counter()
+
+    def wait(what: str) -> None:
+        with first:
+            met[what] += 1
+            mine = met[what] <= 6
+        if mine:
+            meeting.wait()  # which never ends where one request waits for another
+
+    busy.before = wait
+    source = TableSource(records, no_feed, mode="training", where="the test")
+    chosen = np.array([0, 100, 200, 300, 400, 599])
+    assert source.table(chosen)["x"].to_pylist() == [0, 0, 0, 0, 0, 99]
+    assert busy.asked["cat"] > 12
+
+
+def test_a_list_of_objects_is_looked_up_at_the_same_time(tmp_path: Path, busy: Busy, monkeypatch: Any) -> None:
+    filled(busy, 5, tmp_path)
+    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
+    meeting = threading.Barrier(5, timeout=60)
+    find = Busy.find
+
+    def met(self: Busy, path: str, **options: Any) -> Any:
+        meeting.wait()
+        return find(self, path, **options)
+
+    monkeypatch.setattr(Busy, "find", met)
+    files = list_files([f"busy://many/{number:03d}.parquet" for number in (4, 0, 3, 1, 2)], (".parquet",))
+    assert [file.name for file in files] == [f"{number:03d}.parquet" for number in (4, 0, 3, 1, 2)]
+
+
+def test_a_cache_disk_that_is_full_costs_no_request_for_each_read(tmp_path: Path, busy: Busy) -> None:
+    """A disk that is full is a limit on the size of files here: what is written ends the same way."""
+    table = pa.table({"x": np.random.default_rng(0).random(20_000)})
+    busy.pipe_file("/one/one.parquet", parquet_of(table, row_group_size=5000))
+    store = Store(busy, patient(), BlockCache(tmp_path, 1 << 30), block_bytes=50_000)
+    told: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with events.listening(lambda name, fields: told.append(f"{name} {fields['why']}")):
+            records = FileRecords(ParquetFormat(), list_store("busy://one/one.parquet", (), store=store))
+            assert [row["x"] for row in rows_of(records)] == table["x"].to_pylist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told
+    assert all("cache.not_kept" in one and "File too large" in one for one in told)
+    size = busy.size("/one/one.parquet")
+    assert busy.asked["cat"] <= -(-size // 50_000) + 2, "each block once"
+    assert not list(tmp_path.glob("??/.*")), "no half of a block stays"
+
+
+def test_credentials_that_expire_in_the_middle_of_an_epoch_are_one_error_that_names_the_place(
+    tmp_path: Path, busy: Busy
+) -> None:
+    records = filled(busy, 6, tmp_path)
+    source = TableSource(records, no_feed, mode="training", where="the test")
+    assert source.table(np.array([3, 150]))["x"].to_pylist() == [3, 50]
+
+    def expired(what: str) -> None:
+        raise PermissionError("An error occurred (ExpiredToken): token=s3cr3t")
+
+    busy.before = expired
+    busy.asked.clear()
+    for chosen in ([599, 400], [500], range(200, 300)):
+        with pytest.raises(
+            DataError, match=r"no right to read busy://many/00[2-5]\.parquet at bytes 0 to \d+"
+        ) as caught:
+            source.table(np.array(chosen))
+        assert "renew" in caught.value.hint
+        assert "s3cr3t" not in str(caught.value)
+    busy.before = lambda what: None
+    assert source.table(np.array([599, 400]))["x"].to_pylist() == [99, 0], "renewed, it goes on"
 
 
 def test_the_cache_stays_in_its_bound_and_keeps_what_was_used_last(tmp_path: Path) -> None:
@@ -193,10 +389,10 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from trueline.data.cache import BlockCache
-real = os.fsync
-def dying(handle):
+from trueline.data.listing import list_files
+def dying(handle, mode):
     os.kill(os.getpid(), signal.SIGKILL)
-os.fsync = dying
+os.fchmod = dying  # which is called when the content is written
 BlockCache(Path(sys.argv[1]), 1 << 24).get("key", 0, lambda: b"half" * 1000)
 """
 
@@ -241,7 +437,7 @@ def test_what_a_stores_own_library_raises_is_asked_again_and_then_said_in_words(
         pass
 
     waits: list[float] = []
-    patience = remote.Patience(attempts=3, sleep=waits.append, chance=lambda: 0.0)
+    patience = Patience(attempts=3, sleep=waits.append, chance=lambda: 0.0)
 
     def fails() -> bytes:
         raise ClientPayloadError("secret=hunter2 is torn")
@@ -264,13 +460,13 @@ def test_footers_of_many_objects_are_asked_for_at_the_same_time_and_stay_in_orde
     together, here, most = threading.Barrier(4, timeout=60), threading.Lock(), Counter[int]()
 
     class Meeting(ParquetFormat):
-        """Waits until four files are being listed, which never comes where they are listed one by one."""
+        """Waits until four footers are being read, which never comes where they are read one by one."""
 
-        def list(self, file: Any) -> Any:
+        def footer(self, file: Any) -> bytes:
             with here:
                 most["listed"] += 1
             together.wait()
-            return super().list(file)
+            return super().footer(file)
 
     for number in range(8):
         sink = io.BytesIO()

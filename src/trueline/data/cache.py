@@ -1,12 +1,13 @@
 """Blocks of remote files on a local disk: shared by all processes of a machine, bounded, and whole or absent.
 
     <folder>/<two letters>/<key>-<block>      content, then its CRC-32 and length (12 bytes)
-    <folder>/locks/<00..3f>                   who fetches; a lock goes with its holder, also after SIGKILL
+    <folder>/locks/<000..3ff>                 who fetches; a lock goes with its holder, also after SIGKILL
 
-A block is written beside its name and renamed after fsync, so a writer that is killed leaves a part that nobody reads
-and that is swept an hour later. Each process verifies a block when it first maps it; a damaged one is fetched again.
-The key holds the object's stamp: another content has other blocks. A disk that is full or read-only costs speed, not
-the job.
+A block is written beside its name and renamed, so a writer that is killed leaves a part that nobody reads and that is
+swept an hour later. Each process verifies a block when it first maps it; a damaged one, such as a machine that lost its
+power leaves behind, is fetched again: what can be had again is not worth an fsync. The key holds the object's stamp:
+another content has other blocks. A disk that is full or read-only costs speed, not the job: the last blocks are then
+held in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import mmap
 import os
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,10 +27,11 @@ from pathlib import Path
 from threading import Lock
 
 from trueline import events, files
-from trueline.errors import StorageError
 
 _TRAILER = struct.Struct("<IQ")
-_LOCKS = 64
+_LOCKS = 1024
+_MAPPED, _HELD = 64, 16
+"""Blocks that a process keeps at hand: files that are mapped, and memory where there is no file."""
 _ABANDONED_S = 3600.0
 _FULL, _ROOM = 1.0, 0.9
 """Over the bound, the blocks that were used longest ago go until nine tenths are taken."""
@@ -40,43 +43,47 @@ class BlockCache:
     def __init__(self, folder: Path, max_bytes: int, *, now: Callable[[], float] = time.time) -> None:
         self._folder, self._max_bytes, self._now = folder, max_bytes, now
         self._mapped: dict[Path, memoryview] = {}
+        self._held: dict[Path, memoryview] = {}
         self._lock = Lock()
         self._until_swept = 0
+        self.keeps = True
+        """Whether the last block that came found room on the disk."""
 
     def get(self, key: str, block: int, fetch: Callable[[], bytes]) -> memoryview:
         """The block, from the disk if it is there, else from `fetch` and kept. Raises what `fetch` raises."""
-        name = hashlib.sha256(key.encode()).hexdigest()[:40]
-        path = self._folder / name[:2] / f"{name}-{block}"
+        path = self._path(key, block)
         found = self._found(path)
         if found is not None:
             return found
-        try:
-            with self._locked(name, block):
-                found = self._found(path)
-                if found is not None:
-                    return found
-                data = fetch()
-                self._keep(path, data)
-        except (StorageError, _Unlockable) as error:
-            events.emit("cache.not_kept", path=str(path), why=str(error))
-            return memoryview(data) if isinstance(error, StorageError) else memoryview(fetch())
-        return memoryview(data)
+        with self._locked(f"{(int(path.name[:8], 16) + block) % _LOCKS:03x}"):
+            found = self._found(path)
+            if found is None:
+                found = memoryview(fetch())
+                self._keep(path, found)
+        return found
+
+    def look(self, key: str, block: int) -> memoryview | None:
+        """The block if it is on the disk."""
+        return self._found(self._path(key, block))
 
     def num_bytes(self) -> int:
         """What the cache takes on the disk now."""
         return sum(size for _, size, _ in self._entries())
 
+    def _path(self, key: str, block: int) -> Path:
+        name = hashlib.sha256(key.encode()).hexdigest()[:40]
+        return self._folder / name[:2] / f"{name}-{block}"
+
     def _found(self, path: Path) -> memoryview | None:
         with self._lock:
-            held = self._mapped.pop(path, None)
-        if held is None:
-            held = self._verified(path)
-        if held is not None:
+            found = self._mapped.pop(path, None)
+            held = self._held.get(path)
+        if found is None and held is None:
+            found = self._verified(path)
+        if found is not None:
             with self._lock:
-                self._mapped[path] = held
-                while len(self._mapped) > 64:
-                    self._mapped.pop(next(iter(self._mapped)))
-        return held
+                _put(self._mapped, path, found, _MAPPED)
+        return held if found is None else found
 
     def _verified(self, path: Path) -> memoryview | None:
         try:
@@ -99,11 +106,32 @@ class BlockCache:
             os.utime(path, (self._now(), self._now()))
         return content
 
-    def _keep(self, path: Path, data: bytes) -> None:
+    def _keep(self, path: Path, data: memoryview) -> None:
+        """On the disk if it can be, else among the last ones in memory: a reader asks for a block many times."""
+        try:
+            self._write(path, data)
+            self.keeps = True
+        except OSError as error:
+            self.keeps = False
+            events.emit("cache.not_kept", path=str(path), why=files.storage_error(error, path).message)
+            with self._lock:
+                _put(self._held, path, data, _HELD)
+
+    def _write(self, path: Path, data: memoryview) -> None:
         if self._until_swept <= 0:
             self._sweep()
-        files.write_atomic(path, data + _TRAILER.pack(zlib.crc32(data), len(data)))
-        os.utime(path, (self._now(), self._now()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=files.PARTIAL, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.write(_TRAILER.pack(zlib.crc32(data), len(data)))
+                os.fchmod(handle, 0o644)
+            os.utime(name, (self._now(), self._now()))
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
         self._until_swept -= len(data)
 
     def _sweep(self) -> None:
@@ -129,19 +157,21 @@ class BlockCache:
             yield found.st_mtime, found.st_size, path
 
     @contextmanager
-    def _locked(self, name: str, block: int) -> Iterator[None]:
-        number = (int(name[:8], 16) + block) % _LOCKS
-        try:
+    def _locked(self, name: str) -> Iterator[None]:
+        """Where no lock can be had, two may fetch the same."""
+        handle = -1
+        with contextlib.suppress(OSError):
             (self._folder / "locks").mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._folder / "locks" / f"{number:02x}", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise _Unlockable(f"{self._folder}: {error.strerror}") from error
-        try:
+            handle = os.open(self._folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
             yield
         finally:
-            os.close(handle)
+            if handle >= 0:
+                os.close(handle)
 
 
-class _Unlockable(Exception):
-    pass
+def _put(kept: dict[Path, memoryview], path: Path, view: memoryview, most: int) -> None:
+    kept[path] = view
+    while len(kept) > most:
+        kept.pop(next(iter(kept)))

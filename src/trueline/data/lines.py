@@ -52,6 +52,10 @@ class _Lines:
         except pa.ArrowException as error:
             raise self._named(file, part.at + start, part.at + stop, error) from error
 
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        marks, _ = self._known[file.uri, file.stamp]
+        return int(marks[part.at + start]), int(marks[part.at + stop])
+
     def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         raise NotImplementedError
 
@@ -151,7 +155,9 @@ def _json(data: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
     read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
-    return pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
+    found = pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
+    found.validate(full=True)  # of UTF-8, which the parser takes on trust
+    return found
 
 
 def _json_type(found: Any) -> Any:

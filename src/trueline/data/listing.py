@@ -11,10 +11,13 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
+from trueline.data.together import all_together
 from trueline.errors import DataError, listed
 
 Uri = str | os.PathLike[str]
@@ -78,7 +81,8 @@ class LocalFile:
         return cast(BinaryIO, self.path.open("rb"))
 
     def check(self) -> None:
-        if _stamp(self.path) != self.stamp:
+        found = _stat(self.path)
+        if found.st_size != self.stamp.size or _version(found) != self.stamp.version:
             raise DataError(
                 f"{self.path} was changed while it was in use",
                 hint="write new records to a new file, then start again",
@@ -101,14 +105,8 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
     A file that is named outright is taken whatever its ending. Raises DataError for what does not exist, for a folder
     without such files, and for a file that is meant twice.
     """
-    found: list[File] = []
-    for uri in uris:
-        if is_remote(uri):
-            from trueline.data.remote import list_store
-
-            found += list_store(os.fspath(uri), suffixes)
-        else:
-            found += [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
+    every = all_together(partial(_listed, suffixes), uris) if any(map(is_remote, uris)) else None
+    found = list(chain.from_iterable(every or (_listed(suffixes, uri) for uri in uris)))
     seen: set[str] = set()
     for file in found:
         identity = os.path.realpath(file.path) if file.path else file.uri
@@ -118,6 +116,14 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
             )
         seen.add(identity)
     return found
+
+
+def _listed(suffixes: Sequence[str], uri: Uri) -> list[File]:
+    if is_remote(uri):
+        from trueline.data.remote import list_store
+
+        return list_store(os.fspath(uri), suffixes)
+    return [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
 
 
 def visible(path: str) -> bool:
@@ -140,8 +146,16 @@ def _paths(uri: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _stamp(path: Path) -> Stamp:
+    found = _stat(path)
+    return Stamp(found.st_size, _version(found))
+
+
+def _stat(path: Path) -> os.stat_result:
     try:
-        found = path.stat()
+        return os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return Stamp(found.st_size, f"{found.st_mtime_ns}-{found.st_ino}")
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns}-{found.st_ino}"

@@ -91,7 +91,7 @@ def format_of_name(name: str) -> str:
 
 def named(uris: Sequence[Uri]) -> str:
     """The first of `uris`, for messages: without credentials."""
-    from trueline.data.remote import shown
+    from trueline.data.store import shown
 
     return ", ".join(shown(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 

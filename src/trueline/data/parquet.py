@@ -10,6 +10,7 @@ that is cut short meanwhile is an error then, and not the end of the process. Li
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
-_FOOTERS, _VERIFIED = 256, 65536
+_END = struct.Struct("<I4s")
+_BYTES = (pa.binary(), pa.large_binary())
+_FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
 _BUFFER_BYTES, _STORE_BYTES = 256 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 """Decoded at a time for who reads in order."""
 
 
@@ -44,6 +47,7 @@ class ParquetFormat:
         self._lock = Lock()
         self._footers: dict[tuple[str, Stamp], Any] = {}
         """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
+        self._footer_bytes = 0
         self._verified: set[tuple[str, Stamp, int]] = set()
         """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
 
@@ -53,23 +57,40 @@ class ParquetFormat:
                 start = opened.read(len(_MAGIC))
             if start != _MAGIC:
                 raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
+        return self.listed(file, self.footer(file))
+
+    def footer(self, file: File) -> bytes:
+        """The metadata, its length and the magic number: the end of the file."""
+        size = file.stamp.size
+        with file.open(little=True) as opened:
+            opened.seek(max(size - _END.size, 0))
+            length, magic = _END.unpack(opened.read(_END.size).rjust(_END.size))
+            if magic != _MAGIC or length + _END.size + len(_MAGIC) > size:
+                raise DataError(f"{file.uri} {_complaint(file)}")
+            opened.seek(size - _END.size - length)
+            return opened.read(length + _END.size)
+
+    def listed(self, file: File, footer: bytes) -> Listed:
         try:
-            with file.open(little=True) as opened, pq.ParquetFile(opened) as found:
+            with pq.ParquetFile(pa.BufferReader(_MAGIC + footer)) as found:  # a whole file without row groups
                 metadata, schema = found.metadata, found.schema_arrow
         except (pa.ArrowException, OSError) as error:
-            if isinstance(error, PermissionError | FileNotFoundError):
-                raise
-            raise DataError(f"{file.uri} {_complaint(file)}: {first_line(error)}") from error
-        with self._lock:
-            self._footers[file.uri, file.stamp] = metadata
-            if len(self._footers) > _FOOTERS:
-                self._footers.pop(next(iter(self._footers)))
+            raise DataError(f"{file.uri} is torn: its footer is damaged: {first_line(error)}") from error
+        self._hold(file, metadata)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
 
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        """A row group's columns lie one behind the other."""
+        group = self._footer(file).row_group(part.at)
+        columns = [group.column(index) for index in range(group.num_columns)]
+        begins = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+        ends = [begin + column.total_compressed_size for begin, column in zip(begins, columns, strict=True)]
+        return min(begins, default=0), max(ends, default=0)
+
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
         with self._opened(file, [part]) as found:
-            table = found.read_row_group(part.at, use_threads=False)
+            table = self._valid(file, part, found.read_row_group(part.at, use_threads=False))
         self._remember(file, part)
         if len(table) != part.count:
             return table  # the caller says that the file lies
@@ -82,24 +103,49 @@ class ParquetFormat:
 
     def _pieces(self, found: pq.ParquetFile, file: File, part: Part, rows: int) -> Iterator[pa.Table]:
         """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
-        row_bytes = max(found.metadata.row_group(part.at).total_byte_size // part.count, 1)
-        many = rows * max(1, _PIECE_BYTES // (rows * row_bytes))
-        for batch in found.iter_batches(many, row_groups=[part.at], use_threads=False):
-            yield pa.Table.from_batches([batch])
+        num_bytes = found.metadata.row_group(part.at).total_byte_size
+        if num_bytes <= _PIECE_BYTES:
+            yield self._valid(file, part, found.read_row_group(part.at, use_threads=False))
+        else:
+            many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
+            batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
+            yield from (self._valid(file, part, pa.Table.from_batches([batch])) for batch in batches)
         self._remember(file, part)
 
     @contextmanager
     def _opened(self, file: File, parts: Sequence[Part]) -> Iterator[pq.ParquetFile]:
         """Compares checksums as long as those of one of `parts` were not."""
         verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
-        footer = self._footers.get((file.uri, file.stamp))
-        options = {"metadata": footer, "page_checksum_verification": verify}
+        options = {"metadata": self._footer(file), "page_checksum_verification": verify}
         if file.path is not None:
             with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, **options) as found:
                 yield found
         else:
             with file.open() as opened, pq.ParquetFile(opened, buffer_size=_STORE_BYTES, **options) as found:
                 yield found
+
+    def _footer(self, file: File) -> Any:
+        found = self._footers.get((file.uri, file.stamp))
+        if found is None:
+            self.listed(file, self.footer(file))
+            found = self._footers[file.uri, file.stamp]
+        return found
+
+    def _hold(self, file: File, footer: Any) -> None:
+        with self._lock:
+            before = self._footers.pop((file.uri, file.stamp), None)
+            self._footer_bytes += footer.serialized_size - (before.serialized_size if before is not None else 0)
+            self._footers[file.uri, file.stamp] = footer
+            while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
+                self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
+
+    def _valid(self, file: File, part: Part, table: pa.Table) -> pa.Table:
+        """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
+        if (file.uri, file.stamp, part.at) not in self._verified:
+            for column in table.columns:
+                if not pa.types.is_primitive(column.type) and column.type not in _BYTES:
+                    column.validate(full=True)
+        return table
 
     def _remember(self, file: File, part: Part) -> None:
         if len(self._verified) >= _VERIFIED:

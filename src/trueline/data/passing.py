@@ -1,6 +1,6 @@
 """Records decoded in passing, for who reads on from where the last read ended, as evaluations and conversions do.
 
-Such a reader comes to no unit again, so none is kept whole: pieces of about a megabyte are decoded as they are asked
+Such a reader comes to no unit again, so none is kept whole: pieces of some megabytes are decoded as they are asked
 for, and given out in slices. A unit may be larger than the memory. What fits the cache is kept the second time round.
 """
 
@@ -24,7 +24,10 @@ class Passing:
         self._used = 0
         self._at = -1
         self._stopped = 0
-        self._num_bytes = self._num_records = 0
+        last = records.units[-1] if records.units else None
+        self._total = last.offset + last.count if last is not None else 0
+        self._num_records = self._num_bytes = self._measured = 0
+        """How many went by, and how many bytes those of them had that were measured."""
 
     def follows(self, start: int) -> bool:
         """Whether a read from the record `start` goes on behind the last one, or begins with the first record."""
@@ -48,14 +51,18 @@ class Passing:
         self._tables, self._piece, self._at = tables, None, self._records.units[number].offset
         return True
 
-    def ready(self, start: int, stop: int) -> pa.Table | None:
-        """Records [start, stop) where they are next and decoded, which is most often the case; else nothing."""
-        piece, used = self._piece, self._used
-        if start != self._at or piece is None or stop - start > piece.num_rows - used:
+    def ready(self, start: int, stop: int) -> list[pa.Table] | None:
+        """Records [start, stop) where they are next, which is most often the case; else nothing."""
+        if start != self._at or stop > self._total:
             return None
-        self._at = self._stopped = stop
-        self._used = used + stop - start
-        return piece.slice(used, stop - start)
+        piece, used = self._piece, self._used
+        if piece is None or stop - start > piece.num_rows - used:
+            found = self.pull(stop - start)
+        else:
+            self._at, self._used = stop, used + stop - start
+            found = [piece.slice(used, stop - start)]
+        self._stopped = stop
+        return found
 
     def pull(self, count: int) -> list[pa.Table]:
         """The next `count` records, in memory that nobody else is given. Raises DataError."""
@@ -64,6 +71,7 @@ class Passing:
         left = count
         while left:
             if self._piece is None or self._used == self._piece.num_rows:
+                self._piece = None  # its memory is what the next one is decoded into
                 self._piece, self._used = self._next(), 0
             found.append(self._piece.slice(self._used, left))
             self._used += found[-1].num_rows
@@ -78,12 +86,13 @@ class Passing:
         table = next(self._tables, None)
         if table is None:
             raise DataError("records ended before the last of them was read")
-        self._num_bytes += table.nbytes
-        self._num_records += len(table)
+        count = len(table)
+        if self._num_records >= 2 * self._measured:  # to measure takes as long as to give out
+            self._num_bytes += table.nbytes
+            self._measured += count
+        self._num_records += count
         return table
 
     def _better_kept(self) -> bool:
         """Whether the records all went by, and would have fitted."""
-        last = self._records.units[-1]
-        total = last.offset + last.count
-        return self._num_records >= total and self._num_bytes * total <= self._max_bytes * self._num_records
+        return self._num_records >= self._total and self._num_bytes * self._total <= self._max_bytes * self._measured

@@ -61,7 +61,8 @@ def reader_of(
 ) -> SeededReader | Readers:
     """Who reads `source` for a worker: `readers` processes if that can be, else this process.
 
-    It can where a fork may go on with what this process has opened: map-style Datasets, and files of this machine.
+    It can where a fork may go on with what this process has opened: map-style Datasets, files of this machine, and
+    databases, whose connections are closed after each read.
     """
     if readers and _forks(source):
         return Readers(source, seed, place, count=readers)
@@ -71,7 +72,7 @@ def reader_of(
 def _forks(source: Source) -> bool:
     if isinstance(source, DrawnSource):
         return all(map(_forks, source.records.parts))
-    return isinstance(source, DatasetSource) or (isinstance(source, TableSource) and source.local)
+    return isinstance(source, DatasetSource) or (isinstance(source, TableSource) and source.forks)
 
 
 class Readers:

@@ -68,6 +68,12 @@ class RecordIoFormat:
             f"expected {MAGIC.to_bytes(4, 'little')!r} or {DMLC_MAGIC.to_bytes(4, 'little')!r}"
         )
 
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        starts = self._starts.get((file.uri, file.stamp))
+        if starts is None:
+            return part.at, part.end
+        return int(starts[part.end + start]), int(starts[part.end + stop])
+
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
         starts = self._starts.get((file.uri, file.stamp))
         with file.open() as opened:

@@ -12,9 +12,7 @@ import hashlib
 import struct
 import tarfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,16 +24,18 @@ import pyarrow as pa
 from trueline import events
 from trueline.data.listing import File
 from trueline.data.source import Unit
+from trueline.data.together import all_together, asked_together
 from trueline.errors import DataError
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
 """What decoders raise for bytes that are not what they should be."""
 
 
-_AT_ONCE = 32
-"""Files of a store that are listed at the same time."""
-
 OnBad = Literal["stop", "files", "quarantine"]
+
+
+Range = tuple[int, int, int]
+"""Number of a unit, and records [start, stop) of it."""
 
 
 class Records(Protocol):
@@ -66,6 +66,15 @@ class Streaming(Protocol):
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
         """The records of unit `number` and of those behind it, `rows` at a time and fewer where a unit ends; the memory
         of each table is its own. None where they do not lie so. Raises DataError."""
+        ...
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """Records that lie far away, where many things are got at the same time as fast as one."""
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Gets ranges nearer that will be loaded next. Raises DataError."""
         ...
 
 
@@ -110,6 +119,22 @@ class StreamedFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class FooterFormat(Protocol):
+    """Its `list` looks at little of a file: `list(file) == listed(file, footer(file))`."""
+
+    def footer(self, file: File) -> bytes: ...
+
+    def listed(self, file: File, footer: bytes) -> Listed: ...
+
+
+@runtime_checkable
+class PlacedFormat(Protocol):
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        """Between which bytes of the file those lie that `load` needs for the same."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Quarantined:
     """What was left out, and why. `records` is 0 where nobody can say how many there were."""
@@ -131,6 +156,8 @@ class FileRecords:
         self._units: list[Unit] = []
         self._schema: pa.Schema | None = None
         self._first: File | None = None
+        self.local = all(file.path is not None for file in files)
+        """Whether all of them are files of this machine: no connection stays open between two reads."""
         for file, listing in zip(files, self._listings(files), strict=True):
             try:
                 self._add(file, listing)
@@ -154,29 +181,44 @@ class FileRecords:
     def ranged(self) -> bool:
         return self.format.ranged
 
-    @property
-    def local(self) -> bool:
-        return all(file.path is not None for file, _, _ in self._parts)
-
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         file, index, part = self._parts[number]
         file.check()
+        if not self.local:
+            self.fetch([(number, start, stop)])
         table = self._decoded(file, index, part, start, stop)
         file.check()  # what was decoded while it changed may be of both
         self._check_columns(file, table)
         return table
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Gets blocks of objects into the cache of this machine, all at the same time, as far as it has room."""
+        if self.local or not isinstance(self.format, PlacedFormat):
+            return
+        from trueline.data.blocks import StoredFile, fetch_together
+
+        wanted, span = list(ranges), partial(self._span, self.format)
+        few = len({self._parts[number][0].uri for number, _, _ in wanted}) < 2  # one footer, which is here by now
+        spans = map(span, wanted) if few else all_together(span, wanted)
+        fetch_together([(file, *span) for file, span in spans if isinstance(file, StoredFile)])
+
+    def _span(self, format: PlacedFormat, wanted: Range) -> tuple[File, tuple[int, int]]:
+        file, index, part = self._parts[wanted[0]]
+        with damaged(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
+            return file, format.span(file, part, *wanted[1:])
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
         format = self.format
         return self._streamed(format, number, rows) if isinstance(format, StreamedFormat) else None
 
     def _streamed(self, format: StreamedFormat, number: int, rows: int) -> Iterator[pa.Table]:
-        behind = iter(self._parts[number:])
-        for file, found in groupby(behind, key=lambda one: one[0]):
-            parts = [(index, part) for _, index, part in found]
+        behind = enumerate(self._parts[number:], number)
+        for file, found in groupby(behind, key=lambda one: one[1][0]):
+            parts = [(here, index, part) for here, (_, index, part) in found]
             file.check()
-            units = format.stream(file, [part for _, part in parts], rows)
-            for index, part in parts:
+            units = format.stream(file, [part for _, _, part in parts], rows)
+            for here, index, part in parts:
+                self.fetch([(here, 0, part.count)])
                 yield from self._unit(file, index, part, units)
 
     def _unit(self, file: File, index: int, part: Part, units: Iterator[Iterator[pa.Table]]) -> Iterator[pa.Table]:
@@ -185,15 +227,19 @@ class FileRecords:
         with damaged(file, self.format.name, where):
             tables = next(units)
         while found < part.count:
-            with damaged(file, self.format.name, where):
+            first, table = not found, None
+            try:  # not `damaged`, which costs as much as all of this
                 table = next(tables, None)
                 found += len(table or ())
                 if table is not None and found == part.count:  # there must be no more, before the last is given out
                     found += sum(map(len, tables))
+            except DAMAGE as error:
+                raise damage(file, self.format.name, where, error) from error
             file.check()
             if table is None or found > part.count:
                 raise self._torn(file, index, part, found)
-            self._check_columns(file, table)
+            if first:
+                self._check_columns(file, table)
             yield table.replace_schema_metadata(None)
 
     def _check_columns(self, file: File, table: pa.Table) -> None:
@@ -208,29 +254,27 @@ class FileRecords:
         return digest.hexdigest()
 
     def _listings(self, files: Sequence[File]) -> Iterator[Callable[[], Listed]]:
-        """What gives the listing of each file, or raises. A store is asked for many files at the same time: each answer
-        takes it some hundredths of a second."""
-        if len(files) < 2 or all(file.path is not None for file in files):
-            yield from (partial(self.format.list, file) for file in files)
+        """What gives the listing of each file, or raises."""
+        format = self.format
+        if self.local:
+            yield from (partial(format.list, file) for file in files)
             return
-        threads = ThreadPoolExecutor(min(_AT_ONCE, len(files)), thread_name_prefix="listing")
-        try:
-            waiting: deque[Future[Listed]] = deque()
-            for file in files:
-                waiting.append(threads.submit(self.format.list, file))
-                if len(waiting) == 4 * _AT_ONCE:
-                    yield waiting.popleft().result
-            while waiting:
-                yield waiting.popleft().result
-        finally:
-            threads.shutdown(cancel_futures=True)
+        from trueline.data.blocks import StoredFile, footers
+
+        stored = [file for file in files if isinstance(file, StoredFile)]
+        if not isinstance(format, FooterFormat) or len(stored) < len(files):
+            yield from asked_together(format.list, files)
+            return
+        for file, footer in zip(files, footers(stored, format.footer), strict=True):
+            yield lambda file=file, footer=footer: format.listed(file, footer())  # type: ignore[misc]  # defaults
 
     def _add(self, file: File, listing: Callable[[], Listed]) -> None:
         with damaged(file, self.format.name):
             found = listing()
+            names = found.schema.names
+            _read_names(found.schema)
         if any(part.count < 0 for part in found.parts):
             raise DataError(f"{file.uri} claims a {self.format.unit} of fewer than 0 records")
-        names = found.schema.names
         if len(set(names)) != len(names):
             raise DataError(f"{file.uri} has two columns of one name: {', '.join(names)}")
         if not any(part.count for part in found.parts):
@@ -285,13 +329,24 @@ def damaged(file: File, kind: str, where: str = "") -> Iterator[None]:
     """Errors of decoders within the block become a DataError that names the file and `where` in it."""
     try:
         yield
-    except DataError:
-        raise
     except DAMAGE as error:
-        if isinstance(error, PermissionError | FileNotFoundError):
-            raise DataError(f"cannot read {file.uri}: {error.strerror or error}") from error
-        place = f" in {where}" if where else f" or is not {kind}"
-        raise DataError(f"{file.uri} is torn{place}: {first_line(error)}") from error
+        raise damage(file, kind, where, error) from error
+
+
+def damage(file: File, kind: str, where: str, error: Exception) -> DataError:
+    """One of DAMAGE in words: the file, and `where` in it."""
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return DataError(f"cannot read {file.uri}: {error.strerror or error}")
+    place = f" in {where}" if where else f" or is not {kind}"
+    return DataError(f"{file.uri} is torn{place}: {first_line(error)}")
+
+
+def _read_names(fields: Iterable[pa.Field]) -> None:
+    """Raises UnicodeDecodeError for a nested name that is no text: nobody could look at a record."""
+    for field in fields:
+        kind = field.type
+        if field.name is not None and kind.num_fields:
+            _read_names(kind.field(index) for index in range(kind.num_fields))
 
 
 def columns(schema: pa.Schema) -> str:

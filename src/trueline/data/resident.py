@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trueline.data.passing import Passing
-from trueline.data.records import Records
+from trueline.data.records import Fetching, Range, Records
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 
@@ -43,13 +44,20 @@ class Tables:
         """The records `indices`, in that order, in memory that is the caller's alone. Raises DataError."""
         wanted = np.asarray(indices, np.int64)
         run = run_of(wanted)
+        if run is not None:
+            return self.take_run(*run)
         with self._lock:
-            if run is not None:
-                ready = self._passing.ready(*run)
-                return self._owned(self._parts(*run)) if ready is None else ready
             self._passing.forget()
             numbers = np.searchsorted(self._starts, wanted, side="right") - 1
             return self._resident.take(numbers, wanted - self._starts[numbers])
+
+    def take_run(self, start: int, stop: int) -> pa.Table:
+        """The records [start, stop), in memory that is the caller's alone. Raises DataError."""
+        with self._lock:
+            ready = self._passing.ready(start, stop)
+            if ready is None:
+                return self._owned(self._parts(start, stop))
+            return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
 
     def run(self, start: int, stop: int) -> pa.Table:
         """Records [start, stop) in one piece, to be read only: others may get the same memory. Raises DataError."""
@@ -176,6 +184,7 @@ class Resident:
         sorted_numbers = numbers[order]
         cuts = np.flatnonzero(np.diff(sorted_numbers)) + 1
         groups = np.split(order, cuts)
+        self._fetch([(int(numbers[group[0]]), rows[group]) for group in groups])
         parts = [self._some(int(numbers[group[0]]), rows[group]) for group in groups]
         if len(parts) == 1:
             return parts[0].combine_chunks()
@@ -183,17 +192,33 @@ class Resident:
         back[order] = np.arange(len(order))
         return pa.concat_tables(parts).take(pa.array(back)).combine_chunks()
 
+    def _fetch(self, groups: Sequence[tuple[int, Ints]]) -> None:
+        """What `_some` will load of `groups`, where that is far away."""
+        records = self._records
+        if not isinstance(records, Fetching):
+            return
+        wanted: list[Range] = []
+        for unit, rows in groups:
+            if self._is_alone(unit, rows):
+                wanted += [(unit, *run) for run in _runs(np.unique(rows))]
+            elif unit not in self._tables:
+                wanted.append((unit, 0, records.units[unit].count))
+        if wanted:
+            records.fetch(wanted)
+
     def _some(self, unit: int, rows: Ints) -> pa.Table:
-        count = self._records.units[unit].count
-        if self._records.ranged and unit not in self._tables and len(rows) * _ALONE < count:
+        if self._is_alone(unit, rows):
             return self._alone(unit, rows)
         return self._whole(unit).take(pa.array(rows))
+
+    def _is_alone(self, unit: int, rows: Ints) -> bool:
+        few = len(rows) * _ALONE < self._records.units[unit].count
+        return few and self._records.ranged and unit not in self._tables
 
     def _alone(self, unit: int, rows: Ints) -> pa.Table:
         """Runs of neighbours are read in one go."""
         distinct, back = np.unique(rows, return_inverse=True)
-        runs = np.split(distinct, np.flatnonzero(np.diff(distinct) > 1) + 1)
-        tables = [self._records.load(unit, int(run[0]), int(run[-1]) + 1) for run in runs]
+        tables = [self._records.load(unit, start, stop) for start, stop in _runs(distinct)]
         return pa.concat_tables(tables).take(pa.array(back))
 
     def _whole(self, unit: int) -> pa.Table:
@@ -205,3 +230,13 @@ class Resident:
         while len(self._tables) > 1 and self._num_bytes > self._max_bytes:
             self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
         return table
+
+
+def _runs(rows: Ints) -> list[tuple[int, int]]:
+    """Neighbours among `rows`, which ascend: the first of them, and the one behind the last.
+
+    >>> _runs(np.array([2, 3, 7]))
+    [(2, 4), (7, 8)]
+    """
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from trueline.data.records import FileRecords, Records
-from trueline.data.resident import Tables
+from trueline.data.resident import Tables, run_of
 from trueline.data.source import Batch, Unit, check_indices
+from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,9 +52,9 @@ class TableSource:
         self._thread: ThreadPoolExecutor | None = None
 
     @property
-    def local(self) -> bool:
-        """Whether all records are files of this machine: no connection stays open between two reads."""
-        return isinstance(self.records, FileRecords) and self.records.local
+    def forks(self) -> bool:
+        """Whether a fork of this process may read on: no connection stays open between two reads."""
+        return isinstance(self.records, SqlRecords) or (isinstance(self.records, FileRecords) and self.records.local)
 
     @property
     def num_records(self) -> int:
@@ -63,7 +65,11 @@ class TableSource:
         return self.records.units
 
     def read(self, indices: Indices) -> Batch:
-        check_indices(indices, self._num_records, self._where)
+        run = run_of(indices)
+        if run is None or run[0] < 0 or run[1] > self._num_records:
+            check_indices(indices, self._num_records, self._where)
+        elif not self._coming:  # an evaluation's next records
+            return self._fed(self._tables.take_run(*run))
         return self._fed(self.table(indices))
 
     def table(self, indices: Indices) -> pa.Table:
@@ -112,9 +118,8 @@ class TableSource:
 
 
 def _check_count(value: Any, count: int, what: str) -> None:
-    import torch
-
-    if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # the first is ten times as fast
+    tensor = _tensor()
+    if type(value) is tensor or isinstance(value, tensor):  # the first is ten times as fast
         shape = value.shape
         if not shape or shape[0] != count:
             raise DataError(f"{what}: a tensor of shape {list(shape)}, expected {count} records first")
@@ -129,3 +134,10 @@ def _check_count(value: Any, count: int, what: str) -> None:
             f"{what}: found a {type(value).__name__}, expected tensors",
             hint="make them with trueline.data.tensors.tensor(records['column'])",
         )
+
+
+@lru_cache(maxsize=1)
+def _tensor() -> Any:
+    import torch
+
+    return torch.Tensor

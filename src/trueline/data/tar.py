@@ -76,6 +76,12 @@ class TarFormat:
         )
         return Listed(schema, list(_parts(found)))
 
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        found = self._known[file.uri, file.stamp]
+        at, size = found.at[part.at + start : part.at + stop], found.size[part.at + start : part.at + stop]
+        there = at >= 0
+        return (int(at[there].min()), int((at + size)[there].max())) if there.any() else (0, 0)
+
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
         found = self._known[file.uri, file.stamp]
         first, last = part.at + start, part.at + stop

@@ -11,6 +11,9 @@ must not be written (a mapped file, a Python bytes) is copied. torch is imported
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +36,7 @@ _DTYPES = {
         pa.float16(), pa.float32(), pa.float64(),
     )
 }  # fmt: skip
-_BYTE = np.dtype(np.uint8)
+_BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 
@@ -44,15 +47,13 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
     uint8 [n, length]. Raises DataError, which names the column `name`, for missing values, for several lengths and for
     everything else.
     """
-    import torch
-
+    from_numpy = _from_numpy()
     array = _in_one_piece(column)
-    dtype = _DTYPES.get(array.type.id)
-    if dtype is not None and not array.null_count:  # most columns
-        return torch.from_numpy(_view(array.buffers()[1], dtype, array.offset, len(array)))
+    kind = array.type
     if array.null_count:
         raise DataError(f"column '{name}' has {array.null_count} records without a value", hint=FEED)
-    kind = array.type
+    if kind.id in _DTYPES or kind.id in _BINARY:  # most columns
+        return from_numpy(_values(array, name))
     shape = [len(array)]
     while is_list(kind):
         shape.append(_list_length(array, name))
@@ -60,11 +61,15 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
         kind = array.type
         if array.null_count:
             raise DataError(f"column '{name}' has lists with {array.null_count} missing values", hint=FEED)
-    if kind.id in _BINARY:
-        values = _bytes(array, name)
-        return torch.from_numpy(values.reshape(*shape, values.shape[1]))
-    values = _numbers(array, name)
-    return torch.from_numpy(values if len(shape) == 1 else values.reshape(shape))
+    values = _values(array, name)
+    return from_numpy(values if len(shape) == 1 else values.reshape(*shape, *values.shape[1:]))
+
+
+@lru_cache(maxsize=1)
+def _from_numpy() -> Callable[[Array], torch.Tensor]:
+    import torch
+
+    return torch.from_numpy
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -92,46 +97,56 @@ def _list_length(array: Any, name: str) -> int:
 
 def _one_length(offsets: Any, name: str, what: str) -> int:
     """The length of each value, of values that lie between `offsets`."""
-    if len(offsets) < 2:
+    count = len(offsets) - 1
+    if count < 1:
         return 0
-    first, length = int(offsets[0]), int(offsets[1]) - int(offsets[0])
-    even = np.arange(len(offsets), dtype=offsets.dtype) * length + first
-    if even.tobytes() != offsets.tobytes():
+    first = int(offsets[0])
+    length = (int(offsets[count]) - first) // count
+    if (offsets - first).tobytes() != _even(count, length, offsets.dtype.char):
         lengths = np.diff(offsets)
         low, high = lengths.min(), lengths.max()
         raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=FEED)
     return length
 
 
-def _bytes(array: Any, name: str) -> Array:
-    """The bytes of binary values of one length, [n, length]."""
-    count, kind = len(array), array.type
-    if kind.id == pa.lib.Type_FIXED_SIZE_BINARY:
-        width = kind.byte_width
-        return _view(array.buffers()[1], _BYTE, array.offset * width, count * width).reshape(count, width)
-    if not count:
-        return np.empty((0, 0), np.uint8)
-    _, places, buffer = array.buffers()
-    item, size = (np.int64, 8) if kind.id == pa.lib.Type_LARGE_BINARY else (np.int32, 4)
-    offsets = np.frombuffer(places, item, count + 1, array.offset * size)
-    width = _one_length(offsets, name, "values")
-    return _view(buffer, _BYTE, int(offsets[0]), count * width).reshape(count, width)
+@lru_cache(maxsize=8)
+def _even(count: int, length: int, dtype: str) -> bytes:
+    """The offsets of values of one length, from 0."""
+    return (np.arange(count + 1) * length).astype(dtype).tobytes()
 
 
-def _numbers(array: Any, name: str) -> Array:
+def _values(array: Any, name: str) -> Array:
+    """What lies in an array without lists and nulls: numbers [n], bytes [n, length]."""
     kind = array.type
     dtype = _DTYPES.get(kind.id)
     if dtype is not None:
-        return _view(array.buffers()[1], dtype, array.offset, len(array))
+        count = len(array)
+        return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (count,))
+    if kind.id in _BINARY:
+        return _bytes(array, kind, name)
     if not pa.types.is_boolean(kind):  # bits in Arrow
         raise DataError(f"column '{name}' is {kind}, which makes no tensor by itself", hint=FEED)
     found: Array = array.to_numpy(zero_copy_only=False)
     return found
 
 
-def _view(buffer: Any, dtype: np.dtype[Any], start: int, count: int) -> Array:
-    """`count` items of `buffer` from the item `start` on; a copy where the buffer must not be written."""
+def _bytes(array: Any, kind: Any, name: str) -> Array:
+    """The bytes of binary values of one length, [n, length]."""
+    count = len(array)
+    if kind.id == pa.lib.Type_FIXED_SIZE_BINARY:
+        width = kind.byte_width
+        return _view(array.buffers()[1], _BYTE, array.offset * width, (count, width))
     if not count:
-        return np.empty(0, dtype)
-    found: Array = np.frombuffer(buffer, dtype, count, start * dtype.itemsize)
+        return np.empty((0, 0), np.uint8)
+    _, places, buffer = array.buffers()
+    item = _INT64 if kind.id == pa.lib.Type_LARGE_BINARY else _INT32
+    offsets = np.ndarray((count + 1,), item, places, array.offset * item.itemsize)
+    return _view(buffer, _BYTE, int(offsets[0]), (count, _one_length(offsets, name, "values")))
+
+
+def _view(buffer: Any, dtype: np.dtype[Any], at: int, shape: tuple[int, ...]) -> Array:
+    """An array over `buffer` from the byte `at` on; a copy where the buffer must not be written."""
+    if not math.prod(shape):
+        return np.empty(shape, dtype)
+    found: Array = np.ndarray(shape, dtype, buffer, at)
     return found if found.flags.writeable else found.copy()

@@ -149,7 +149,7 @@ def _store_error(where: str, error: OSError) -> StorageError:
 
 
 def _words(error: Exception) -> str:
-    from trueline.data.remote import redacted
+    from trueline.data.store import redacted
 
     return redacted(f"{type(error).__name__}: {error}")
 
