@@ -25,7 +25,7 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
         found = _explained(place, module, oracle)
         if found is not None:
             return found
-    state = _state(module, oracle)
+    state = None if oracle.forgetful and not oracle.written else _state(module, oracle)
     if state is not None:
         return state
     if finding.places:

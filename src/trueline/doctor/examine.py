@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
+from trueline.doctor.remembered import Memory, remembered, shapes
 from trueline.runtime import causal, constants, paths, recurrent
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
@@ -35,6 +36,8 @@ class Finding:
     program: torch.export.ExportedProgram | None = None
     max_abs_error: float = 0.0
     compared: int = 0
+    memory: Memory | None = None
+    """Of a module that remembers: the state that the program takes and gives beside its inputs and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +95,20 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
-    """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them."""
+    """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them.
+
+    A module whose answers depend on earlier calls is exported with its state explicit.
+    """
     base, free = oracle.base, free_dims(oracle.calls)
-    shapes = tuple(dict.fromkeys(sorted(axes), torch.export.Dim.DYNAMIC) for axes in free)
+    flat: torch.nn.Module = Flat(copied(module), base)
+    tensors, memory = base.tensors, None
+    if not oracle.forgetful:
+        held = remembered(copied(module), base)
+        if isinstance(held, str):
+            return Finding(reason=held)
+        if held is not None:
+            flat, tensors, memory = held.module, (*base.tensors, *held.state), held.memory
+            free = [*free, *held.free]
     fixed: Mapping[int, Place] = {}
     try:
         with (
@@ -104,20 +118,20 @@ def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
             causal.masks_as_given(),
             constants.watched() as fixed,
         ):
-            program = torch.export.export(
-                Flat(copied(module), base), base.tensors, dynamic_shapes=(shapes,), strict=False
-            )
-            run = program.module(check_guards=False)
-            kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if oracle.written else {}
+            program = torch.export.export(flat, tensors, dynamic_shapes=(shapes(free),), strict=False)
+            run: Callable[..., Any] = program.module(check_guards=False)
+            writes = oracle.written and memory is None
+            kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
     with hushed():
+        run = memory.threaded(run) if memory is not None else run
         reason, worst, compared = compared_with(run, oracle)
     if not reason and kept:
         reason = f"it writes into its own buffers when it is called ({', '.join(oracle.written)})"
         return Finding(reason=reason, program=program)
     places = oracle.partings() if reason else ()
-    return Finding(reason=reason, places=places, program=program, max_abs_error=worst, compared=compared)
+    return Finding(reason=reason, places=places, program=program, max_abs_error=worst, compared=compared, memory=memory)
 
 
 def compared_with(run: Callable[..., Any], oracle: Oracle) -> tuple[str, float, int]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.calls import agree, asked
-from trueline.doctor.examine import Finding, Oracle, examine, hushed
+from trueline.doctor.examine import Finding, Oracle, copied, examine, hushed
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
@@ -143,6 +143,11 @@ def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> boo
     each new shape, which takes seconds: theirs is left to the exported program and `_same_where_it_matters`."""
     if not candidate.cheap or "torch.cond(" in candidate.text or "_higher_order_ops" in candidate.text:
         return True
+    return _same_in_order(search, module, candidate)
+
+
+def _same_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
+    module = copied(module)  # what it remembers of these calls stays here
     for call, expected in zip(search.oracle.calls, search.oracle.answers, strict=True):
         reason, _ = agree(expected, asked(module, call))
         if reason:
@@ -152,7 +157,11 @@ def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> boo
 
 
 def _same_where_it_matters(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
-    """The eager rewrite on the call that was exported and on the smallest: of size 1 torch checks more."""
+    """The eager rewrite on the call that was exported and on the smallest: of size 1 torch checks more. One that
+    remembers is asked all calls, in their order."""
+    if not search.oracle.forgetful:
+        with hushed():
+            return _same_in_order(search, module, candidate)
     answered = [(c, a) for c, a in zip(search.oracle.calls, search.oracle.answers, strict=True) if a.arrays is not None]
     smallest, _ = min(answered, key=lambda pair: sum(tensor.numel() for tensor in pair[0].tensors))
     for call, expected in answered:
@@ -169,7 +178,7 @@ def _proposed(
     search: _Search, text: str, finding: Finding, seen: Mapping[str, Any]
 ) -> Iterator[tuple[Candidate, Mapping[str, Any]]]:
     done: set[int] = set()
-    for line in lines_of(finding, search.file, text, search.owner):
+    for line in lines_of(finding, search.file, text, search.owner, remembers=not search.oracle.forgetful):
         scope = scope_at(search, text, line, seen)
         spot = None if scope is None else scope.spot(line)
         if scope is None or spot is None or spot.statement.lineno in done:
@@ -192,8 +201,9 @@ def _inside(scope: Scope, spot: Spot) -> Iterator[Candidate]:
                         yield from candidates(scope, inner)
 
 
-def lines_of(finding: Finding, file: str, text: str, owner: type) -> list[int]:
-    """Lines of `text` that the finding's places stand for; and the lines that write a state."""
+def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: bool) -> list[int]:
+    """Lines of `text` that the finding's places stand for; where there is none, or the module remembers, also the lines
+    that write a state."""
     found: list[int] = []
     lines = text.splitlines()
     current = name_of(file, text)
@@ -203,7 +213,7 @@ def lines_of(finding: Finding, file: str, text: str, owner: type) -> list[int]:
         elif place.file.partition(MARK)[0] == file:
             found += _same_source(place, lines)
     node = class_node(ast.parse(text), owner)
-    for statement in ast.walk(node) if node is not None and not found else ():
+    for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
             found += [s.lineno for s in ast.walk(statement) if isinstance(s, ast.stmt) and writes_state(s)]
     return list(dict.fromkeys(found))
@@ -238,6 +248,7 @@ def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:
 def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: str) -> dict[str, Any]:
     """Values of the locals of `function` when it ends, on the calls that are exported and asked first."""
     held: dict[str, Any] = {}
+    module = copied(module)
 
     def entered(frame: FrameType, event: str, arg: Any) -> Any:
         return left if frame.f_code.co_filename == file and frame.f_code.co_name == function else None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.examine import copied
+from trueline.doctor.rewrites.attributes import as_buffer, buffers_of
 
 MARK = "#rewritten-"
 """Stands in the file name of edited code, between the user's file and a digest."""
@@ -57,7 +58,19 @@ def patched(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Modul
             if inspect.getattr_static(type(part), name, None) is not vars(owner).get(name):
                 continue  # a subclass has its own
             part.__dict__[name] = types.MethodType(function, part)
+        _as_buffers(part, owner, texts[file_of(owner)])
     return twin
+
+
+def _as_buffers(part: torch.nn.Module, owner: type, text: str) -> None:
+    """What the edited `__init__` registers as a buffer and `part` still holds as an attribute: its value stays."""
+    node = class_node(ast.parse(text), owner)
+    for name, value in (buffers_of(node) if node is not None else {}).items():
+        if name in part.__dict__:
+            code = compile(ast.Expression(value), file_of(owner), "eval")
+            scope = inspect.unwrap(vars(owner)["forward"]).__globals__
+            buffer = as_buffer(part.__dict__.pop(name), lambda code=code, scope=scope: eval(code, scope))
+            part.register_buffer(name, buffer, persistent=False)
 
 
 def _has_forward(module: torch.nn.Module) -> bool:

@@ -22,6 +22,7 @@ from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
 from trueline.doctor.examine import Finding, Oracle, ask_original, copied, examine, scripts, traces
 from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
+from trueline.errors import listed
 from trueline.runtime import paths
 
 MAX_CALLS = 32
@@ -110,11 +111,17 @@ def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx
     oracle = ask_original(part, calls)
     finding = examine(part, oracle)
     if not finding.reason:
-        row = _made(path, part, "ready", finding, part, oracle)
+        row = _made(path, part, "ready", finding, part, oracle, why=_to_hand_on(finding))
     else:
         row = _unready(path, part, oracle, finding, done, onnx, base)
     done.known[key] = row
     return row
+
+
+def _to_hand_on(finding: Finding) -> str:
+    if finding.memory is None:
+        return ""
+    return f"it keeps a state in its buffers ({listed(finding.memory.names)}): capture it with --state explicit"
 
 
 def _key(part: torch.nn.Module, calls: list[Call]) -> object:
@@ -173,6 +180,7 @@ def _kept(
         probes=found.finding.compared,
         max_abs_error=found.finding.max_abs_error,
         onnx=onnx(found.finding, oracle) if onnx is not None else "",
+        state=found.finding.memory.names if found.finding.memory is not None else (),
     )
     done.rewrites[owner] = rewrite
     events.emit("doctor.rewritten", module=owner.__name__, steps="; ".join(found.steps), probes=rewrite.probes)
