@@ -29,6 +29,7 @@ from trueline.runtime.session import Session
 ATOL, RTOL = 1e-4, 2e-4
 """A number may be off by ATOL + RTOL * the largest magnitude in its record: a little more than the prover allows."""
 ULP = 1e-7
+TRIES = 50
 LONGEST = 12
 """Questions of a conversation before it begins anew."""
 
@@ -190,16 +191,27 @@ def judged(
             if sizes is None:
                 found[name].left_out["no size is inside"] += questions - number
                 break
-            arrays, family = fresh.question(architecture, sizes, random)
+            for _ in range(TRIES):  # values that the claim excludes are drawn again: a mask that hides a record
+                arrays, family = fresh.question(architecture, sizes, random)
+                if _inside(session, talk.state if talk else {}, values=True)(arrays):
+                    break
+            else:
+                found[name].left_out["no values are inside"] += 1
+                continue
             _put(talk or session, oracle, arrays, f"{sizes}, {family}", found[name])
             found[name].sizes.add(tuple(sizes.values()))
     return found
 
 
-def _inside(session: Session, state: Mapping[str, Array]) -> Callable[[Mapping[str, Array]], bool]:
+def _inside(
+    session: Session, state: Mapping[str, Array], *, values: bool = False
+) -> Callable[[Mapping[str, Array]], bool]:
+    """Whether the sizes, or else also the `values`, are what the session claims to hold for."""
+    claim = session.signature if values else session.signature.with_rows({})
+
     def inside(arrays: Mapping[str, Array]) -> bool:
         try:
-            session.signature.check({**arrays, **state})
+            claim.check({**arrays, **state})
         except RequestError:
             return False
         return True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +190,48 @@ class Halves(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.branch(self.counter(x))
         return found
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return called
+
+
+@logged
+def smoothed(x: Tensor, rate: float) -> Tensor:
+    state = x.new_zeros(x.shape[0], x.shape[2])
+    states = []
+    for t in range(x.shape[1]):  # in a function
+        state = rate * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+class Decorated(nn.Module):
+    """The loop stands in a decorated function of the file, called by a decorated forward."""
+
+    @logged
+    def forward(self, x: Tensor) -> Tensor:
+        return smoothed(x, 0.5)
+
+
+class Strided(nn.Module):
+    """Padding that depends on whether a size is even; sizes that Python makes numbers of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 2, 3, stride=2), nn.Conv2d(2, 2, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.one, self.two):
+            height, width = int(x.shape[2]), int(x.shape[3])  # made numbers
+            down = 1 if height % 2 == 0 else 2
+            right = 1 if width % 2 == 0 else 2
+            x = layer(nn.functional.pad(x, (0, right, 0, down)))
+        return x
 
 
 class Statistics(nn.Module):

@@ -190,6 +190,33 @@ def test_a_rewrite_that_forgets_between_calls_is_not_taken_for_proven() -> None:
     assert "differs" in examine(patched(model, {models.__file__: wrong}), oracle).reason
 
 
+def test_a_loop_in_a_decorated_function_of_the_file_is_rewritten_there() -> None:
+    found = examined(models.Decorated(), torch.randn(3, 5, 4), dynamic=(1,))
+    row = found.rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("time loop", models.line_of("in a function"))
+    assert row.rewrite is not None
+    assert "scan(" in row.rewrite.diff
+    x = torch.randn(2, 7, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(models.Decorated(), found.texts)(x), models.Decorated()(x))
+
+
+def test_a_freed_size_that_is_taken_in_multiples_only_is_proven_for_them_and_refused_for_all() -> None:
+    model, x = models.Strided().eval(), torch.randn(3, 2, 16, 32)
+    eager = EagerSession(model, x, dynamic_shapes={"x": {2: "height", 3: "width"}})
+    oracle = ask_original(model, calls_of(eager))
+    source = Path(models.__file__).read_text()
+    freed = source.replace("int(x.shape[2]), int(x.shape[3])", "x.shape[2], x.shape[3]")
+    assert freed != source
+    edited = patched(model, {models.__file__: freed})
+    assert examine(edited, oracle).reason
+    found = examine(edited, oracle, in_units=True)
+    assert not found.reason
+    assert max(found.steps.values()) in (2, 4)
+
+
 def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> None:
     row = whole(models.Statistics(), torch.randn(3, 4))
     assert row.status == "rewritten"

@@ -39,12 +39,8 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {"transformers::grouped_mm_fallback
 
 def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """`program` with an equivalent in the place of each operator that has one; itself where it calls none."""
-    table = {one: EQUIVALENTS[one.name().partition(".")[0]] for one in _called(program) if _known(one)}
+    table = {one: EQUIVALENTS[one._schema.name] for one in _called(program) if one._schema.name in EQUIVALENTS}
     return program.run_decompositions(table) if table else program
-
-
-def _known(operator: torch._ops.OpOverload) -> bool:
-    return operator.name().partition(".")[0] in EQUIVALENTS
 
 
 def _called(program: torch.export.ExportedProgram) -> list[torch._ops.OpOverload]:
