@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from bench.zoo import fresh
-from bench.zoo.entry import Architecture
+from bench.zoo.entry import Architecture, Array
 from bench.zoo.judge import Oracle, judged
 
 from trueline.bundle.describe import range_text
 from trueline.capture.ladder import Rung, climb
-from trueline.capture.subject import Subject
+from trueline.capture.subject import Subject, with_state
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
 from trueline.doctor.patch import patched
@@ -72,6 +72,8 @@ class Climbed:
 
     def __init__(self) -> None:
         self.rungs: list[Rung] = []
+        self.beginning: dict[str, Array] = {}
+        """The state that the model begins with, by input."""
         self.error = ""
         self.seconds = 0.0
         self.cpu_s = 0.0
@@ -98,15 +100,22 @@ class Climbed:
         ]
 
 
-def captured(architecture: Architecture, module: torch.nn.Module, formats: Sequence[Format], work: Path) -> Climbed:
-    """As `trueline.capture` does it, without the sealing."""
+def captured(
+    architecture: Architecture,
+    module: torch.nn.Module,
+    formats: Sequence[Format],
+    work: Path,
+    *,
+    explicit: bool = False,
+) -> Climbed:
+    """As `trueline.capture` does it (with `--state explicit` where that is asked for), without the sealing."""
     found, started, cpu = Climbed(), time.monotonic(), time.process_time()
     try:
-        eager = EagerSession(
-            module,
-            architecture.arguments(fresh.example(architecture)),
-            dynamic_shapes=architecture.dynamic_shapes,
-        )
+        batches = [architecture.arguments(fresh.example(architecture))]
+        if explicit:
+            module, batches = with_state(module, batches)
+        eager = EagerSession(module, batches[0], dynamic_shapes=architecture.dynamic_shapes)
+        found.beginning = eager.beginning
         found.rungs = climb(Subject(module=module, eager=eager, data={}), formats, work)
     except TruelineError as error:
         found.error = str(error)
@@ -126,7 +135,7 @@ def _judged(architecture: Architecture, oracle: Oracle, climbed: Climbed, questi
         except TruelineError:
             if rung.attempt.verdict == "proven":
                 raise
-    found = judged(architecture, oracle, sessions, questions=questions, seed=11)
+    found = judged(architecture, oracle, sessions, questions=questions, seed=11, beginning=climbed.beginning)
     return {name: one.as_dict() for name, one in found.items()}
 
 
@@ -153,7 +162,9 @@ def _doctored(architecture: Architecture, oracle: Oracle, questions: int, work: 
     }
     if not survey_.texts:
         return found
-    climbed = captured(architecture, patched(module, survey_.texts), GRAPHS, work)
+    state = sorted({name for rewrite in survey_.rewrites.values() for name in rewrite.state})
+    climbed = captured(architecture, patched(module, survey_.texts), GRAPHS, work, explicit=bool(state))
+    found |= {"state": state} if state else {}
     found |= {"rungs": climbed.described(), "refusal": climbed.error}
     found["judged"] = _judged(architecture, oracle, climbed, questions)
     return found

@@ -3,6 +3,9 @@
 What eager itself cannot answer, or answers with something else than finite numbers, is left out. So is a question at
 which the model is ill-conditioned: where rounding its parameters and inputs by one part in ten million moves eager's
 own answer by as much as the program is off, nobody can say which is right. Both are counted.
+
+A program whose state is explicit is asked in conversations: what it gave of its state goes into the next question, and
+a model that remembers is asked the same beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from trueline.runtime.session import Session
 ATOL, RTOL = 1e-4, 2e-4
 """A number may be off by ATOL + RTOL * the largest magnitude in its record: a little more than the prover allows."""
 ULP = 1e-7
+TRIES = 50
+LONGEST = 12
+"""Questions of a conversation before it begins anew."""
 
 
 @dataclass(slots=True)
@@ -65,6 +71,11 @@ class Oracle:
     def answer(self, arrays: Mapping[str, Array]) -> Answer:
         """As the model answers first: what it would remember of earlier questions is forgotten."""
         return self._asked(copy.deepcopy(self.module) if self._remembers else self.module, arrays)
+
+    def remembering(self) -> Callable[[Mapping[str, Array]], Answer]:
+        """A model that remembers what it is asked from now on."""
+        twin = copy.deepcopy(self.module)
+        return lambda arrays: self._asked(twin, arrays)
 
     def _changes(self) -> bool:
         """Whether the same question has two answers."""
@@ -135,28 +146,72 @@ def off(expected: Array, found: Array) -> float:
     return float((np.abs(a - b) / bound).max())
 
 
+class Conversation:
+    """Questions to a program and to a model that remembers, some in a row before both begin anew."""
+
+    def __init__(self, session: Session, oracle: Oracle, beginning: Mapping[str, Array]) -> None:
+        self.session, self.oracle, self.beginning = session, oracle, beginning
+        self.anew()
+
+    def anew(self) -> None:
+        self._ask, self.state, self.asked = self.oracle.remembering(), dict(self.beginning), 0
+
+    def expected(self, arrays: Mapping[str, Array]) -> Answer:
+        if self.asked == LONGEST:
+            self.anew()
+        self.asked += 1
+        return self._ask(arrays)
+
+    def answer(self, arrays: Mapping[str, Array]) -> list[Array]:
+        found = self.session.run({**arrays, **self.state})
+        pairs = self.session.signature.state
+        self.state = {given: found[left] for given, left in pairs.items()}
+        return [array for name, array in found.items() if name not in pairs.values()]
+
+
 def judged(
-    architecture: Architecture, oracle: Oracle, sessions: Mapping[str, Session], *, questions: int, seed: int
+    architecture: Architecture,
+    oracle: Oracle,
+    sessions: Mapping[str, Session],
+    *,
+    questions: int,
+    seed: int,
+    beginning: Mapping[str, Array],
 ) -> dict[str, Judgement]:
-    """Puts `questions` fresh questions to every session, each inside what that session claims."""
+    """Puts `questions` fresh questions to every session, each inside what that session claims.
+
+    `beginning` is the state that the model begins with, of a program whose state is explicit.
+    """
     found = {name: Judgement() for name in sessions}
     for name, session in sessions.items():
         random = np.random.default_rng([seed, len(architecture.name), *architecture.name.encode()])
+        talk = Conversation(session, oracle, beginning) if beginning else None
         for number in range(questions):
-            sizes = fresh.sizes_inside(architecture, _inside(session), random)
+            sizes = fresh.sizes_inside(architecture, _inside(session, talk.state if talk else {}), random)
             if sizes is None:
                 found[name].left_out["no size is inside"] += questions - number
                 break
-            arrays, family = fresh.question(architecture, sizes, random)
-            _put(session, oracle, arrays, f"{sizes}, {family}", found[name])
+            for _ in range(TRIES):  # values that the claim excludes are drawn again: a mask that hides a record
+                arrays, family = fresh.question(architecture, sizes, random)
+                if _inside(session, talk.state if talk else {}, values=True)(arrays):
+                    break
+            else:
+                found[name].left_out["no values are inside"] += 1
+                continue
+            _put(talk or session, oracle, arrays, f"{sizes}, {family}", found[name])
             found[name].sizes.add(tuple(sizes.values()))
     return found
 
 
-def _inside(session: Session) -> Callable[[Mapping[str, Array]], bool]:
+def _inside(
+    session: Session, state: Mapping[str, Array], *, values: bool = False
+) -> Callable[[Mapping[str, Array]], bool]:
+    """Whether the sizes, or else also the `values`, are what the session claims to hold for."""
+    claim = session.signature if values else session.signature.with_rows({})
+
     def inside(arrays: Mapping[str, Array]) -> bool:
         try:
-            session.signature.check(arrays)
+            claim.check({**arrays, **state})
         except RequestError:
             return False
         return True
@@ -164,17 +219,18 @@ def _inside(session: Session) -> Callable[[Mapping[str, Array]], bool]:
     return inside
 
 
-def _put(session: Session, oracle: Oracle, arrays: dict[str, Array], what: str, found: Judgement) -> None:
-    expected = oracle.answer(arrays)
-    if isinstance(expected, str):
-        found.left_out["eager raises"] += 1
-        return
-    if not all(np.isfinite(array).all() for array in expected if array.dtype.kind == "f"):
-        found.left_out["eager answers no numbers"] += 1
+def _put(asked: Session | Conversation, oracle: Oracle, arrays: dict[str, Array], what: str, found: Judgement) -> None:
+    talk = asked if isinstance(asked, Conversation) else None
+    expected = talk.expected(arrays) if talk else oracle.answer(arrays)
+    numbers = not isinstance(expected, str) and all(np.isfinite(a).all() for a in expected if a.dtype.kind == "f")
+    if isinstance(expected, str) or not numbers:
+        found.left_out["eager raises" if isinstance(expected, str) else "eager answers no numbers"] += 1
+        if talk:
+            talk.anew()
         return
     found.asked += 1
     try:
-        answer = list(session.run(arrays).values())
+        answer = asked.answer(arrays) if isinstance(asked, Conversation) else list(asked.run(arrays).values())
     except Exception as error:  # noqa: BLE001 - where eager answers, whatever a program raises is wrong
         _wrong(found, f"{what}: raises {type(error).__name__}: {str(error)[:300]}")
         return
@@ -184,8 +240,8 @@ def _put(session: Session, oracle: Oracle, arrays: dict[str, Array], what: str, 
     errors = [off(a, b) for a, b in zip(expected, answer, strict=True)]
     if max(errors, default=0.0) <= 1:
         return
-    moves = oracle.moved(arrays, expected)
-    if all(error <= 1 or move >= error / 4 for error, move in zip(errors, moves, strict=True)):
+    moves = [0.0] if talk else oracle.moved(arrays, expected)  # of a conversation every difference counts
+    if not talk and all(error <= 1 or move >= error / 4 for error, move in zip(errors, moves, strict=True)):
         found.asked -= 1
         found.left_out["ill-conditioned"] += 1
         return

@@ -81,6 +81,34 @@ class Growing(nn.Module):
         return x + self.seen.mean(0)
 
 
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x]).double()
+        return x + self.seen.mean(0).float()
+
+
+class Streams(nn.Module):
+    """Keys and values of all steps so far, a row for each stream of the batch; and how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(1, 0, 8))
+        self.register_buffer("values", torch.zeros(1, 0, 8))
+        self.register_buffer("calls", torch.tensor(0), persistent=False)
+        self.key = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keys = torch.cat([self.keys, self.key(x)[:, None]], 1)
+        self.values = torch.cat([self.values, x[:, None]], 1)
+        self.calls = self.calls + 1
+        weights = torch.softmax((self.keys @ x[:, :, None])[:, :, 0], -1)
+        return (weights[:, None] @ self.values)[:, 0] / self.calls
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,9 +268,43 @@ def test_sequences_are_longer_than_the_state_and_end_as_the_model_that_remembers
     assert not np.array_equal(second[0].inputs["x"], third[0].inputs["x"])
 
 
-def test_a_state_that_grows_is_refused_with_both_its_forms(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match=r"'seen' is \[0, 8\] of float32 and after a call \[4, 8\]"):
-        capture(recipe(Growing), None, tmp_path / "b", state="explicit")
+def test_a_state_that_grows_begins_empty_and_every_format_follows_the_model(tmp_path: Path) -> None:
+    model = Growing()
+    formats = ["onnx", "torch_export", "torchscript"]
+    capture(recipe(lambda: model), None, tmp_path / "b", formats=formats, state="explicit")
+    bundle = open_bundle(tmp_path / "b")
+    shapes = {spec.name: spec.shape for spec in (*bundle.signature.inputs, *bundle.signature.outputs)}
+    assert shapes["state.seen"] == ("state.seen.0", 8)
+    assert shapes["next.seen"] == ("next.seen.0", 8)
+    assert bundle.signature.dims["state.seen.0"].min == 0
+    assert bundle.golden()[0].inputs["state.seen"].shape == (0, 8)
+    second = next(golden for golden in bundle.golden() if golden.case == "second-call")
+    assert len(second.inputs["state.seen"]) == len(bundle.golden()[0].inputs["x"])
+    random = np.random.default_rng(3)
+    inputs = [random.standard_normal((1 + i % 3, 8)).astype(np.float32) for i in range(9)]
+    for format in formats:
+        followed(bundle, format, model, inputs)
+        assert "second-call" in replay(bundle, open_program(bundle, format))
+    assert model.seen.shape == (0, 8)
+
+
+def test_a_cache_that_grows_has_a_row_for_each_stream_and_batches_stay_free(tmp_path: Path) -> None:
+    model = Streams()
+    capture(recipe(lambda: model, 1), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
+    bundle = open_bundle(tmp_path / "b")
+    given = {spec.name: spec.shape for spec in bundle.signature.inputs}
+    assert given["state.keys"][0] == given["state.values"][0] == "batch"
+    assert given["state.keys"][1:] == given["state.values"][1:] == ("state.keys.1", 8)
+    assert given["state.calls"] == ()
+    random = np.random.default_rng(4)
+    inputs = [random.standard_normal((1, 8)).astype(np.float32) for _ in range(7)]
+    for format in ("onnx", "torch_export"):
+        followed(bundle, format, model, inputs)
+
+
+def test_a_state_that_changes_its_dtype_is_refused_with_both_its_forms(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"'seen' is \[0, 8\] of float32 and after a call \[4, 8\] of float64"):
+        capture(recipe(Widening), None, tmp_path / "b", state="explicit")
 
 
 @pytest.mark.parametrize("state", ["refuse", "explicit"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +135,103 @@ class Counter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1  # counter
         return x / self.calls
+
+
+class Remembered(nn.Module):
+    """All rows so far in a list, a decaying number, and a tensor in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        self.weight = 1.0
+        self.last = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(x.mean(0))  # remembered
+        self.weight *= 0.75
+        found = x + self.weight * torch.stack(self.rows).sum(0) / len(self.rows) + self.last
+        self.last = x[0] * 2
+        return found
+
+
+class Diary(nn.Module):
+    """Remembers in what is no tensor and no list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.days: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.days[len(self.days)] = x.sum()  # diary
+        return x + torch.stack(list(self.days.values())).sum()
+
+
+class Mean(nn.Module):
+    """A state in buffers, which answers depend on."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.mean(0)
+        return x + self.total
+
+
+class Halves(nn.Module):
+    """A counter in one submodule, a branch on values in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter, self.branch = Counter(), Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.branch(self.counter(x))
+        return found
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return called
+
+
+@logged
+def smoothed(x: Tensor, rate: float) -> Tensor:
+    state = x.new_zeros(x.shape[0], x.shape[2])
+    states = []
+    for t in range(x.shape[1]):  # in a function
+        state = rate * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+class Decorated(nn.Module):
+    """The loop stands in a decorated function of the file, called by a decorated forward."""
+
+    @logged
+    def forward(self, x: Tensor) -> Tensor:
+        return smoothed(x, 0.5)
+
+
+class Strided(nn.Module):
+    """Padding that depends on whether a size is even; sizes that Python makes numbers of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 2, 3, stride=2), nn.Conv2d(2, 2, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.one, self.two):
+            height, width = int(x.shape[2]), int(x.shape[3])  # made numbers
+            down = 1 if height % 2 == 0 else 2
+            right = 1 if width % 2 == 0 else 2
+            x = layer(nn.functional.pad(x, (0, right, 0, down)))
+        return x
 
 
 class Statistics(nn.Module):

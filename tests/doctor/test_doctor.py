@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -116,13 +117,104 @@ def test_a_while_on_a_value_becomes_a_while_loop() -> None:
     assert "while_loop(" in row.rewrite.diff
 
 
-def test_a_state_that_answers_depend_on_is_named_and_never_frozen() -> None:
-    row = whole(models.Counter(), torch.randn(3, 4))
+def followed(model: nn.Module, texts: dict[str, str], calls: int = 9) -> None:
+    """Asks the rewritten model call after call beside a fresh copy of the original."""
+    original, edited = copy.deepcopy(model).eval(), patched(model.eval(), texts)
+    for i in range(calls):
+        x = torch.randn(1 + i % 4, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(edited(x), original(x))
+
+
+def test_a_counter_becomes_a_buffer_and_is_proven_over_calls_in_a_row() -> None:
+    model = models.Counter()
+    found = examined(model, torch.randn(3, 4))
+    row = found.rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("state", models.line_of("counter"))
+    assert row.rewrite is not None
+    assert row.rewrite.state == ("calls",)
+    assert row.rewrite.probes >= 10
+    assert "+        self.register_buffer('calls', torch.tensor(0), persistent=False)\n" in row.rewrite.diff
+    assert "+        self.calls = self.calls + 1\n" in row.rewrite.diff
+    assert "--state explicit" in row.rewrite.steps[0]
+    followed(models.Counter(), found.texts)
+    assert "with its state explicit (calls)" in text(Diagnosis(recipe="m", rows=(row,), before=None))
+
+
+def test_what_a_model_keeps_in_several_attributes_becomes_buffers_and_nothing_is_dropped() -> None:
+    found = examined(models.Remembered(), torch.randn(3, 4))
+    row = found.rows["(model)"]
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("state", models.line_of("remembered"))
+    assert row.rewrite is not None
+    assert set(row.rewrite.state) == {"rows", "weight", "last"}
+    assert "self.rows.sum(0) / self.rows.shape[0]" in row.rewrite.diff
+    followed(models.Remembered(), found.texts)
+
+
+def test_a_state_that_is_no_tensor_is_named_and_never_frozen() -> None:
+    row = whole(models.Diary(), torch.randn(3, 4))
     assert row.status == "blocked"
     assert row.rewrite is None
     assert row.cause is not None
-    assert (row.cause.kind, row.cause.line) == ("state", models.line_of("counter"))
+    assert (row.cause.kind, row.cause.line) == ("state", models.line_of("diary"))
     assert "none is proven" in row.why_not
+
+
+def test_a_state_in_buffers_is_ready_and_says_how_it_is_captured() -> None:
+    row = whole(models.Mean(), torch.randn(3, 4))
+    assert row.status == "ready"
+    assert "(total): capture it with --state explicit" in row.why_not
+
+
+def test_the_whole_is_examined_with_the_state_of_a_rewritten_part() -> None:
+    found = examined(models.Halves(), torch.randn(3, 4))
+    assert {path: row.status for path, row in found.rows.items()} == {
+        "(model)": "waits",
+        "counter": "rewritten",
+        "branch": "rewritten",
+    }
+    followed(models.Halves(), found.texts)
+
+
+def test_a_rewrite_that_forgets_between_calls_is_not_taken_for_proven() -> None:
+    model = models.Counter().eval()
+    oracle = ask_original(model, calls_of(EagerSession(models.Counter().eval(), torch.randn(3, 4))))
+    source = Path(models.__file__).read_text()
+    kept = source.replace("self.calls = 0", "self.register_buffer('calls', torch.tensor(0), persistent=False)")
+    right = kept.replace("self.calls += 1  # counter", "self.calls = self.calls + 1  # counter")
+    wrong = kept.replace("self.calls += 1  # counter", "self.calls = torch.full_like(self.calls, 1)  # counter")
+    assert examine(patched(model, {models.__file__: right}), oracle).reason == ""
+    assert "differs" in examine(patched(model, {models.__file__: wrong}), oracle).reason
+
+
+def test_a_loop_in_a_decorated_function_of_the_file_is_rewritten_there() -> None:
+    found = examined(models.Decorated(), torch.randn(3, 5, 4), dynamic=(1,))
+    row = found.rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert (row.cause.kind, row.cause.line) == ("time loop", models.line_of("in a function"))
+    assert row.rewrite is not None
+    assert "scan(" in row.rewrite.diff
+    x = torch.randn(2, 7, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(models.Decorated(), found.texts)(x), models.Decorated()(x))
+
+
+def test_a_freed_size_that_is_taken_in_multiples_only_is_proven_for_them_and_refused_for_all() -> None:
+    model, x = models.Strided().eval(), torch.randn(3, 2, 16, 32)
+    eager = EagerSession(model, x, dynamic_shapes={"x": {2: "height", 3: "width"}})
+    oracle = ask_original(model, calls_of(eager))
+    source = Path(models.__file__).read_text()
+    freed = source.replace("int(x.shape[2]), int(x.shape[3])", "x.shape[2], x.shape[3]")
+    assert freed != source
+    edited = patched(model, {models.__file__: freed})
+    assert examine(edited, oracle).reason
+    found = examine(edited, oracle, in_units=True)
+    assert not found.reason
+    assert max(found.steps.values()) in (2, 4)
 
 
 def test_statistics_that_no_answer_depends_on_are_kept_in_training_only() -> None:

@@ -159,7 +159,8 @@ def _try(
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
         judged = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
-        return _refused(format, error, observations, folder, shared_s + time.monotonic() - started)
+        seconds = shared_s + time.monotonic() - started
+        return _refused(format, error, observations, folder, seconds, emitting=error is not exported)
     seconds = shared_s + time.monotonic() - started
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
@@ -283,15 +284,24 @@ _PLACED = re.compile(r".+:\d+: ")
 
 
 def _refused(
-    format: Format, error: TruelineError, observations: Sequence[Observation], folder: Path, seconds: float
+    format: Format,
+    error: TruelineError,
+    observations: Sequence[Observation],
+    folder: Path,
+    seconds: float,
+    *,
+    emitting: bool = False,
 ) -> Rung:
-    """A rung that was not reached. The hint of `error` is the user's line, or what to do."""
+    """A rung that was not reached. The hint of `error` is the user's line, or what to do.
+
+    What cannot be emitted is a matter of its own line; why a model is not exported the ways of its code show better.
+    """
     line = error.hint if _PLACED.match(error.hint) else ""
     attempt = Attempt(
         format=format,
         verdict="refused",
         why=error.message,
-        line=_line(observations) or line,
+        line=line if emitting and line else _line(observations) or line,
         hint="" if line else error.hint,
         seconds=seconds,
         size_bytes=0,

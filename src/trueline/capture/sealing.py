@@ -76,7 +76,7 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
 
     Each program has to answer each case, so what lies outside one of the `claims` is left out.
     """
-    example = subject.eager.example
+    example = {**subject.eager.example, **subject.eager.beginning}
     base = signature.sizes(example)
     cases = {f"batch-{size}": {**base, BATCH: size} for size in GOLDEN_SIZES}
     for symbol in (symbol for symbol in base if symbol != BATCH):

@@ -60,7 +60,7 @@ def prepare(
     module = _on_this_machine(load_model(recipe, checkpoint), recipe).eval()
     batches, data = _examples(recipe)
     if state == "explicit":
-        module, batches = _explicit(module, batches)
+        module, batches = with_state(module, batches)
     declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
@@ -82,8 +82,8 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
         ) from error
 
 
-def _explicit(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
-    """`module` with its state explicit, and the examples with the state that it begins with."""
+def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
+    """`module` with its state explicit, and the examples with a state. Raises CaptureError."""
     with explicit.sheltered(module):
         EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
     calls = [calling.asked(batch) for batch in batches]

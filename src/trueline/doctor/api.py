@@ -79,15 +79,15 @@ def calls_of(eager: EagerSession) -> list[Call]:
     Values that are no numbers are left out: a submodule is asked what a request may ask it.
     """
     from trueline.doctor.calls import Call
-    from trueline.runtime.calling import Slot
+    from trueline.runtime.calling import BATCH, Slot
     from trueline.runtime.eager import to_tensors
-    from trueline.runtime.probes import make_probes
+    from trueline.runtime.probes import make_probes, resize
 
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
     probes = [probe for seed in (0, 1) for probe in make_probes(eager.example, signature=calling.presumed, seed=seed)]
-    return [
-        Call(tensors=to_tensors(eager.signature, probe.inputs), leaves=leaves, spec=calling.spec)
-        for probe in probes
-        if not probe.wild
-    ]
+    asked = [probe.inputs for probe in probes if not probe.wild]
+    sizes = {symbol: size for symbol, size in calling.presumed.sizes(eager.example).items() if symbol != BATCH}
+    if sizes:  # what takes multiples only is asked another one, of all sizes at once
+        asked.append(resize(eager.example, calling.presumed, {symbol: 2 * size for symbol, size in sizes.items()}))
+    return [Call(tensors=to_tensors(eager.signature, inputs), leaves=leaves, spec=calling.spec) for inputs in asked]

@@ -25,9 +25,12 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
         found = _explained(place, module, oracle)
         if found is not None:
             return found
-    state = _state(module, oracle)
+    state = None if oracle.forgetful and not oracle.written else _state(module, oracle)
     if state is not None:
         return state
+    if finding.fixed:
+        place = finding.fixed[0]
+        return _cause("fixed size", place, f"it makes a constant of a size that varies: `{place.source}`")
     if finding.places:
         return _cause("exporter", finding.places[0], finding.reason)
     owner = owner_of(module)

@@ -54,6 +54,8 @@ class Rewrite:
     max_abs_error: float
     onnx: str
     """`proven`, or why it has no ONNX program; empty when that was not tried."""
+    state: tuple[str, ...] = ()
+    """Buffers that answers depend on: the model is to be captured with its state explicit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Row:
     cause: Cause | None
     rewrite: Rewrite | None
     why_not: str
-    """Of a blocked one: why there is no rewrite."""
+    """Of a blocked one: why there is no rewrite. Of a ready one that keeps a state: how it is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,15 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
+from trueline.doctor.remembered import Memory, remembered, shapes
 from trueline.runtime import causal, constants, paths, recurrent
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
@@ -32,9 +35,15 @@ class Finding:
     """Lines of the user's code that may be the cause, the likeliest first."""
     loud: bool = False
     """Whether the exporter itself refused."""
+    fixed: tuple[Place, ...] = ()
+    """Those of the places that made a constant of a size that varies."""
     program: torch.export.ExportedProgram | None = None
     max_abs_error: float = 0.0
     compared: int = 0
+    steps: units.Steps = field(default_factory=dict)
+    """Of what a size has to be a multiple, where the module takes no others."""
+    memory: Memory | None = None
+    """Of a module that remembers: the state that the program takes and gives beside its inputs and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +58,15 @@ class Oracle:
     """Buffers that the calls changed."""
 
     @property
+    def answered(self) -> Sequence[Call]:
+        """The calls that the original answers; all where it answers none."""
+        found = [call for call, answer in zip(self.calls, self.answers, strict=True) if answer.arrays is not None]
+        return found or self.calls
+
+    @property
     def base(self) -> Call:
         """The call to export with: one that the original answers."""
-        answered = [call for call, answer in zip(self.calls, self.answers, strict=True) if answer.arrays is not None]
-        return base_call(answered or self.calls, free_dims(self.calls))
+        return base_call(self.answered, free_dims(self.calls))
 
     def partings(self) -> tuple[Place, ...]:
         """Lines at which the ways of two answered calls part, for calls of one size first: those are values."""
@@ -91,40 +105,70 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
-def examine(module: torch.nn.Module, oracle: Oracle) -> Finding:
-    """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them."""
-    base, free = oracle.base, free_dims(oracle.calls)
-    shapes = tuple(dict.fromkeys(sorted(axes), torch.export.Dim.DYNAMIC) for axes in free)
+def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) -> Finding:
+    """Exports a copy of `module` with the free dimensions of its calls, and compares on all of them.
+
+    A module whose answers depend on earlier calls is exported with its state explicit. `in_units`: sizes may have to be
+    multiples of powers of two; then it is compared on the calls that are.
+    """
+    free = free_dims(oracle.calls)
+    base = units.evenest(oracle.answered, free) if in_units else oracle.base
+    flat: torch.nn.Module = Flat(copied(module), base)
+    tensors, memory, steps = base.tensors, None, units.NONE
+    if not oracle.forgetful:
+        held = remembered(copied(module), base)
+        if isinstance(held, str):
+            return Finding(reason=held)
+        if held is not None:
+            flat, tensors, memory = held.module, (*base.tensors, *held.state), held.memory
+            free = [*free, *held.free]
     fixed: Mapping[int, Place] = {}
     try:
-        with (
-            torch.no_grad(),
-            hushed(),
-            recurrent.whole(),
-            causal.masks_as_given(),
-            constants.watched() as fixed,
-        ):
-            program = torch.export.export(
-                Flat(copied(module), base), base.tensors, dynamic_shapes=(shapes,), strict=False
-            )
-            run = program.module(check_guards=False)
-            kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if oracle.written else {}
+        with constants.watched() as fixed:
+            if in_units and memory is None:
+                program, steps = units.exported(partial(_program, flat, tensors), free, oracle.calls, base)
+            else:
+                program = _program(flat, tensors, shapes(free))
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
-    with hushed():
-        reason, worst, compared = compared_with(run, oracle)
+    with torch.no_grad(), hushed():
+        run: Callable[..., Any] = program.module(check_guards=False)
+        writes = oracle.written and memory is None
+        kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
+        run = memory.threaded(run) if memory is not None else run
+        for steps in [*units.guesses(base, free, steps)] if in_units else [steps]:  # noqa: B020 (one after the other)
+            reason, worst, compared = compared_with(run, oracle, steps)
+            if not reason:
+                break
     if not reason and kept:
         reason = f"it writes into its own buffers when it is called ({', '.join(oracle.written)})"
         return Finding(reason=reason, program=program)
     places = oracle.partings() if reason else ()
-    return Finding(reason=reason, places=places, program=program, max_abs_error=worst, compared=compared)
+    return Finding(
+        reason=reason,
+        places=places,
+        program=program,
+        max_abs_error=worst,
+        compared=compared,
+        memory=memory,
+        steps=steps,
+    )
 
 
-def compared_with(run: Callable[..., Any], oracle: Oracle) -> tuple[str, float, int]:
-    """Why `run`, which takes flat tensors, is not the original; the largest difference; how many calls agree."""
+def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
+    with torch.no_grad(), hushed(), recurrent.whole(), causal.masks_as_given():
+        return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
+
+
+def compared_with(run: Callable[..., Any], oracle: Oracle, steps: units.Steps = units.NONE) -> tuple[str, float, int]:
+    """Why `run`, which takes flat tensors, is not the original; the largest difference; how many calls agree.
+
+    With `steps` only calls are asked whose sizes are such multiples, and two different ones of each have to be.
+    """
     worst, compared = 0.0, 0
+    seen: dict[units.Place, set[int]] = {place: set() for place in steps}
     for call, expected in zip(oracle.calls, oracle.answers, strict=True):
-        if expected.arrays is None:
+        if expected.arrays is None or not units.within(call, steps):
             continue
         found = asked(run, _flat(call))
         reason, error = agree(expected, found)
@@ -132,6 +176,10 @@ def compared_with(run: Callable[..., Any], oracle: Oracle) -> tuple[str, float, 
             sizes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
             return f"for inputs of {sizes}, {reason}", worst, compared
         worst, compared = max(worst, error), compared + 1
+        for number, axis in seen:
+            seen[number, axis].add(call.tensors[number].shape[axis])
+    if any(len(sizes) < units.LEAST for sizes in seen.values()):
+        return "it takes a size in multiples only, and no call had another such size", worst, compared
     return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
 
 
@@ -153,8 +201,8 @@ def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, Place]) -> Findi
     partings = oracle.partings()
     sizes = [int(size) for size in _CONSTANT.findall(str(error))]
     places = [place, *partings] if place is not None else [*partings]
-    places += [fixed[size] for size in sizes if size in fixed]
-    return Finding(reason=reason, places=tuple(dict.fromkeys(places)), loud=True)
+    constant = tuple(dict.fromkeys(fixed[size] for size in sizes if size in fixed))
+    return Finding(reason=reason, places=tuple(dict.fromkeys([*places, *constant])), loud=True, fixed=constant)
 
 
 def traces(module: torch.nn.Module, oracle: Oracle) -> bool:

@@ -21,15 +21,18 @@ from typing import Any
 import torch
 
 from trueline.doctor.calls import agree, asked
-from trueline.doctor.examine import Finding, Oracle, examine, hushed
+from trueline.doctor.examine import Finding, Oracle, copied, examine, hushed
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+from trueline.doctor.rewrites.sizes import FREED
 from trueline.doctor.rewrites.state import writes_state
 from trueline.runtime.paths import Place
 
 MAX_EXAMINED = 16
 """Exports that one class may cost."""
+FEW = 2
+"""Of them after an edit that is right for some sizes."""
 MAX_DEPTH = 6
 
 
@@ -40,6 +43,8 @@ class Healed:
     text: str
     steps: tuple[str, ...]
     finding: Finding
+    frees: bool = False
+    """Whether a step frees a size: other modules of the edited code may then take it in multiples only."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,13 @@ class _Search:
     tried: set[str] = field(default_factory=set)
     offered: int = 0
     refusals: list[str] = field(default_factory=list)
+    in_units: Healed | None = None
+    """What is right for sizes that are multiples: taken when nothing is for all."""
+
+    def structured(self, text: str) -> bool:
+        """Whether a rewrite has put structured control flow into `text`, beside what the user's own file has."""
+        own = Path(self.file).read_text()
+        return any(text.count(word) > own.count(word) for word in ("torch.cond(", "_higher_order_ops"))
 
     def with_text(self, text: str) -> torch.nn.Module:
         return patched(self.module, {**self.texts, self.file: text})
@@ -67,7 +79,7 @@ def heal(module: torch.nn.Module, oracle: Oracle, texts: Mapping[str, str], find
     file = file_of(owner)
     start = texts.get(file) or Path(file).read_text()
     search = _Search(module=module, oracle=oracle, texts=texts, file=file, owner=owner)
-    found = _deeper(search, start, (), finding, {})
+    found = _deeper(search, start, (), finding, {}) or search.in_units
     if found is not None:
         return found
     if not search.offered:
@@ -97,13 +109,24 @@ def _deeper(
         done = (*steps, candidate.words)
         if not after.reason:
             if candidate.cheap or _same_where_it_matters(search, module, candidate):
-                return Healed(text=candidate.text, steps=done, finding=after)
+                freed = candidate.frees or FREED in " ".join(done)
+                return Healed(text=candidate.text, steps=done, finding=after, frees=freed)
             continue
         search.refusals.append(f"{candidate.words}: {after.reason}")
+        if candidate.frees and search.in_units is None:
+            _tried_in_units(search, candidate, done)
         found = _deeper(search, candidate.text, done, after, held)
         if found is not None:
             return found
     return None
+
+
+def _tried_in_units(search: _Search, candidate: Candidate, done: tuple[str, ...]) -> None:
+    """Keeps the edit for the end if it is right where sizes are multiples; then not much else is tried."""
+    found = examine(search.with_text(candidate.text), search.oracle, in_units=True)
+    if not found.reason:
+        search.in_units = Healed(text=candidate.text, steps=done, finding=found, frees=True)
+        search.left = min(search.left, FEW)
 
 
 def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
@@ -141,8 +164,13 @@ def _compiled(search: _Search, candidate: Candidate) -> torch.nn.Module | None:
 def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
     """Whether the eager rewrite answers as the original on every call. Structured operators are compiled by torch at
     each new shape, which takes seconds: theirs is left to the exported program and `_same_where_it_matters`."""
-    if not candidate.cheap or "torch.cond(" in candidate.text or "_higher_order_ops" in candidate.text:
+    if not candidate.cheap or search.structured(candidate.text):
         return True
+    return _same_in_order(search, module, candidate)
+
+
+def _same_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
+    module = copied(module)  # what it remembers of these calls stays here
     for call, expected in zip(search.oracle.calls, search.oracle.answers, strict=True):
         reason, _ = agree(expected, asked(module, call))
         if reason:
@@ -152,7 +180,11 @@ def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> boo
 
 
 def _same_where_it_matters(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
-    """The eager rewrite on the call that was exported and on the smallest: of size 1 torch checks more."""
+    """The eager rewrite on the call that was exported and on the smallest: of size 1 torch checks more. One that
+    remembers is asked all calls, in their order."""
+    if not search.oracle.forgetful:
+        with hushed():
+            return _same_in_order(search, module, candidate)
     answered = [(c, a) for c, a in zip(search.oracle.calls, search.oracle.answers, strict=True) if a.arrays is not None]
     smallest, _ = min(answered, key=lambda pair: sum(tensor.numel() for tensor in pair[0].tensors))
     for call, expected in answered:
@@ -169,7 +201,7 @@ def _proposed(
     search: _Search, text: str, finding: Finding, seen: Mapping[str, Any]
 ) -> Iterator[tuple[Candidate, Mapping[str, Any]]]:
     done: set[int] = set()
-    for line in lines_of(finding, search.file, text, search.owner):
+    for line in lines_of(finding, search.file, text, search.owner, remembers=not search.oracle.forgetful):
         scope = scope_at(search, text, line, seen)
         spot = None if scope is None else scope.spot(line)
         if scope is None or spot is None or spot.statement.lineno in done:
@@ -192,8 +224,9 @@ def _inside(scope: Scope, spot: Spot) -> Iterator[Candidate]:
                         yield from candidates(scope, inner)
 
 
-def lines_of(finding: Finding, file: str, text: str, owner: type) -> list[int]:
-    """Lines of `text` that the finding's places stand for; and the lines that write a state."""
+def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: bool) -> list[int]:
+    """Lines of `text` that the finding's places stand for; where there is none, or the module remembers, also the lines
+    that write a state."""
     found: list[int] = []
     lines = text.splitlines()
     current = name_of(file, text)
@@ -203,7 +236,7 @@ def lines_of(finding: Finding, file: str, text: str, owner: type) -> list[int]:
         elif place.file.partition(MARK)[0] == file:
             found += _same_source(place, lines)
     node = class_node(ast.parse(text), owner)
-    for statement in ast.walk(node) if node is not None and not found else ():
+    for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
             found += [s.lineno for s in ast.walk(statement) if isinstance(s, ast.stmt) and writes_state(s)]
     return list(dict.fromkeys(found))
@@ -221,7 +254,7 @@ def scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) -> 
     function = function_at(tree, line)
     if function is None:
         return None
-    if "torch.cond(" in text or "_higher_order_ops" in text:
+    if search.structured(text):
         return Scope(text=text, function=function, seen=seen)
     held = locals_of(search.with_text(text), search.oracle, name_of(search.file, text), function.name)
     return Scope(text=text, function=function, seen={**seen, **held})
@@ -238,9 +271,11 @@ def function_at(tree: ast.Module, line: int) -> ast.FunctionDef | None:
 def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: str) -> dict[str, Any]:
     """Values of the locals of `function` when it ends, on the calls that are exported and asked first."""
     held: dict[str, Any] = {}
+    module = copied(module)
+    files = (file, file.partition(MARK)[0])  # what no edit has reached runs from the user's own
 
     def entered(frame: FrameType, event: str, arg: Any) -> Any:
-        return left if frame.f_code.co_filename == file and frame.f_code.co_name == function else None
+        return left if frame.f_code.co_name == function and frame.f_code.co_filename in files else None
 
     def left(frame: FrameType, event: str, arg: Any) -> Any:
         if event == "return":

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import torch
 
-from trueline.doctor.calls import Answer, agree
+from trueline.doctor import units
+from trueline.doctor.calls import Answer, Call, agree
 from trueline.doctor.examine import Finding, Oracle, hushed
 
 
 def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
     """`proven`, or why the program has no ONNX form that is right. Raises nothing."""
     assert finding.program is not None
-    if not oracle.forgetful:
+    if not oracle.forgetful and finding.memory is None:
         return "ONNX cannot hold the state"
     try:
         with hushed():
@@ -24,11 +27,16 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
             session = _opened(made)
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer
         return f"not translated: {_first(error.__cause__ or error)}"
+    names = [spec.name for spec in session.get_inputs()]
+
+    def run(*tensors: Any) -> Any:
+        return session.run(None, {name: np.asarray(one) for name, one in zip(names, tensors, strict=False)})
+
+    ask = run if finding.memory is None else finding.memory.threaded(run)
     for call, expected in zip(oracle.calls, oracle.answers, strict=True):
-        feeds = {spec.name: tensor.numpy() for spec, tensor in zip(session.get_inputs(), call.tensors, strict=False)}
-        if expected.arrays is None:
+        if expected.arrays is None or not units.within(call, finding.steps):
             continue
-        reason, _ = agree(expected, _answered(session, feeds))
+        reason, _ = agree(expected, _answered(ask, call))
         if reason:
             return f"refused: {reason}"
     return "proven"
@@ -41,9 +49,9 @@ def _opened(made: Any) -> onnxruntime.InferenceSession:
         return onnxruntime.InferenceSession(made.model_proto.SerializeToString(), options)
 
 
-def _answered(session: onnxruntime.InferenceSession, feeds: dict[str, Any]) -> Answer:
+def _answered(ask: Callable[..., Any], call: Call) -> Answer:
     try:
-        found = session.run(None, feeds)
+        found = ask(*call.tensors)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the runtime raises is a disagreement
         return Answer(arrays=None, error=_first(error))
     return Answer(arrays={f"output {index}": array for index, array in enumerate(found)}, error="")

@@ -1,7 +1,7 @@
 """A module whose classes run an edited text of their own file, in this process, without importing it again.
 
 Only the functions of the edited file are compiled; its top level is not run a second time. Classes keep their
-identity, instances their parameters.
+identity, instances their parameters. A method with decorators is compiled, with them, where the edit reaches it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.examine import copied
+from trueline.doctor.rewrites.attributes import as_buffer, buffers_of
 
 MARK = "#rewritten-"
 """Stands in the file name of edited code, between the user's file and a digest."""
@@ -57,7 +58,19 @@ def patched(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Modul
             if inspect.getattr_static(type(part), name, None) is not vars(owner).get(name):
                 continue  # a subclass has its own
             part.__dict__[name] = types.MethodType(function, part)
+        _as_buffers(part, owner, texts[file_of(owner)])
     return twin
+
+
+def _as_buffers(part: torch.nn.Module, owner: type, text: str) -> None:
+    """What the edited `__init__` registers as a buffer and `part` still holds as an attribute: its value stays."""
+    node = class_node(ast.parse(text), owner)
+    for name, value in (buffers_of(node) if node is not None else {}).items():
+        if name in part.__dict__:
+            code = compile(ast.Expression(value), file_of(owner), "eval")
+            scope = inspect.unwrap(vars(owner)["forward"]).__globals__
+            buffer = as_buffer(part.__dict__.pop(name), lambda code=code, scope=scope: eval(code, scope))
+            part.register_buffer(name, buffer, persistent=False)
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
@@ -78,10 +91,18 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     original = inspect.unwrap(vars(owner)["forward"])
     scope = dict(original.__globals__)
     name = name_of(file_of(owner), text)
-    _run_changed(tree, file_of(owner), name, scope)
+    changed = _run_changed(tree, file_of(owner), name, scope)
     if node is None:
         return {}
-    methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.decorator_list and n.name != "__init__"]
+    before = class_node(ast.parse(Path(file_of(owner)).read_text()), owner)
+    same = {ast.dump(n) for n in before.body} if before is not None else set()
+    methods = [
+        n
+        for n in node.body
+        if isinstance(n, ast.FunctionDef)
+        and n.name != "__init__"
+        and (not n.decorator_list or _reached(n, owner, same, changed))
+    ]
     free = _free(owner)
     names = ", ".join(["__class__", *free])
     maker = ast.parse(f"def __make({names}):\n    return {{}}").body[0]
@@ -92,6 +113,13 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     exec(compile(ast.fix_missing_locations(code), name, "exec"), scope)
     made: dict[str, Any] = scope["__make"](owner, *free.values())
     return made
+
+
+def _reached(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
+    """Whether the edit is in a method with decorators, or in a function that it calls, and it is no property."""
+    calls = {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}
+    edited = ast.dump(method) not in same or bool(calls & changed)
+    return edited and isinstance(vars(owner).get(method.name), types.FunctionType)
 
 
 def _free(owner: type) -> dict[str, Any]:
@@ -105,8 +133,9 @@ def _free(owner: type) -> dict[str, Any]:
     return found
 
 
-def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) -> None:
-    """Functions at the file's top level that the edit changed, and the imports that it added."""
+def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) -> set[str]:
+    """Runs the functions at the file's top level that the edit changed, and the imports that it added; returns the
+    names of the former."""
     before = {ast.dump(node) for node in ast.parse(Path(file).read_text()).body}
     changed = [
         node
@@ -114,3 +143,4 @@ def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) 
         if isinstance(node, ast.FunctionDef | ast.ImportFrom) and ast.dump(node) not in before
     ]
     exec(compile(ast.Module(body=list(changed), type_ignores=[]), name, "exec"), scope)
+    return {node.name for node in changed if isinstance(node, ast.FunctionDef)}

@@ -57,8 +57,10 @@ def _rewrite(rewrite: Rewrite) -> list[str]:
 def proof(rewrite: Rewrite) -> str:
     """What was proven of a rewrite, in one line."""
     onnx = f"; ONNX: {rewrite.onnx}" if rewrite.onnx else ""
+    explicit = f" with its state explicit ({', '.join(rewrite.state)})" if rewrite.state else ""
+    in_order = ", one after the other," if rewrite.state else ""
     return (
-        f"exported and equal to the original on {rewrite.probes} calls "
+        f"exported{explicit} and equal to the original on {rewrite.probes} calls{in_order} "
         f"(largest difference {rewrite.max_abs_error:.2g}){onnx}"
     )
 

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 
 from trueline import events
+from trueline.doctor import units
 from trueline.doctor.calls import Call, alike, asked, recording
 from trueline.doctor.causes import cause_of
 from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
 from trueline.doctor.examine import Finding, Oracle, ask_original, copied, examine, scripts, traces
 from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
+from trueline.errors import listed
 from trueline.runtime import paths
 
 MAX_CALLS = 32
@@ -37,6 +39,8 @@ class Survey:
     texts: dict[str, str] = field(default_factory=dict)
     rewrites: dict[type, Rewrite] = field(default_factory=dict)
     known: dict[object, Row] = field(default_factory=dict)
+    freed: bool = False
+    """Whether a rewrite freed a size: what is left may take it in multiples only."""
 
 
 OnnxCheck = Callable[[Finding, Oracle], str]
@@ -110,11 +114,17 @@ def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx
     oracle = ask_original(part, calls)
     finding = examine(part, oracle)
     if not finding.reason:
-        row = _made(path, part, "ready", finding, part, oracle)
+        row = _made(path, part, "ready", finding, part, oracle, why=_to_hand_on(finding))
     else:
         row = _unready(path, part, oracle, finding, done, onnx, base)
     done.known[key] = row
     return row
+
+
+def _to_hand_on(finding: Finding) -> str:
+    if finding.memory is None:
+        return ""
+    return f"it keeps a state in its buffers ({listed(finding.memory.names)}): capture it with --state explicit"
 
 
 def _key(part: torch.nn.Module, calls: list[Call]) -> object:
@@ -141,16 +151,17 @@ def _unready(
     owner, after = owner_of(part), finding
     if done.texts:
         after = examine(patched(part, done.texts), oracle)
-        if not after.reason:
+        found = examine(patched(part, done.texts), oracle, in_units=True) if after.reason and done.freed else after
+        if not found.reason:
             status: Status = "rewritten" if owner in done.rewrites else "waits"
             return _made(path, part, status, finding, part, oracle, cause, done.rewrites.get(owner))
     blocked = [row.path for row in done.rows.values() if row.status == "blocked" and _inside(row.path, path)]
     own = cause.file == file_of(owner)
-    found = heal(part, oracle, done.texts, after) if own or not blocked else "its submodule has to be healed first"
-    if isinstance(found, str):
-        why = f"waits for {', '.join(blocked)}" if blocked and not own else found
+    healed = heal(part, oracle, done.texts, after) if own or not blocked else "its submodule has to be healed first"
+    if isinstance(healed, str):
+        why = f"waits for {', '.join(blocked)}" if blocked and not own else healed
         return _made(path, part, "blocked", finding, part, oracle, cause, None, why)
-    rewrite = _kept(found, part, oracle, done, onnx, base)
+    rewrite = _kept(healed, part, oracle, done, onnx, base)
     return _made(path, part, "rewritten", finding, part, oracle, cause, rewrite)
 
 
@@ -165,14 +176,16 @@ def _kept(
     file = file_of(owner)
     before = done.texts.get(file) or Path(file).read_text()
     done.texts[file] = found.text
+    done.freed = done.freed or found.frees
     rewrite = Rewrite(
         class_name=owner.__name__,
         file=file,
-        steps=found.steps,
+        steps=(*found.steps, *([units.told(found.finding.steps)] if found.finding.steps else ())),
         diff=diff(before, found.text, _relative(file, base)),
         probes=found.finding.compared,
         max_abs_error=found.finding.max_abs_error,
         onnx=onnx(found.finding, oracle) if onnx is not None else "",
+        state=found.finding.memory.names if found.finding.memory is not None else (),
     )
     done.rewrites[owner] = rewrite
     events.emit("doctor.rewritten", module=owner.__name__, steps="; ".join(found.steps), probes=rewrite.probes)

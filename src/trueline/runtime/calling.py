@@ -96,22 +96,24 @@ def learn(
     for number, other in enumerate(batches[1:], 2):
         _check_alike(first, other, number)
     counts = [_num_records(one.specs, one.tensors) for one in batches]
-    follows = {(GIVEN + name, axis) for name, axis in module.records.items()} if isinstance(module, Explicit) else set()
-    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes, follows=follows)
+    follows, grows = _of_state(module)
+    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes, follows=follows, grows=grows)
     at = _largest(free, batches)
     base = batches[at]
     args, kwargs = _arguments((inputs, *others)[at])
-    alone = {(name, axis): f"{name}.{axis}" for name, axis in free.places}
+    leads = {place for place in free.places if place[1] == 0 and place not in grows}
+    alone = {place: BATCH if place in leads else f"{place[0]}.{place[1]}" for place in free.places}
     specs = _symbolic(base.specs, alone)
-    outputs = _outputs(_called(module, args, kwargs), specs, counts[at], explicit=isinstance(module, Explicit))
-    records = {place for place in free.places if place[1] == 0 or place in follows}
-    sizes = {place: (place in records, *(_size(one, place) for one in batches)) for place in free.places}
+    outputs = _outputs(_called(module, args, kwargs), specs, counts[at], free, explicit=isinstance(module, Explicit))
+    kinds = {place: (place in leads or place in follows, place in grows) for place in free.places}
+    sizes = {place: (*kinds[place], *(_size(one, place) for one in batches)) for place in free.places}
     groups = free.grouped(sizes)
     named = zip(groups, free.named(groups), strict=True)
     tied = _symbolic(base.specs, {place: name for group, name in named for place in group})
+    least = {symbol: free.grows[place] for place, symbol in alone.items() if place in free.grows}
     return Calling(
-        signature=_signature(specs, outputs),
-        presumed=_signature(tied, outputs),
+        signature=_signature(specs, outputs, least),
+        presumed=_signature(tied, outputs, least),
         example=tuple(base.tensors),
         free=free,
         leaves=tuple(base.leaves),
@@ -173,22 +175,20 @@ def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
 
 
 def _symbolic(specs: Sequence[TensorSpec], symbols: Mapping[Place, str]) -> list[TensorSpec]:
-    """`specs` with the symbols in their places, and the batch in front."""
+    """`specs` with the symbols in their places."""
     return [
         msgspec.structs.replace(
             spec,
-            shape=tuple(
-                BATCH if not axis and (spec.name, axis) in symbols else symbols.get((spec.name, axis), size)
-                for axis, size in enumerate(spec.shape)
-            ),
+            shape=tuple(symbols.get((spec.name, axis), size) for axis, size in enumerate(spec.shape)),
         )
         for spec in specs
     ]
 
 
-def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...]) -> Signature:
+def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...], least: Mapping[str, int]) -> Signature:
     symbols = dict.fromkeys(size for spec in (*specs, *outputs) for size in spec.shape if isinstance(size, str))
-    return Signature(inputs=tuple(specs), outputs=outputs, dims={symbol: Dim() for symbol in symbols})
+    dims = {symbol: Dim(min=least.get(symbol, 1)) for symbol in symbols}
+    return Signature(inputs=tuple(specs), outputs=outputs, dims=dims)
 
 
 @contextmanager
@@ -270,8 +270,21 @@ def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
     return found
 
 
-def _outputs(found: Any, inputs: Sequence[TensorSpec], num_records: int, *, explicit: bool) -> tuple[TensorSpec, ...]:
-    """The outputs by name. Those of an Explicit end with the state, in the form of the inputs that brought it."""
+def _of_state(module: torch.nn.Module) -> tuple[set[Place], dict[Place, int]]:
+    """Where a state counts the records of the batch, and where it grows, from how many."""
+    if not isinstance(module, Explicit):
+        return set(), {}
+    starts = {name: module.initial[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
+    grows = {(GIVEN + name, axis): starts[name] for name, axis in module.grows.items()}
+    return {(GIVEN + name, axis) for name, axis in module.records.items()}, grows
+
+
+def _outputs(
+    found: Any, inputs: Sequence[TensorSpec], num_records: int, free: Free, *, explicit: bool
+) -> tuple[TensorSpec, ...]:
+    """The outputs by name. Those of an Explicit end with the state, in the form of the inputs that brought it, but for
+    what grows.
+    """
     found, left = found if explicit else (found, {})
     paths = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
     named = []
@@ -286,8 +299,16 @@ def _outputs(found: Any, inputs: Sequence[TensorSpec], num_records: int, *, expl
     given = {spec.name: spec for spec in inputs}
     return (
         *(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)),
-        *(msgspec.structs.replace(given[GIVEN + name.removeprefix(NEXT)], name=name) for name in left),
+        *(_taken_on(given[GIVEN + name.removeprefix(NEXT)], name, free) for name in left),
     )
+
+
+def _taken_on(given: TensorSpec, name: str, free: Free) -> TensorSpec:
+    """The output that takes a state on: as the input that brought it, but of a size of its own where it grows."""
+    shape = tuple(
+        f"{name}.{axis}" if (given.name, axis) in free.grows else size for axis, size in enumerate(given.shape)
+    )
+    return msgspec.structs.replace(given, name=name, shape=shape)
 
 
 def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpec:

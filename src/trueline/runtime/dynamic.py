@@ -30,20 +30,23 @@ class Free:
     """The free dimensions of a model's inputs."""
 
     places: tuple[Place, ...]
-    """In the order of the inputs; every input's first is among them."""
+    """In the order of the inputs; the first of every input but the state is among them."""
     declared: Mapping[Place, str] = field(default_factory=dict)
     bounds: Mapping[str, Dim] = field(default_factory=dict)
     """Of declared names that came with a range."""
+    grows: Mapping[Place, int] = field(default_factory=dict)
+    """Dimensions in which a state grows, and the size with which it begins; none of them counts records."""
 
     def named(self, groups: Sequence[Sequence[Place]]) -> list[str]:
         """A name for each group of dimensions that are one symbol."""
-        second = [group for group in groups if not _counts_records(group) and any(axis == 1 for _, axis in group)]
-        others = [group for group in groups if not _counts_records(group)]
+        others = [group for group in groups if not self._counts_records(group) and group[0] not in self.grows]
+        second = [group for group in others if any(axis == 1 for _, axis in group)]
         names: list[str] = []
         for group in groups:
             said = [self.declared[place] for place in group if place in self.declared]
-            plain = "length" if len(others) == 1 and second else f"{group[0][0]}.{group[0][1]}"
-            name = BATCH if _counts_records(group) else said[0] if said else plain
+            alone = len(others) == 1 and second and group is others[0]
+            plain = "length" if alone else f"{group[0][0]}.{group[0][1]}"
+            name = BATCH if self._counts_records(group) else said[0] if said else plain
             names.append(name if name not in names or name == BATCH else f"{group[0][0]}.{group[0][1]}")
         return names
 
@@ -60,13 +63,12 @@ class Free:
         return groups
 
     def _one(self, a: Place, b: Place, same: Mapping[Place, Any]) -> bool:
-        records = a[1] == b[1] == 0
+        records = self._counts_records([a]) and self._counts_records([b])
         name = self.declared.get(a)
         return records or same[a] == same[b] or (name is not None and name == self.declared.get(b))
 
-
-def _counts_records(group: Sequence[Place]) -> bool:
-    return any(axis == 0 for _, axis in group)
+    def _counts_records(self, group: Sequence[Place]) -> bool:
+        return any(place[1] == 0 and place not in self.grows for place in group)
 
 
 def find(
@@ -75,9 +77,10 @@ def find(
     declared: Mapping[str, Any] | None,
     *,
     follows: Collection[Place] = (),
+    grows: Mapping[Place, int] | None = None,
 ) -> Free:
     """The free dimensions of inputs `specs`, of which `examples` were seen. A state is free where it `follows` the
-    batch, and where it is declared.
+    batch, where it `grows` (from so many) and where it is declared.
 
     Raises CaptureError for a declaration that names no dimension.
     """
@@ -87,9 +90,10 @@ def find(
         for axis in range(len(spec.shape)):
             varies = len({example[i].shape[axis] for example in examples}) > 1
             leads = axis == 0 and spec.role == "data"
-            if leads or varies or (spec.name, axis) in names or (spec.name, axis) in follows:
-                places.append((spec.name, axis))
-    return Free(places=tuple(places), declared=names, bounds=bounds)
+            place = (spec.name, axis)
+            if leads or varies or place in names or place in follows or place in (grows or {}):
+                places.append(place)
+    return Free(places=tuple(places), declared=names, bounds=bounds, grows=dict(grows or {}))
 
 
 def _declared(specs: Sequence[TensorSpec], declared: Mapping[str, Any]) -> tuple[dict[Place, str], dict[str, Dim]]:

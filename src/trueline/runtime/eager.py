@@ -11,7 +11,8 @@ import torch
 from trueline.bundle.signature import Signature
 from trueline.errors import CaptureError
 from trueline.runtime import torch_settings
-from trueline.runtime.calling import Calling, as_trained, learn
+from trueline.runtime.calling import BATCH, Calling, as_trained, learn
+from trueline.runtime.explicit import Explicit
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ class EagerSession:
         return {
             spec.name: tensor.numpy() for spec, tensor in zip(self.signature.inputs, self.calling.example, strict=True)
         }
+
+    @property
+    def beginning(self) -> dict[str, Array]:
+        """The state that the model begins with, by input, for a batch like the example's; empty where it has none."""
+        if not isinstance(self.module, Explicit):
+            return {}
+        state = self.module.beginning(self.signature.sizes(self.example)[BATCH])
+        return {name: value.detach().cpu().numpy() for name, value in state.items()}
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs."""

@@ -3,8 +3,9 @@
     the user's model     y = model(x)                                  and model.total has changed
     Explicit(model)      y, next.total = model(x, state.total)         and nothing has
 
-A program has no memory of its own then: who asks it keeps the state, and two who ask it do not share one. Buffers
-alone can be lifted; what a model keeps in plain Python attributes no exporter sees, and it is refused elsewhere.
+A program has no memory of its own then: who asks it keeps the state, and two who ask it do not share one. A state may
+grow in one dimension (a cache of what was said so far). Buffers alone can be lifted; what a model keeps in plain Python
+attributes no exporter sees, and it is refused elsewhere.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from trueline.runtime.dynamic import resized
 
 GIVEN, NEXT = "state.", "next."
 """Before the name of a buffer: the input that brings it, the output that takes it on."""
+GROWN, AT_MOST = 3, 8
+"""Calls after which a state that grows is known by its sizes; calls that it is given to grow for the example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,20 @@ class Asked:
 class Explicit(torch.nn.Module):
     """`module` as a function of its inputs and of the buffers `names`, which it leaves as they were."""
 
-    def __init__(self, module: torch.nn.Module, names: Sequence[str], records: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        names: Sequence[str],
+        records: Mapping[str, int] | None = None,
+        grows: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         self._users = module
         self.names = tuple(names)
-        self.records = dict(records)
+        self.records = dict(records or {})
         """Buffers that have a row for each record, and in which dimension."""
+        self.grows = dict(grows or {})
+        """Buffers whose size changes from call to call, and in which dimension."""
         self._owners = _owners(module, self.names)
 
     @property
@@ -60,6 +71,15 @@ class Explicit(torch.nn.Module):
         """The user's own model, with a memory that begins as `state`, by input, and lives as long as the block."""
         with _holding(self._owners, {name: state[GIVEN + name].clone() for name in self.names}):
             yield self._users
+
+    def beginning(self, num_records: int) -> dict[str, torch.Tensor]:
+        """The state that the model begins with, by input, for a batch of so many records."""
+        return {
+            name: resized(value, {self.records[name.removeprefix(GIVEN)]: num_records})
+            if name.removeprefix(GIVEN) in self.records
+            else value
+            for name, value in self.initial.items()
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state as it is now, by the name of the output. Within `living`: what the calls made of it."""
@@ -82,31 +102,53 @@ def users_own(module: torch.nn.Module) -> torch.nn.Module:
 def lifted(module: torch.nn.Module, calls: Sequence[Asked]) -> Explicit | None:
     """`module` with the buffers explicit that it writes on any of `calls`; None when it writes none.
 
-    Raises CaptureError for a state that changes its shape or dtype: it could not be handed back.
+    Raises CaptureError for a state that changes its dtype, or its shape in more than one dimension: it could not be
+    handed back.
     """
     names = written(module, calls)
     if not names:
         return None
-    found = Explicit(module, names, {})
-    wrong = _misfits(found, calls[0])
+    found = Explicit(module, names)
+    forms = list(_lived(found, calls[0], GROWN))
+    wrong = _misfits(found, forms)
     if wrong:
         raise CaptureError(
             f"the state does not keep its form: {wrong}",
-            hint="give the buffer the shape and dtype that it has after a call, at its largest, and write into it",
+            hint="give the buffer the dtype and the dimensions that it has after a call, of size 0 where it grows; it "
+            "may grow in one dimension",
         )
-    return Explicit(module, names, _records(found, calls[0]))
+    grows = {name: axes[0] for name in names if (axes := _changing([form[NEXT + name] for form in forms]))}
+    found = Explicit(module, names, grows=grows)
+    return Explicit(module, names, _records(found, calls[0]), grows)
 
 
 def asked(module: torch.nn.Module, call: Asked) -> Asked:
-    """`call` with the model's own state, as an Explicit is called."""
+    """`call` with the model's own state, as an Explicit is called.
+
+    A state that grows is given as some calls have left it: of what is empty no exporter learns a thing.
+    """
     if not isinstance(module, Explicit):
         return call
-    axes = {GIVEN + name: axis for name, axis in module.records.items()}
-    state = {
-        name: resized(value, {axes[name]: _num_records(call)}) if name in axes else value
-        for name, value in module.initial.items()
-    }
+    state = module.beginning(_num_records(call))
+    if module.grows:
+        taken = {size for leaf in _tensors(call) for size in leaf.shape}
+        for left in _lived(module, call, AT_MOST, state):
+            state = {GIVEN + name: left[NEXT + name] for name in module.names}
+            sizes = {state[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
+            if min(sizes) > 2 and not sizes & taken:
+                break
     return Asked(call.args, {**call.kwargs, **state})
+
+
+def _lived(
+    module: Explicit, call: Asked, count: int, state: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The state, by output, before the first and after each of `count` calls of a model that remembers."""
+    with torch.no_grad(), module.living(module.initial if state is None else state) as users:
+        yield module.state()
+        for _ in range(count):
+            users(*call.args, **call.kwargs)
+            yield module.state()
 
 
 def written(module: torch.nn.Module, calls: Sequence[Asked]) -> tuple[str, ...]:
@@ -135,14 +177,22 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
 
 
-def _misfits(module: Explicit, call: Asked) -> str:
-    with torch.no_grad():
-        _, left = module(*call.args, **{**call.kwargs, **module.initial})
+def _misfits(module: Explicit, lived: Sequence[Mapping[str, torch.Tensor]]) -> str:
     return listed(
-        f"'{name}' is {_form(before)} and after a call {_form(left[NEXT + name])}"
-        for name, before in zip(module.names, module.initial.values(), strict=True)
-        if _form(before) != _form(left[NEXT + name])
+        f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}"
+        for name in module.names
+        if not _one_form(values := [state[NEXT + name] for state in lived])
     ).removeprefix("none")
+
+
+def _one_form(values: Sequence[torch.Tensor]) -> bool:
+    """Whether all have one dtype and number of dimensions, and differ in the size of one at most."""
+    return len({(value.dtype, value.ndim) for value in values}) == 1 and len(_changing(values)) < 2
+
+
+def _changing(values: Sequence[torch.Tensor]) -> list[int]:
+    """The dimensions in which equally many-dimensional `values` differ."""
+    return [axis for axis in range(values[0].ndim) if len({value.shape[axis] for value in values}) > 1]
 
 
 def _form(value: torch.Tensor) -> str:
@@ -168,9 +218,14 @@ def _records(module: Explicit, call: Asked) -> dict[str, int]:
                 _, left = module(*more.args, **more.kwargs, **state)
         except Exception:  # noqa: BLE001 - the user's forward at a batch it may not know: then the other is tried
             continue
-        if all(_form(left[NEXT + name]) == _form(state[GIVEN + name]) for name in module.names):
+        if all(_keeps(left[NEXT + name], state[GIVEN + name], module.grows.get(name)) for name in module.names):
             return records
     return {}
+
+
+def _keeps(after: torch.Tensor, before: torch.Tensor, grows: int | None) -> bool:
+    """Whether a state has the form that it had, but for the dimension in which it `grows`."""
+    return after.dtype == before.dtype and _changing([before, after]) in ([], [grows])
 
 
 def _fewest_first(follows: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -183,8 +238,12 @@ def _fewest_first(follows: dict[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _num_records(call: Asked) -> int:
+    return next((leaf.shape[0] for leaf in _tensors(call) if leaf.ndim), 0)
+
+
+def _tensors(call: Asked) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _grown(leaf: Any, axis: int, count: int) -> Any:

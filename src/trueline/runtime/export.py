@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import causal, constants, multiples, paths, pt2, ranges, recurrent, torch_settings
+from trueline.runtime import causal, constants, custom_ops, multiples, paths, pt2, ranges, recurrent, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -96,6 +96,7 @@ def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int])
             program = torch.export.export(Flat(module, calling), example, dynamic_shapes=(free,), strict=False)
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
+            program = custom_ops.as_aten(program)
     except Exception as error:
         _refuse_constant(error, calling, fixed)
         place = paths.users_line(error)
@@ -168,6 +169,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling, fixed: M
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     made = _claims(program, shapes, symbols, calling.free)
+    least = _least(calling, inputs)
     dims = dict.fromkeys(made[0].dims, Dim())
     outputs = []
     for spec, name in zip(calling.signature.outputs, program.graph_signature.user_outputs, strict=True):
@@ -177,18 +179,23 @@ def _described(program: torch.export.ExportedProgram, calling: Calling, fixed: M
         Signature(
             inputs=inputs,
             outputs=tuple(outputs),
-            dims=dims | {name: _narrowed(dim, calling.free.bounds.get(name)) for name, dim in claim.dims.items()},
+            dims=dims
+            | {
+                name: _from(_narrowed(dim, calling.free.bounds.get(name)), least.get(name))
+                for name, dim in claim.dims.items()
+            },
             guards=claim.guards,
         )
         for claim in made
     )
+    borders = {name: (*range(least.get(name, 1), 1), *sizes) for name, sizes in ranges.borders(made).items()}
     weights = [*program.state_dict.values(), *program.constants.values()]
     return Exported(
         program=program,
         signature=claims[0],
         symbols=symbols,
         claims=claims,
-        boundaries=ranges.borders(made),
+        boundaries=borders,
         weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
     )
 
@@ -206,6 +213,17 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, paths.
     return {
         same[place]: name for group, name in zip(groups, calling.free.named(groups), strict=True) for place in group
     }
+
+
+def _least(calling: Calling, inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """The symbols of what grows, and how small each begins. torch traces no dimension that is empty; the proof asks."""
+    sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
+    return {str(sizes[place]): start for place, start in calling.free.grows.items()}
+
+
+def _from(dim: Dim, start: int | None) -> Dim:
+    """`dim` from `start`, where nothing but the exporter's habit of taking 0 and 1 for special speaks for more."""
+    return dim if start is None or dim.min > 1 else msgspec.structs.replace(dim, min=min(start, dim.min))
 
 
 def _sized(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
@@ -278,7 +296,10 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
         torch.export.save(program, raw)
         pt2.clean(raw, path)
     except BundleError as error:
-        raise CaptureError(f"the exported program cannot go into a bundle: {error.message}") from error
+        place = custom_ops.line_of(program, error.message)
+        raise CaptureError(
+            f"the exported program cannot go into a bundle: {error.message}", hint=f"{place}" if place else ""
+        ) from error
     except OSError as error:
         raise files.storage_error(error, path) from error
     except Exception as error:

@@ -28,7 +28,7 @@ def tried(error: Fixed, export: Callable[[dict[str, int]], Exported]) -> Exporte
     steps: dict[str, int] = {}
     found = None
     while found is None:
-        step = _largest(error.size)
+        step = largest(error.size)
         if error.symbol == BATCH or error.symbol in steps or step < 2:
             return None
         steps[error.symbol] = step
@@ -49,7 +49,7 @@ def tried(error: Fixed, export: Callable[[dict[str, int]], Exported]) -> Exporte
     return found
 
 
-def _largest(size: int) -> int:
+def largest(size: int) -> int:
     """The largest power of two of which `size` is two or more, up to MOST."""
     step = 1
     while step < MOST and not size % (2 * step) and size > 2 * step:

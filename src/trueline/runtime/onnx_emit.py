@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import onnx_mended, recurrent
+from trueline.runtime import custom_ops, onnx_mended, recurrent
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -128,7 +128,10 @@ def translated(
                 raise
             found = _exported(onnx_mended.mended(program), inputs, outputs)
     except Exception as error:
-        raise CaptureError(f"torch.onnx cannot translate the model: {_reason(error)}") from error
+        place = custom_ops.line_of(program, _reason(error))
+        raise CaptureError(
+            f"torch.onnx cannot translate the model: {_reason(error)}", hint=f"{place}" if place else ""
+        ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`

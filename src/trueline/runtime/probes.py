@@ -108,7 +108,7 @@ def fitting(signature: Signature, base: Mapping[str, int], wanted: Mapping[str, 
         for other in (symbol for symbol in guard.symbols if symbol not in wanted):
             scaled = [base[other] * sizes[one] // base[one] for one in guard.symbols if base[one]]
             for size in [near + step for near in scaled for step in (0, 1, -1)] + list(range(1, 65)):
-                if size > 0 and signature.allows({**sizes, other: size}):
+                if size >= 0 and signature.allows({**sizes, other: size}):
                     return {**sizes, other: size}
     return None
 
@@ -177,7 +177,7 @@ class _Maker:
             spec.name: tuple(axis for axis, size in enumerate(spec.shape) if axis and isinstance(size, str))
             for spec in self.signature.inputs
         }
-        return {name: np.flip(array, free[name]).copy() for name, array in inputs.items()}
+        return {name: np.array(np.flip(array, free[name])) for name, array in inputs.items()}
 
     def sized(self, borders: Mapping[str, Sequence[int]], room: int) -> Iterator[Probe]:
         """Other sizes, as given: `borders` first. Symbols change alone at their smallest, then together."""
@@ -196,7 +196,8 @@ class _Maker:
         step = dim.multiple_of
         usual = [step, n + step, 2 * step, 2 * n, 3 * step, n - step]
         last = [size for size in LARGER if symbol == next(iter(self.base))]
-        return [size for size in dict.fromkeys([*usual[:2], *borders, *usual[2:], *last]) if size > 0 and size != n]
+        sizes = dict.fromkeys([*usual[:2], *borders, *usual[2:], *last])
+        return [size for size in sizes if size >= min(dim.min, 1) and size != n]
 
     def _outside(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """The one size that is not allowed, alone: the program's refusal is what is looked at."""
@@ -225,7 +226,7 @@ class _Maker:
 
     def small(self) -> Iterator[Probe]:
         """Other values at the smallest sizes."""
-        smallest = {symbol: self.signature.dims[symbol].min or 1 for symbol in self.base}
+        smallest = {symbol: self.signature.dims[symbol].min for symbol in self.base}
         sizes = fitting(self.signature, self.base, smallest) or {**self.base, next(iter(self.base)): 1}
         if sizes != self.base:
             yield from self.valued(sizes, _few_changes, ("random integers",))
@@ -306,7 +307,7 @@ def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
 
 def _changes(random: np.random.Generator) -> dict[str, Change]:
     def noise(array: Array) -> Array:
-        spread = float(np.std(array.astype(np.float64)))
+        spread = float(np.std(array.astype(np.float64))) if array.size else 0.0
         return np.asarray(random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
 
     return {

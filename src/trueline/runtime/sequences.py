@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trueline.bundle.schema import Evidence
@@ -88,7 +87,7 @@ def _asked(
     eager: EagerSession, module: Explicit, name: str, inputs: Sequence[Mapping[str, Array]], count: int
 ) -> list[Step]:
     steps = []
-    state = {name: eager.example[name] for name in eager.signature.state}
+    state = eager.beginning
     with module.living({name: torch.from_numpy(array) for name, array in state.items()}) as users:
         for i in range(count):
             given = inputs[i % len(inputs)]
@@ -110,7 +109,7 @@ def _judge(
 ) -> Iterator[Evidence]:
     """Asks the program, the tracks in turns; what it remembers of each goes back to it."""
     pairs = program.signature.state
-    states = [{name: np.asarray(eager.example[name]) for name in pairs} for _ in tracks]
+    states = [eager.beginning for _ in tracks]
     for steps in zip(*tracks, strict=True):
         for i, step in enumerate(steps):
             inputs = {**step.inputs, **states[i]}

@@ -36,8 +36,8 @@ RANDOM_HINT = (
     "`trueline capture --allow-random` compares their distribution"
 )
 ATTRIBUTE_HINT = (
-    "a plain attribute is no state that a program can hold: make it a buffer (register_buffer) and capture with "
-    "--state explicit, or return the new value, or write only `if self.training`"
+    "a plain attribute is no state that a program can hold: make it a buffer (register_buffer; `trueline doctor` shows "
+    "the edit where it is proven) and capture with --state explicit, or write only `if self.training`"
 )
 
 

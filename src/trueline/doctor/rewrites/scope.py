@@ -30,6 +30,8 @@ class Candidate:
     words: str
     both: tuple[int, int] | None = None
     """Lines of a condition and of what stands under it, as the text was: a proof has to have seen both ways."""
+    frees: bool = False
+    """Whether it frees a size: what is left may take it in multiples only."""
     cheap: bool = True
     """False where the eager rewrite is slow to run (torch compiles structured control flow): the proof is then left
     to the exported program."""

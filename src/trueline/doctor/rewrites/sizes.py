@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression
 
+FREED = "a size that stays free"
+"""Stands in the words of an edit."""
+
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The simple statement at `spot`; then every simple statement of the function, one at a time."""
@@ -25,7 +28,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         new = kept.visit(copy.deepcopy(statement))
         text = scope.replaced([statement], [new]) if kept.words else None
         if text:
-            yield Candidate(text=text, words="; ".join(dict.fromkeys(kept.words)))
+            yield Candidate(text=text, words="; ".join(dict.fromkeys(kept.words)), frees=True)
 
 
 class _Kept(ast.NodeTransformer):
@@ -38,7 +41,7 @@ class _Kept(ast.NodeTransformer):
         free = free_size(self.scope, node)
         if free is None:
             return node
-        self.words.append(f"`{ast.unparse(node)}` is `{ast.unparse(free)}`, a size that stays free")
+        self.words.append(f"`{ast.unparse(node)}` is `{ast.unparse(free)}`, {FREED}")
         return free
 
 

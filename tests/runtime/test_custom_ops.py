@@ -1,0 +1,90 @@
+"""An operator of a library's own becomes operators that every runtime knows, or is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.errors import CaptureError
+from trueline.runtime import custom_ops, export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import prove
+from trueline.runtime.session import open_session
+
+pytestmark = pytest.mark.slow  # exports programs
+
+
+@torch.library.custom_op("trueline_tests::grouped", mutates_args=())
+def grouped(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    output, start = input.new_zeros(input.shape[0], weight.shape[2]), 0
+    for group, end in enumerate(offs.tolist()):
+        output[start:end] = input[start:end] @ weight[group]
+        start = end
+    return output
+
+
+@grouped.register_fake
+def _(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[2])
+
+
+class Experts(nn.Module):
+    """Records are sorted by expert, each is multiplied by its own expert's weight, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.weight = nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        order = (chosen * 1000 + torch.arange(x.shape[0])).argsort()
+        ends = (chosen[:, None] <= torch.arange(3)).sum(0)
+        found = torch.ops.trueline_tests.grouped(x[order], self.weight, ends)  # called here
+        return found[order.argsort()]
+
+
+def line_of(mark: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith("# " + mark))
+
+
+@pytest.fixture
+def eager() -> EagerSession:
+    torch.manual_seed(0)
+    return EagerSession(Experts().eval(), torch.randn(6, 4))
+
+
+def test_an_operator_with_an_equivalent_is_proven_as_every_graph_program(
+    eager: EagerSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"trueline_tests::grouped": custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"]}
+    monkeypatch.setattr(custom_ops, "EQUIVALENTS", known)
+    exported = export.export(eager.module, eager.calling)
+    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", export.emit)):
+        session = open_session(format, emit(exported, tmp_path / format), exported.signature)
+        proof = prove(session, eager, make_probes(eager.example, signature=exported.signature))
+        assert proof.proven, proof.reason
+
+
+@pytest.mark.parametrize("emit", [onnx_emit.emit, export.emit])
+def test_an_operator_without_one_is_refused_with_the_line_that_calls_it(
+    eager: EagerSession, tmp_path: Path, emit: object
+) -> None:
+    exported = export.export(eager.module, eager.calling)
+    assert callable(emit)
+    with pytest.raises(CaptureError, match="grouped") as refused:
+        emit(exported, tmp_path)
+    assert refused.value.hint.startswith(f"{__file__}:{line_of('called here')}: ")
+
+
+def test_rows_beyond_the_last_group_are_zero_and_an_empty_group_takes_none() -> None:
+    x, weight = torch.randn(5, 4), torch.randn(3, 4, 2)
+    offs = torch.tensor([2, 2, 4])
+    found = custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"](x, weight, offs)
+    torch.testing.assert_close(found, grouped(x, weight, offs))
+    assert (found[4] == 0).all()
