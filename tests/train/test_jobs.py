@@ -208,7 +208,7 @@ def test_when_the_launcher_ends_no_process_is_left_and_no_torn_file(tmp_path, ki
     launcher = subprocess.Popen([sys.executable, "-c", SCRIPT, str(TINY), str(job)], stdout=subprocess.PIPE)
     assert launcher.stdout.readline() == b"under way\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(family) == 4  # agent, master, two workers
+    assert len(family) == 5  # agent, two workers; zygote, master
     launcher.send_signal(kill)
     launcher.wait(100)
     launcher.stdout.close()

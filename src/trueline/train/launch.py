@@ -1,11 +1,11 @@
 """The launcher of a local job: it starts the agent and the master, keeps them running, and tells what happens.
 
     trueline train ── lifeline ──▶ agent (zygote) ──fork──▶ workers
-                   └─ lifeline ──▶ master ◀──────gRPC────── workers
+                   └─ lifeline ──▶ zygote ──fork──▶ master ◀──gRPC── workers
 
-A master that dies is started again on the same port and adopts the workers. When the launcher ends, by whatever
-means, the lifeline ends with it and so do all its processes. How it ended is in JOB/launcher.json, unless it was killed
-with SIGKILL: then nobody holds JOB/lock, and the job is dead.
+A master that dies has a successor on the same port (`succession.py`), which adopts the workers. When the launcher
+ends, by whatever means, the lifeline ends with it and so do all its processes. How it ended is in JOB/launcher.json,
+unless it was killed with SIGKILL: then nobody holds JOB/lock, and the job is dead.
 
 The launcher is the process of `trueline train`, or one of its own (`detach`) that survives the terminal.
 """
@@ -34,12 +34,12 @@ import grpc
 import msgspec
 
 from trueline import errors, events, files
-from trueline.engine import lifeline
 from trueline.engine.local import start_agent
 from trueline.state.place import located
 from trueline.train import ending, folder
 from trueline.train import settings as job_settings
 from trueline.train.settings import JobSettings
+from trueline.train.succession import Succession
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -56,7 +56,7 @@ class LocalJob:
         self.job_dir = job_dir
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
-        self.master: subprocess.Popen[bytes] | None = None
+        self.master: Succession | None = None
         self.restarts = 0
         self._port = 0
         self._said: queue.Queue[pb.Events] = queue.Queue()
@@ -78,7 +78,7 @@ class LocalJob:
             held.callback(self._clean)
             held.callback(self._end_processes)
             self.agent = self._start_agent()
-            self.master = self._start_master()
+            self._start_master()
             self._held = held.pop_all()
         return self
 
@@ -112,9 +112,10 @@ class LocalJob:
         self._closing = True
         self._stop_master()
         os.close(self._life_end)  # the end of every process of the job
-        for process in (self.master, self.agent):
-            if process is not None:
-                process.wait()
+        if self.master is not None:
+            self.master.end()
+        if self.agent is not None:
+            self.agent.wait()
 
     def _clean(self) -> None:
         os.close(self.life)
@@ -133,7 +134,7 @@ class LocalJob:
     def _stop_master(self) -> None:
         """Lets the master close its journal, if it still can."""
         if self.master is not None and self.master.poll() is None and self._port:
-            with contextlib.suppress(grpc.RpcError, subprocess.TimeoutExpired), self._stub() as master:
+            with contextlib.suppress(grpc.RpcError), self._stub() as master:
                 master.Stop(pb.StopRequest(why="the launcher ends"), metadata=self._metadata, timeout=2.0)
                 self.master.wait(2.0)
 
@@ -143,33 +144,19 @@ class LocalJob:
         preload = (*PRELOAD, *libraries_of(Path(users)))
         return start_agent(self.socket, preload=preload, life=self.life, log=self.job_dir / "logs" / "agent.log")
 
-    def _start_master(self) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "trueline.train.master",
-            str(self.job_dir),
-            "--agent",
-            str(self.socket),
-        ]
-        with (self.job_dir / "logs" / "master.log").open("ab") as log:
-            return subprocess.Popen(
-                [*command, "--port", str(self._port), "--page-port", str(self.settings.page_port)],
-                env={**os.environ, lifeline.VARIABLE: str(self.life), "GRPC_VERBOSITY": "NONE"},
-                pass_fds=(self.life,),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+    def _start_master(self) -> None:
+        if self.master is None:
+            arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
+            self.master = Succession(arguments, life=self.life, log=self.job_dir / "logs" / "master.log")
+        self.master.start("--port", str(self._port))
 
     def _address(self) -> str:
         """Where the master listens, once it does."""
         file = self.job_dir / "master.json"
         while not file.exists():
-            if self.master is not None and self.master.poll() is not None:
+            if self.master is not None and (code := self.master.poll()) is not None:
                 raise errors.TrainError(
-                    f"the master ended with exit code {self.master.returncode} before it listened",
+                    f"the master ended with exit code {code} before it listened",
                     hint=f"see {self.job_dir / 'logs' / 'master.log'}",
                 )
             time.sleep(0.01)  # the master's own start takes some 200 ms
@@ -233,7 +220,8 @@ class LocalJob:
 
     def _keep_alive(self) -> None:
         """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
-        agent, master = _exit_code(self.agent), _exit_code(self.master)
+        agent = self.agent.poll() if self.agent is not None else None
+        master = self.master.poll() if self.master is not None else None
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
@@ -241,7 +229,7 @@ class LocalJob:
             raise ending.stopped("its master was asked to end", self.job_dir)
         if master:
             self._count_restart("master", master)
-            self.master = self._start_master()
+            self._start_master()
 
     def _count_restart(self, role: str, code: int) -> None:
         self.restarts += 1
@@ -299,10 +287,6 @@ def _bury(before: folder.Launch | None) -> None:
             if entry.name.isdecimal() and before.scratch.encode() in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(before.scratch, ignore_errors=True)
-
-
-def _exit_code(process: subprocess.Popen[bytes] | None) -> int | None:
-    return None if process is None else process.poll()
 
 
 def libraries_of(recipe: Path) -> list[str]:

@@ -16,7 +16,7 @@ from trueline.train.settings import Fault, Phase
 POINTS: tuple[Phase, ...] = get_args(Phase)
 KINDS = {
     "points": 40, "worker": 24, "two": 6, "all": 2, "hang": 2, "master": 6, "both": 3, "freeze": 2, "agent": 3,
-    "launcher": 2, "zombie": 2, "clock": 3, "network": 2, "reset": 3, "disk": 1,
+    "zygote": 2, "launcher": 2, "zombie": 2, "clock": 3, "network": 2, "reset": 3, "disk": 1,
 }  # fmt: skip
 """What may be asked for, and how often it is chosen."""
 MEANING = {
@@ -29,6 +29,7 @@ MEANING = {
     "both": "SIGKILL to the master and a worker at once",
     "freeze": "the master stands still (SIGSTOP, SIGCONT)",
     "agent": "SIGKILL to the agent that forks the workers",
+    "zygote": "SIGKILL to the process that forks masters, which takes its master along",
     "launcher": "SIGKILL to the launcher; the job is resumed",
     "zombie": "a worker is stopped, given up while no agent can kill it, and wakes up again",
     "clock": "the wall clock jumps by up to ten days",
@@ -38,7 +39,7 @@ MEANING = {
 }
 ROOTS = ("network", "reset", "disk")
 """These need a network and mounts of the storm's own."""
-SYSTEM = ("master", "both", "agent", "zombie")
+SYSTEM = ("master", "both", "agent", "zygote", "zombie")
 """After these the launcher has something to start again."""
 RESTARTS = 8
 """So many deaths of master and agent a launcher is put to; it gives up after ten."""

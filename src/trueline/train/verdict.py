@@ -21,7 +21,7 @@ from trueline.train.api import Summary
 COUNTER = "seen"
 """A parameter of this name with a number for each record is taken to count the steps that the record was in."""
 
-UNFELT = ("master", "freeze", "clock", "network", "disk", "agent", "zombie")
+UNFELT = ("master", "freeze", "clock", "network", "disk", "agent", "zygote", "zombie")
 """Strikes after which the group need not form anew."""
 SHAKEN_S = 3.0
 UNDER_WAY_NS = 100_000_000

@@ -233,10 +233,16 @@ class Victim:
         return self._signal(master, signal.SIGCONT)
 
     def _do_agent(self, strike: Strike) -> bool:
+        return self._signal(self._child("trueline.engine.agent"), signal.SIGKILL)
+
+    def _do_zygote(self, strike: Strike) -> bool:
+        return self._signal(self._child("trueline.train.succession"), signal.SIGKILL)
+
+    def _child(self, module: str) -> int:
+        """The process that the launcher started with `module`; -1: there is none."""
         assert self.launcher is not None
         children = [found for found in marked(self.mark) if found.parent == self.launcher.pid]
-        agent = next((found.pid for found in children if "trueline.engine.agent" in found.what), -1)
-        return self._signal(agent, signal.SIGKILL)
+        return next((found.pid for found in children if module in found.what), -1)
 
     def _do_launcher(self, strike: Strike) -> bool:
         assert self.launcher is not None

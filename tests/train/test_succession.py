@@ -1,0 +1,110 @@
+"""Masters that follow one another: by whom they are forked, how an end is told, and that nobody is left."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from trueline.train import settings
+from trueline.train.succession import Succession
+
+
+class Line:
+    """A job's folder, a lifeline, and the masters of both."""
+
+    def __init__(self, folder):
+        self.folder = folder / "job"
+        (self.folder / "logs").mkdir(parents=True)
+        job = settings.JobSettings(
+            name="job", recipe="none.py", recipe_digest="", workers=1, epochs=1, global_batch=4, seed=0
+        )
+        settings.save(job, self.folder)
+        (self.folder / "secret").write_text("secret")
+        self.life, self.end_of_life = os.pipe()
+        arguments = [str(self.folder), "--agent", str(folder / "no agent")]
+        self.masters = Succession(arguments, life=self.life, log=self.folder / "logs" / "master.log")
+
+    def start(self, port=0):
+        """The next master's process, and its port, as soon as it listens."""
+        file = self.folder / "master.json"
+        file.unlink(missing_ok=True)
+        self.masters.start("--port", str(port))
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            assert self.masters.poll() is None, (self.folder / "logs" / "master.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        told = json.loads(file.read_text())
+        return psutil.Process(told["pid"]), int(told["address"].rpartition(":")[2])
+
+    def cut(self):
+        if self.end_of_life >= 0:
+            os.close(self.end_of_life)
+            self.end_of_life = -1
+
+
+@pytest.fixture
+def line(tmp_path):
+    line = Line(tmp_path)
+    yield line
+    line.cut()
+    line.masters.end()
+    os.close(line.life)
+
+
+def gone(process):
+    return psutil.wait_procs([process], timeout=60)[1] == []
+
+
+def test_a_successor_comes_from_the_same_zygote_to_the_same_port_and_the_end_before_is_told(line):
+    first, port = line.start()
+    zygote = first.parent()
+    assert zygote.pid != os.getpid()
+    first.kill()
+    assert line.masters.wait(60) == -signal.SIGKILL
+    assert line.masters.poll() == -signal.SIGKILL  # it is not forgotten
+    second, again = line.start(port)
+    assert (second.parent(), again) == (zygote, port)
+    assert line.masters.poll() is None
+
+
+def test_a_zygote_forks_with_one_thread_only(line):
+    """A second one may hold a lock that the child waits for for ever."""
+    master, _ = line.start()
+    assert master.parent().num_threads() == 1
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_a_zygote_that_is_killed_takes_its_master_along_and_another_pair_can_begin(line, stopped):
+    master, port = line.start()
+    zygote = master.parent()
+    if stopped:
+        master.send_signal(signal.SIGSTOP)
+    zygote.kill()
+    assert line.masters.wait(60) == -signal.SIGKILL
+    assert gone(master)
+    other, again = line.start(port)
+    assert other.parent() != zygote
+    assert again == port
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_both_end_with_the_lifeline(line, stopped):
+    master, _ = line.start()
+    zygote = master.parent()
+    if stopped:
+        zygote.send_signal(signal.SIGSTOP)
+        master.send_signal(signal.SIGSTOP)
+    line.cut()
+    line.masters.end()
+    assert gone(master)
+
+
+def test_a_master_that_cannot_begin_says_so_by_its_exit_code(line):
+    (line.folder / "job.json").write_text("{")
+    line.masters.start("--port", "0")
+    assert line.masters.wait(60) == 1
+    assert "job.json" in (line.folder / "logs" / "master.log").read_text()
