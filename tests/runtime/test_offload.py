@@ -91,6 +91,7 @@ def test_the_operator_that_is_refused_stays_in_torch_and_its_neighbours_do_not(t
     assert "special_i0e" in told
 
 
+@pytest.mark.long
 def test_a_result_that_nobody_reads_does_not_hold_its_operator_back(tmp_path: Path) -> None:
     class Normed(nn.Module):
         """Of three results of a batch norm one is read."""
