@@ -106,7 +106,7 @@ class TableSource:
                 f"{self._what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
             count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
             raise DataError(f"{self._what} returned a {type(found).__name__}{count}, expected (inputs, labels)")
         inputs, labels = found
