@@ -129,7 +129,7 @@ class ParquetFormat:
         verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
         options = {"metadata": self._footer(file), "page_checksum_verification": verify}
         if file.path is not None:
-            # Without pre_buffer, by which other threads read all of a row group first: the bytes are taken while they are
+            # Without pre_buffer, by which other threads read all of a row group first: bytes are decoded while they are
             # at hand, and no more of them are held.
             with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as found:
                 yield found
