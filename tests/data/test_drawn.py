@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,7 +150,7 @@ def test_processes_read_files_of_this_machine_ahead_and_the_batches_are_the_same
         readers.close()
 
 
-def test_a_database_is_read_by_processes_each_with_connections_of_its_own_and_a_store_is_not(tmp_path: Path) -> None:
+def test_a_database_is_read_by_processes_each_with_connections_of_its_own(tmp_path: Path) -> None:
     import sqlite3
 
     with sqlite3.connect(tmp_path / "t.db") as connection:
@@ -170,9 +169,6 @@ def test_a_database_is_read_by_processes_each_with_connections_of_its_own_and_a_
             assert source.read(wanted).labels.tolist() == wanted.tolist()
     finally:
         readers.close()
-    fsspec.filesystem("memory").pipe_file("/drawn/t.jsonl", b'{"id": 1, "x": 1.5, "label": 1}\n')
-    stored = as_source("memory://drawn/t.jsonl", mode="training", feed=feed, recipe="r")
-    assert isinstance(reader_of(stored, 0, readers=2), SeededReader)
     whole = DatasetSource([(torch.zeros(1), 0)], mode="training")
     readers = reader_of(whole, 0, readers=1)
     assert isinstance(readers, Readers)

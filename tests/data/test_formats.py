@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import tarfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,60 @@ def test_early_and_current_files_of_mxnet_are_read_and_the_magic_inside_records_
     early = b"".join(struct.pack("<2I", recordio.DMLC_EARLY, 3) + record + b"\0" for record in (b"abc", b"def"))
     (tmp_path / "early.rec").write_bytes(early)
     assert rows_of(open_records(tmp_path / "early.rec")) == [{"record": b"abc"}, {"record": b"def"}]
+
+
+def test_records_of_mxnet_that_are_long_make_short_units(tmp_path: Path) -> None:
+    records = [bytes([n]) * (3 << 20 if n == 2 else 1_500_000 if n < 5 else 10) for n in range(100)]
+    (tmp_path / "a.rec").write_bytes(b"".join(map(recordio.dmlc_record, records)))
+    found = open_records(tmp_path / "a.rec")
+    assert [unit.count for unit in found.units] == [2, 1, len(records) - 3]
+    assert rows_of(found) == [{"record": record} for record in records]
+
+
+def huge_recordio(path: Path) -> list[bytes]:
+    body = (16 << 20) - 4
+    zeros = bytes(body)
+    crc = zlib.crc32(body.to_bytes(4, "little") + zeros)
+    with path.open("wb") as file:
+        for _ in range(300):
+            file.write(recordio.HEADER.pack(recordio.MAGIC, crc, 0, body + 4, 1) + body.to_bytes(4, "little"))
+            file.seek(body, 1)
+        file.write(recordio.chunk([b"last", b""]))
+    return [b"last", b""]
+
+
+def huge_mxnet(path: Path) -> list[bytes]:
+    length = (1 << 29) - 4
+    with path.open("wb") as file:
+        for _ in range(9):
+            file.write(struct.pack("<2I", recordio.DMLC_MAGIC, length))
+            file.seek(length, 1)
+        file.write(b"".join(map(recordio.dmlc_record, (b"last", b""))))
+    return [b"last", b""]
+
+
+def huge_tar(path: Path) -> list[bytes]:
+    with path.open("wb") as file:
+        for name, size, content in (("a.bin", 5 << 30, b""), ("b.bin", 4, b"last"), ("c.bin", 0, b"")):
+            member = tarfile.TarInfo(name)
+            member.size = size
+            file.write(member.tobuf() + content)
+            file.seek((size - len(content)) + -size % 512, 1)
+        file.write(bytes(1024))
+    return [b"last", b""]
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.recordio", huge_recordio), ("a.rec", huge_mxnet), ("a.tar", huge_tar)])
+def test_the_last_records_of_a_file_of_five_gigabytes_are_read_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Any
+) -> None:
+    monkeypatch.setenv(index.CACHE, str(tmp_path / "cache"))
+    last = write(tmp_path / name)  # of holes, which take no room on the disk
+    assert (tmp_path / name).stat().st_size > 1 << 32
+    records = open_records(tmp_path / name)
+    unit = records.units[-1]
+    found = records.load(len(records.units) - 1, 0, unit.count)
+    assert found.column(found.num_columns - 1).to_pylist()[-2:] == last
 
 
 @given(st.binary(max_size=2000), st.integers(0, 70_000))

@@ -1,6 +1,7 @@
 """Promises of the processes that read ahead: the same batches, nothing lost with them, nothing left of them."""
 
 import gc
+import hashlib
 import os
 import random
 import select
@@ -8,16 +9,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
+from worlds import FakeOdps, flat, images, write_images, write_json
 
-from trueline.data import seeded
+from trueline.data import remote, seeded
+from trueline.data.cache import BlockCache
+from trueline.data.maxcompute import MaxComputeRecords
 from trueline.data.readers import ReaderLost, Readers, reader_of
 from trueline.data.seeded import SeededReader, kept, mark
 from trueline.data.source import Batch, as_source
+from trueline.data.table import TableSource
 from trueline.errors import DataError
 from trueline.train.elastic import Elastic
 from trueline.train.options import Options
@@ -130,6 +140,109 @@ def test_records_in_files_are_read_by_processes_where_that_is_asked_for(tmp_path
             assert readers.read(wanted, epoch=0).labels.tolist() == wanted.tolist()
     finally:
         readers.close()
+
+
+class OfOneProcess(MemoryFileSystem):
+    """A store whose connections are those of the process that made it, as s3fs's are."""
+
+    protocol = "one"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("one://", "memory://"))
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._made_by = os.getpid()
+
+    def find(self, path, *args, **options):
+        self._check()
+        return super().find(path, *args, **options)
+
+    def info(self, path, **options):
+        self._check()
+        return super().info(path, **options)
+
+    def cat_file(self, path, *args, **options):
+        self._check()
+        return super().cat_file(path, *args, **options)
+
+    def _check(self):
+        if self._made_by != os.getpid():
+            raise RuntimeError("a fork has used the connections of its parent")
+
+
+def tables(count):
+    return pa.table({"x": np.arange(count, dtype=np.float32), "label": np.arange(count)})
+
+
+def of_store(folder):
+    fsspec.register_implementation("one", OfOneProcess, clobber=True)
+    sink = pa.BufferOutputStream()
+    pq.write_table(tables(400), sink, row_group_size=100)
+    fsspec.filesystem("one").pipe_file("/readers/a.parquet", sink.getvalue().to_pybytes())
+    return "one://readers/a.parquet"
+
+
+def of_odps(folder):
+    """An address that the fake package `odps` knows; its tables can be read by the process that got them only."""
+
+    class Table(FakeOdps):
+        def __init__(self, path):
+            super().__init__(path)
+            self._made_by = os.getpid()
+
+        def open_reader(self, partition=None):
+            if self._made_by != os.getpid():
+                raise RuntimeError("a fork has used the connections of its parent")
+            return super().open_reader(partition)
+
+    path = write_json(folder / "t", flat(400))
+    account = SimpleNamespace(get_table=lambda name, project: Table(path))
+    sys.modules["odps"] = SimpleNamespace(ODPS=SimpleNamespace(from_environments=lambda: account))
+    return "odps://shop/clicks?partition=day=1"
+
+
+def of_images(folder):
+    write_images(folder / "photos", images(400))
+    return str(folder / "photos")
+
+
+@pytest.mark.parametrize("place", [of_store, of_odps, of_images])
+def test_records_far_away_are_read_by_processes_that_connect_for_themselves(place, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "odps", None)
+    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 24))
+
+    def feed(records, mode):
+        return torch.full((len(records),), float(os.getpid())), torch.arange(len(records)) + hash_of(records)
+
+    source = as_source(place(tmp_path), mode="training", feed=feed, recipe="r")
+    asked = [np.array([start, 399 - start, 7]) for start in range(0, 200, 10)]
+    wanted = [source.read(records).labels.tolist() for records in asked]  # this process is connected
+    several = reader_of(source, 0, readers=2)
+    assert isinstance(several, Readers)
+    try:
+        by = set()
+        for at, records in enumerate(asked):
+            for later in asked[at : at + 3]:
+                several.prefetch(later, epoch=0)
+            batch = several.read(records, epoch=0)
+            assert batch.labels.tolist() == wanted[at]
+            by |= set(batch.inputs.tolist())
+        assert os.getpid() not in by
+        assert source.read(asked[0]).labels.tolist() == wanted[0], "this process reads on as well"
+    finally:
+        several.close()
+
+
+def hash_of(records):
+    return int.from_bytes(hashlib.sha256(str(records.to_pylist()).encode()).digest()[:4], "big")
+
+
+def test_a_table_that_nobody_can_open_again_is_read_by_the_worker(tmp_path):
+    table = MaxComputeRecords(FakeOdps(write_json(tmp_path / "t", flat(10))))
+    source = TableSource(table, lambda records, mode: (torch.zeros(len(records)),) * 2, mode="training", where="t")
+    assert isinstance(reader_of(source, 0, readers=2), SeededReader)
 
 
 def test_a_reader_collects_no_garbage_of_its_worker():

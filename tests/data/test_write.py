@@ -18,7 +18,8 @@ from trueline import events, files
 from trueline.data import look
 from trueline.data.open import open_records
 from trueline.data.records import Records
-from trueline.data.write import COMMIT, Plan, RangeWriter, StoreFolder, committed
+from trueline.data.whole import COMMIT, PLAN
+from trueline.data.write import Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
 
 
@@ -61,6 +62,10 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
     first = RangeWriter(where, plan)
     first.write(40, 80, table.slice(40, 40))
     assert committed(where) is None
+    with pytest.raises(DataError, match="is not whole: who wrote it has not finished it"):
+        open_records(where)
+    (fault,) = look.verify(where).faults
+    assert (fault.unit, fault.why) == ("folder", f"who wrote it has not finished it: it has {PLAN} and no {COMMIT}")
     second = RangeWriter(where, plan)
     assert second.missing() == [(0, 40), (80, 100)]
     with pytest.raises(DataError, match=r"lacks 2 of 3 ranges, first \(0, 40\)"):
@@ -70,6 +75,24 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
     second.write(40, 80, table.slice(40, 40))  # again, by another: the same bytes
     second.commit()
     assert rows_of(open_records(where)) == flat(100)
+
+
+def test_a_folder_from_which_a_part_went_is_not_read_as_if_it_were_whole(where: str) -> None:
+    table = as_table(flat(100))
+    writer = RangeWriter(where, Plan(num_records=100, range_records=40))
+    for start, stop in writer.missing():
+        writer.write(start, stop, table.slice(start, stop - start))
+    writer.commit()
+    assert rows_of(open_records(where)) == flat(100)
+    lost = "part-000000000040-000000000080.parquet"
+    fs, root = fsspec.core.url_to_fs(where)
+    fs.rm(f"{root}/{lost}")
+    with pytest.raises(DataError, match=f"1 of the 3 parts that {COMMIT} lists are not there, first {lost}"):
+        open_records(where)
+    assert rows_of(open_records(f"{where}/part-*.parquet")) == [*flat(100)[:40], *flat(100)[80:]]
+    fs.pipe_file(f"{root}/{COMMIT}", b'{"parts": [{}]}')
+    with pytest.raises(DataError, match=f"{COMMIT} is torn"):
+        open_records(where)
 
 
 def test_a_part_that_is_there_stays_when_a_late_writer_comes_with_other_content_and_that_is_said(where: str) -> None:
@@ -82,6 +105,7 @@ def test_a_part_that_is_there_stays_when_a_late_writer_comes_with_other_content_
         assert said == []
         late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
     assert [(one["event"], one["name"]) for one in said] == [("part.kept", plan.name(0, 4))]
+    first.commit()
     assert rows_of(open_records(where)) == [{"record": n} for n in (1, 2, 3, 4)]
 
 
@@ -194,6 +218,7 @@ def test_recordio_chunks_hold_at_most_a_mebibyte(tmp_path: Path) -> None:
     rows = [{"record": bytes([n]) * 300_000} for n in range(10)]
     writer = RangeWriter(tmp_path / "out", Plan(num_records=10, format="recordio"))
     writer.write(0, 10, pa.Table.from_pylist(rows))
+    writer.commit()
     records = open_records(tmp_path / "out")
     assert [unit.count for unit in records.units] == [3, 3, 3, 1]
     assert rows_of(records) == rows

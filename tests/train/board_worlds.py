@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Event = tuple[str, dict[str, Any], float]
+PLACE = "record 717 of clicks-3.parquet#1"
 BEGAN = 1_790_000_000.0
 REASONS = ("killed by SIGKILL", "killed by SIGKILL", "silent for 3.1 s", "killed by SIGSEGV", "exit code 1")
 
@@ -102,7 +103,8 @@ def storm(*, total: int = 4000, deaths: int = 40, workers: int = 6, end: bool = 
         yield from story.die(slot, story.random.choice(REASONS))
         if number == deaths // 2:
             yield story.say("record.suspected", record=1717, why="ValueError: image has 3 bytes, expected 64")
-            yield story.say("record.set_aside", record=1717, why="ValueError: image has 3 bytes, expected 64")
+            where, why = PLACE, "ValueError: image has 3 bytes, expected 64"
+            yield story.say("record.set_aside", record=1717, where=where, why=why)
         if number == deaths - 8:
             yield story.say("worker.quarantined", slot=slot, why="3 deaths in a row before a step of its own")
             continue

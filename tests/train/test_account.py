@@ -9,7 +9,7 @@ from trueline.data import order
 from trueline.train import ledger
 from trueline.train.account import Account
 from trueline.train.api import Summary
-from trueline.train.plan import order_of
+from trueline.train.plan import DRAWN, IN_ORDER, order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -61,6 +61,42 @@ def test_records_that_were_set_aside_are_missing_only_where_the_certificate_name
     assert "epoch 1: records were applied 0 to 1 times" in silent
 
 
+def drawn_account(*certificates: pb.Certificate, blocks=DRAWN) -> Account:
+    """Of a source with an order of its own, whose ids are positions."""
+    found = Account()
+    found.accept(RECORDS, STEPS * JOB.epochs, 0, blocks)
+    found.report(pb.Progress(ref="w", certificates=certificates))
+    return found
+
+
+def test_where_records_are_drawn_a_certificate_names_positions_and_the_records_that_would_have_stood_there():
+    def drawn(epoch: int, out: tuple[int, ...], of: tuple[int, ...]) -> pb.Certificate:
+        found = signed(epoch, out=out, low=0 if out else 1)
+        found.set_aside_of.extend(of)
+        return found
+
+    books = drawn_account(signed(0), drawn(1, (3, 7), (5, 5)), drawn(2, (2,), (5,)))
+    assert books.faults(JOB, {5: "odd"}) == []
+    assert books.faults(JOB, {3: "odd", 7: "odd", 2: "odd"}) == [
+        "epoch 1: record 5 was left out and nobody has set it aside",
+        "epoch 2: record 5 was left out and nobody has set it aside",
+    ]
+    by_chance = drawn_account(signed(0), drawn(1, (3,), ()), signed(2))  # record 3 would have stood at position 3
+    assert (by_chance.faults(JOB, {3: "odd"}), len(by_chance.faults(JOB, {5: "odd"}))) == ([], 1)
+    short = drawn_account(signed(0), drawn(1, (3, 7), (5,)), signed(2)).faults(JOB, {5: "odd", 3: "odd", 7: "odd"})
+    assert short == ["epoch 1: 2 records were left out and 1 are said to have stood there"]
+    silent = drawn_account(signed(0), drawn(1, (3, 7), (5, 5)), signed(2, out=(2,), named=(), low=0))
+    assert "epoch 2: 9 records were applied, planned were 10" in silent.faults(JOB, {5: "odd"})
+
+
+def test_where_records_are_not_drawn_nothing_else_can_have_stood_at_their_numbers():
+    other = signed(1, out=(3,), low=0)
+    other.set_aside_of.append(5)
+    for blocks in (IN_ORDER, ()):
+        faults = drawn_account(signed(0), other, signed(2), blocks=blocks).faults(JOB, {5: "odd", 3: "odd"})
+        assert faults == ["epoch 1: 1 records were left out and 1 are said to have stood there"]
+
+
 def test_a_record_that_is_named_as_left_out_and_was_applied_is_found_out():
     faults = account(signed(0, named=(3,)), signed(1), signed(2)).faults(JOB, {3: "odd"})
     assert faults[0] == "epoch 0: 10 records were applied and 1 set aside, planned were 10"
@@ -99,11 +135,11 @@ def test_an_evaluation_that_two_workers_report_is_told_once_and_the_summary_name
     books = account(evaluations=[evaluation(3, best=True), evaluation(6)])
     again = books.report(pb.Progress(ref="v", evaluations=[evaluation(6), evaluation(7, stop=True)]))
     assert [body["step"] for _, body in again.told] == [7]
-    summary = books.summary(JOB, State(workers=2, set_aside={4: "odd"}))
+    summary = books.summary(JOB, State(workers=2, set_aside={4: "odd"}, places={4: "record 4 of x"}))
     assert [found["step"] for found in summary["evaluations"]] == [3, 6, 7]
     assert summary["best"] == {"step": 3, "loss": pytest.approx(0.5), "metrics": {"accuracy": 0.9}}
     assert (summary["stopped_early"], summary["steps"]) == (True, 7)
-    assert summary["set_aside"] == [{"record": 4, "why": "odd"}]
+    assert summary["set_aside"] == [{"record": 4, "where": "record 4 of x", "why": "odd"}]
 
 
 def test_an_evaluation_beyond_the_surviving_state_never_happened():

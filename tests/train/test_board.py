@@ -68,7 +68,7 @@ def test_a_storm_is_counted_and_its_picture_stays_small():
     assert sum(span[5] for lane in state["lanes"] for span in lane["spans"]) == 600
     assert len(state["events"]) == MAX_EVENTS
     assert len(json.dumps(state)) < 150_000
-    assert state["set_aside"] == [[1717, "ValueError: image has 3 bytes, expected 64"]]
+    assert state["set_aside"] == [[1717, f"{worlds.PLACE}: ValueError: image has 3 bytes, expected 64"]]
     assert [lane["slot"] for lane in state["lanes"] if lane["quarantined"]]
 
 

@@ -93,11 +93,13 @@ def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_a
     journal.append(("LAUNCH", {"workers": 2}), ("SCALE", {"workers": 5, "before": 2, "why": "x"}))
     journal.append(("QUARANTINE", {"slot": 3, "why": "died"}), ("VIEW", {**VIEW, "rotation": 4, "careful": True}))
     journal.append(
-        ("SUSPECT", {"record": 7, "worker": "worker-0.0", "why": "odd"}), ("POISON", {"record": 9, "why": "a; b"})
+        ("SUSPECT", {"record": 7, "worker": "worker-0.0", "why": "odd"}),
+        ("POISON", {"record": 9, "why": "a; b", "where": "record 9 of x.parquet#0"}),
     )
     state, _ = replay(journal)
     assert (state.workers, state.quarantined, state.rotation, state.careful) == (5, {3: "died"}, 4, True)
     assert (state.suspects, state.set_aside) == ({7: {"worker-0.0": "odd"}}, {9: "a; b"})
+    assert state.reported() == [{"record": 9, "where": "record 9 of x.parquet#0", "why": "a; b"}]
     journal.append(("SCALE", {"workers": 4, "before": 5, "why": "x"}))
     assert replay(journal)[0].quarantined == {3: "died"}
     journal.append(("LAUNCH", {"workers": 3}))

@@ -187,11 +187,14 @@ def test_too_many_slots_in_quarantine_end_the_job_with_their_reasons():
 
 
 def test_a_vote_moves_the_records_on_and_a_second_workers_vote_sets_them_aside():
-    world = running().happen(h.Suspect(A, (17,), "ValueError: odd"))
+    where = "record 5 of b.parquet#1, part 2 of 2"
+    world = running().happen(h.Suspect(A, (17,), "ValueError: odd", where))
     assert (world.state.rotation, world.state.cut_below, world.state.view) == (1, 2, (A, B, C))
-    assert logged(world, "SUSPECT") == [{"record": 17, "worker": A, "why": "ValueError: odd"}]
+    assert logged(world, "SUSPECT") == [{"record": 17, "worker": A, "why": "ValueError: odd", "where": where}]
     world.enter(a=5, b=5, c=5).happen(h.Suspect(B, (17,), "ValueError: odd"))
-    assert logged(world, "POISON") == [{"record": 17, "why": f"{A}: ValueError: odd; {B}: ValueError: odd"}]
+    why = f"{A}: ValueError: odd; {B}: ValueError: odd"
+    assert logged(world, "POISON") == [{"record": 17, "why": why, "where": where}]
+    assert world.state.reported() == [{"record": 17, "where": where, "why": why}]
     assert (list(world.state.set_aside), world.state.generation, world.state.rotation) == ([17], 3, 2)
 
 
@@ -229,7 +232,9 @@ def test_deaths_without_a_step_between_make_a_careful_view_and_a_death_while_try
     world.happen(h.Gone("worker-0.1", "killed by SIGSEGV"))
     assert world.state.careful
     assert logged(world, "VIEW")[0]["careful"]
-    world.enter(b=5, c=5).happen(h.Trying(B, 3), h.Trying(B, 17), h.Trying(C, 17), h.Gone(B, "killed by SIGSEGV"))
+    world.enter(b=5, c=5).happen(h.Trying(B, 3, "record 3 of a"), h.Trying(B, 17, "record 2 of b"), h.Trying(C, 17))
+    world.happen(h.Gone(B, "killed by SIGSEGV"))
+    assert world.state.places == {17: "record 2 of b"}
     assert world.state.suspects == {17: {B: "killed by SIGSEGV while record 17 was tried"}}
     assert world.of(h.Start) == [h.Start(1, 1)]
 

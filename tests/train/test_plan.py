@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.train.plan import JobPlan
+from trueline.train.plan import DRAWN, JobPlan
 
 
 def part(plan: JobPlan, step: int, rank: int, workers: int) -> list[np.ndarray]:
@@ -53,6 +53,23 @@ def test_records_that_were_set_aside_are_in_no_step_and_all_others_stay_where_th
     after = [plan.records(step).tolist() for step in range(plan.epoch_steps)]
     assert after == [[record for record in records if record not in (3, 17)] for records in before]
     assert plan.digest(0) == JobPlan(num_records=100, global_batch=8, epochs=1, seed=0, set_aside=(3, 17)).digest(0)
+
+
+def test_a_drawn_record_that_was_set_aside_is_left_out_wherever_it_would_stand_and_named_with_its_position():
+    def drawn(ids, epoch):
+        return (ids * 7 + epoch) % 10  # each of ten records stands at ten of a hundred positions
+
+    plan = JobPlan(num_records=100, global_batch=8, epochs=2, seed=0, blocks=DRAWN, drawn=drawn)
+    plan.leave_out([4, 9])
+    for epoch in range(2):
+        steps = range(epoch * plan.epoch_steps, (epoch + 1) * plan.epoch_steps)
+        kept = [record for step in steps for record in plan.records(step).tolist()]
+        out = [plan.left_out(step) for step in steps]
+        ids = np.array([one for step in out for one in step.ids])
+        assert sorted([*kept, *ids.tolist()]) == list(range(100))
+        assert not np.isin(drawn(np.array(kept), epoch), [4, 9]).any()
+        assert [record for step in out for record in step.of] == drawn(ids, epoch).tolist()
+        assert set(drawn(ids, epoch).tolist()) == {4, 9}
 
 
 @given(

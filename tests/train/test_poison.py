@@ -1,11 +1,16 @@
 """What fails again and again is found, set aside and reported; nothing else is lost for it."""
 
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from job_worlds import TINY, seen_counts
 
 from trueline import errors, events
+from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
@@ -13,6 +18,7 @@ from trueline.train.settings import Fault
 pytestmark = pytest.mark.jobs
 
 POISONED = Path(__file__).parent / "recipes" / "poisoned.py"
+DRAWN = Path(__file__).parent / "recipes" / "drawn.py"
 BAD = 17
 
 
@@ -37,6 +43,55 @@ def test_a_record_that_kills_the_process_that_reads_it_ahead_is_set_aside(tmp_pa
     result = train(POISONED, workers=3, job_dir=tmp_path / "job", checkpoint_every=1, max_failures=6, readers=2)
     assert [found["record"] for found in result.summary.facts["set_aside"]] == [BAD]
     assert result.summary.exactly_once
+
+
+def two_files(folder: Path) -> Path:
+    """What `drawn` reads: 240 records in a.parquet and b.parquet, numbered through."""
+    values = np.random.default_rng(0).standard_normal((240, 8))
+    for name, start, stop in (("a", 0, 100), ("b", 100, 240)):
+        rows = values[start:stop]
+        columns = {"id": np.arange(start, stop), "label": (rows[:, 0] > 0).astype(np.int64)}
+        table = pa.table({"x": pa.FixedSizeListArray.from_arrays(rows.ravel(), 8), **columns})
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=50)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "workers"),
+    [("mixed", "feed", 3), ("weighted", "feed", 1), ("weighted", "feed", 3), ("bucketed", "feed", 3),
+     ("weighted", "crash", 3)],
+)  # fmt: skip
+def test_a_poison_record_is_left_out_wherever_it_would_be_drawn_and_every_other_draw_is_trained_once(
+    tmp_path, monkeypatch, kind, how, workers
+):
+    for name, value in {"DRAWN_FILES": str(two_files(tmp_path)), "DRAWN": kind, "DRAWN_HOW": how}.items():
+        monkeypatch.setenv(name, value)
+    bad = 112
+    result = train(DRAWN, workers=workers, job_dir=tmp_path / "job", checkpoint_every=1, max_failures=6)
+    facts = result.summary.facts
+    (aside,) = facts["set_aside"]
+    part = ", part 2 of 2" if kind == "mixed" else ""
+    assert (aside["record"], aside["where"]) == (bad, f"record 12 of {tmp_path}/b.parquet#0{part}")
+    assert f"set aside: record 112 (record 12 of {tmp_path}/b.parquet#0{part})" in result.summary.as_text()
+
+    order = load_recipe(DRAWN).source("training").order
+    seen: Counter[int] = Counter()
+    for epoch, certificate in enumerate(facts["certificates"]):
+        draws = order.at(np.arange(240), epoch=epoch)
+        out = np.flatnonzero(draws == bad).tolist()
+        assert certificate["set_aside"] == out
+        assert (certificate.get("set_aside_of") or out) == [bad] * len(out)
+        assert certificate["records"] + len(out) == 240
+        for start in range(0, 240, 30):
+            step = draws[start : start + 30]
+            kept = step[step != bad].tolist()
+            for record in kept:
+                seen[record] += 30 / len(kept)  # the mean of a short step counts each of its records for more
+    assert sum(len(one["set_aside"]) for one in facts["certificates"]) > 1, "drawn more often than it was tried"
+    counted = checkpoint.read(result.checkpoint).state["model"]["seen"]
+    np.testing.assert_allclose(counted, [seen[record] for record in range(240)], atol=1e-9)
+    assert result.summary.exactly_once
+    assert "but the draws of 1 that failed wherever it went" in result.summary.as_text()
 
 
 def test_a_job_that_may_set_nothing_aside_ends_and_names_the_record(tmp_path, monkeypatch):

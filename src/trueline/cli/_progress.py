@@ -59,7 +59,7 @@ _WORDS = {
     "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
     "record.suspected": "  record {record} is suspected: {why}",
-    "record.set_aside": "  record {record} is set aside: {why}",
+    "record.set_aside": "  record {record} ({where}) is set aside: {why}",
     "evaluation.done": "  evaluation after step {step}: loss {loss:.4g}, {metrics}",
     "checkpoint.chosen": "  the best checkpoint is taken: {path}",
     "checkpoint.skipped": "  no checkpoint at step {step}: {why}",

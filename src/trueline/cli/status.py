@@ -47,6 +47,8 @@ def page(file: Any) -> str:
 
 def text_of(facts: dict[str, Any], now: float) -> str:
     """The facts for people."""
+    from trueline.train.status import said_of
+
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""
     lines = [f"{facts['name']}: {facts['state']}{why}, began {age(now - facts['started'])} ago", _where(facts, live)]
@@ -56,7 +58,7 @@ def text_of(facts: dict[str, Any], now: float) -> str:
         lines.append(f"page: {facts['page']}")
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
     lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in live.get("quarantined", ())]
-    lines += [f"set aside: record {one['record']}: {one['why']}" for one in live.get("set_aside", ())]
+    lines += map(said_of, live.get("set_aside", ()))
     members = live.get("members")
     if members:
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")

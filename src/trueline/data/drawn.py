@@ -11,12 +11,13 @@
 
 To a job the positions of the order (`orders.py`) are the records: each is trained once an epoch, whoever joins, leaves
 or dies. What stands at a position is computed from (seed, epoch, position), so two epochs may draw differently. What is
-set aside is a position too: others may hold the same record of the parts.
+set aside is a record of the parts: it is left out at every position where it would stand.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,31 @@ class DrawnSource:
         return hashlib.sha256(f"{self._words}|{self.records.fingerprint()}".encode()).hexdigest()
 
 
+def drawn_by(source: Source) -> Callable[[Indices, int], Indices] | None:
+    """Which records of its parts stand at positions of an epoch, for a source with an order of its own."""
+    if not isinstance(source, DrawnSource):
+        return None
+    order = source.order
+    return lambda positions, epoch: order.at(positions, epoch=epoch)
+
+
+def place_of(source: Source, record: int) -> str:
+    """Where a record lies, for people: in which file and unit, and of which part.
+
+    `record` counts those of all parts of a `DrawnSource`, one behind the other.
+    """
+    if isinstance(source, DrawnSource):
+        part, inside = source.records.find(record)
+        parts = source.records.parts
+        words = place_of(parts[part], inside)
+        return f"{words}, part {part + 1} of {len(parts)}" if len(parts) > 1 else words
+    units = source.units
+    number = bisect_right(units, record, key=lambda unit: unit.offset) - 1
+    if number < 0:  # of a Source that names no units
+        return f"record {record}"
+    return f"record {record - units[number].offset} of {units[number].uri}"
+
+
 class Joined:
     """The records of several Sources, numbered through. Their tensors must go together."""
 
@@ -138,6 +164,11 @@ class Joined:
                 f"records of {len(batches)} of the {len(self.parts)} parts do not make a batch: {error}",
                 hint="feed has to give tensors of the same names, types and shapes for all of them",
             ) from error
+
+    def find(self, record: int) -> tuple[int, int]:
+        """The part that holds `record`, and its number there."""
+        number = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return number, record - int(self._starts[number])
 
     def prefetch(self, indices: Indices) -> None:
         for number, _, wanted in self._shares(indices):

@@ -30,7 +30,7 @@ def is_image_folder(folder: Path) -> bool:
 
 
 class ImageRecords:
-    ranged = True
+    ranged = forks = True
     schema = SCHEMA
 
     def __init__(self, folder: Path) -> None:

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
 from trueline.data.together import all_together
+from trueline.data.whole import PLAN, check_whole
 from trueline.errors import DataError, listed
 
 Uri = str | os.PathLike[str]
@@ -99,14 +100,15 @@ def local_path(uri: Uri) -> Path:
     return Path(unquote(urlsplit(text).path)) if "://" in text else Path(text)
 
 
-def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
+def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, whole: bool = True) -> list[File]:
     """The files of `uris`, in the order given; of folders those that end in one of `suffixes`, by name.
 
     A file that is named outright is taken whatever its ending. Raises DataError for what does not exist, for a folder
-    without such files, and for a file that is meant twice.
+    without such files, for a file that is meant twice, and, if `whole`, for a folder that was written in part.
     """
-    every = all_together(partial(_listed, suffixes), uris) if any(map(is_remote, uris)) else None
-    found = list(chain.from_iterable(every or (_listed(suffixes, uri) for uri in uris)))
+    listed_one = partial(_listed, suffixes, whole)
+    every = all_together(listed_one, uris) if any(map(is_remote, uris)) else None
+    found = list(chain.from_iterable(every or map(listed_one, uris)))
     seen: set[str] = set()
     for file in found:
         identity = os.path.realpath(file.path) if file.path else file.uri
@@ -118,11 +120,14 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str]) -> list[File]:
     return found
 
 
-def _listed(suffixes: Sequence[str], uri: Uri) -> list[File]:
+def _listed(suffixes: Sequence[str], whole: bool, uri: Uri) -> list[File]:
     if is_remote(uri):
         from trueline.data.remote import list_store
 
-        return list_store(os.fspath(uri), suffixes)
+        return list_store(os.fspath(uri), suffixes, whole=whole)
+    folder = local_path(uri)
+    if whole and (folder / PLAN).exists():
+        check_whole(str(uri), os.listdir(folder), lambda name: (folder / name).read_bytes())
     return [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
 
 

@@ -17,7 +17,8 @@ from trueline.data.recordio import RecordIoFormat
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.resident import Tables
 from trueline.data.sql import is_sql
-from trueline.data.write import COMMIT, RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
+from trueline.data.whole import COMMIT, PLAN
+from trueline.data.write import RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
 from trueline.errors import DataError
 
 Advanced = Callable[[int, int], None]
@@ -94,11 +95,15 @@ def _note(found: Records) -> str:
 
 
 def differing(where: Uri) -> list[Quarantined]:
-    """The parts of the folder `where` that are not what its commit list says; none where there is no such list."""
-    facts = committed(where) if may_be_folder(where) else None
-    if facts is None:
+    """The parts of the folder `where` that are not what its commit list says; none where nobody has planned any."""
+    if not may_be_folder(where):
         return []
-    folder, faults = folder_at(where), []
+    folder, faults = folder_at(where), list[Quarantined]()
+    facts = committed(where)
+    if facts is None:
+        unfinished = PLAN in folder.names()
+        why = f"who wrote it has not finished it: it has {PLAN} and no {COMMIT}"
+        return [Quarantined(fspath(where), "folder", 0, why)] if unfinished else []
     for part in facts["parts"]:
         data = folder.get(part["name"])
         if data is None:

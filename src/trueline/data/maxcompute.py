@@ -10,7 +10,8 @@ when this was written: it is tested against a fake of the reader.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
@@ -60,10 +61,19 @@ class OdpsTable(Protocol):
 
 
 class MaxComputeRecords:
+    """`again` opens the table a second time, for a fork of this process; without it a fork cannot read."""
+
     ranged = True
 
-    def __init__(self, table: OdpsTable, *, partition: str | None = None, unit_records: int = UNIT_RECORDS) -> None:
-        self._table, self._partition = table, partition
+    def __init__(
+        self,
+        table: OdpsTable,
+        *,
+        partition: str | None = None,
+        unit_records: int = UNIT_RECORDS,
+        again: Callable[[], OdpsTable] | None = None,
+    ) -> None:
+        self._opened, self._again, self._partition = (os.getpid(), table), again, partition
         self.where = f"odps table {table.name}" + (f" partition {partition}" if partition else "")
         self._schema = pa.schema([(one.name, self._type(one)) for one in table.table_schema.simple_columns])
         self._count = self._counted()
@@ -71,6 +81,17 @@ class MaxComputeRecords:
             Unit(uri=f"{self.where}#{at}", offset=at, count=min(unit_records, self._count - at))
             for at in range(0, self._count, unit_records)
         ]
+
+    @property
+    def forks(self) -> bool:
+        return self._again is not None
+
+    @property
+    def _table(self) -> OdpsTable:
+        pid, table = self._opened
+        if pid != os.getpid() and self._again is not None:
+            self._opened = os.getpid(), (table := self._again())
+        return table
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -128,8 +149,13 @@ def open_table(uri: str) -> MaxComputeRecords:
     if not parts.netloc or not name:
         raise DataError(f"'{uri}' names no table", hint="odps://PROJECT/TABLE?partition=day=20260131")
     try:
-        account = import_module("odps").ODPS.from_environments()
+        odps = import_module("odps").ODPS
     except ImportError as error:
         raise DataError(f"MaxCompute tables need the package pyodps: {error}", hint="pip install pyodps") from error
+
+    def opened() -> OdpsTable:
+        found: OdpsTable = odps.from_environments().get_table(name, project=parts.netloc)
+        return found
+
     partition = parse_qs(parts.query).get("partition", [""])[0]
-    return MaxComputeRecords(account.get_table(name, project=parts.netloc), partition=partition or None)
+    return MaxComputeRecords(opened(), partition=partition or None, again=opened)

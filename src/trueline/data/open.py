@@ -75,7 +75,7 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
     if chosen not in FORMATS:
         raise DataError(f"'{chosen}' is no format of records (there are: {listed(FORMATS)})")
     suffixes = FORMATS[chosen][0]
-    return FileRecords(format_named(chosen), list_files(given, suffixes), on_bad=on_bad)
+    return FileRecords(format_named(chosen), list_files(given, suffixes, whole=on_bad == "stop"), on_bad=on_bad)
 
 
 def format_named(name: str) -> Format:

@@ -32,10 +32,11 @@ _MAGIC = b"PAR1"
 _END = struct.Struct("<I4s")
 _BYTES = (pa.binary(), pa.large_binary())
 _FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
-_BUFFER_BYTES, _STORE_BYTES = 256 << 10, 4 << 20
+_BUFFER_BYTES, _STORE_BYTES = 64 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
 _PIECE_BYTES = 4 << 20
-"""Decoded at a time for who reads in order."""
+"""Decoded at a time for who reads in order. Smaller pieces are decoded in less time, but what comes between them then
+finds nothing of its own at hand any more: in all that takes longer."""
 
 
 class ParquetFormat:
@@ -90,7 +91,9 @@ class ParquetFormat:
 
     def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
         with self._opened(file, [part]) as found:
-            table = self._valid(file, part, found.read_row_group(part.at, use_threads=False))
+            table = found.read_row_group(part.at, use_threads=False)
+            if (file.uri, file.stamp, part.at) not in self._verified:
+                _validate(table, _unsure(table.schema))
         self._remember(file, part)
         if len(table) != part.count:
             return table  # the caller says that the file lies
@@ -105,11 +108,19 @@ class ParquetFormat:
         """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
         num_bytes = found.metadata.row_group(part.at).total_byte_size
         if num_bytes <= _PIECE_BYTES:
-            yield self._valid(file, part, found.read_row_group(part.at, use_threads=False))
+            tables = iter([found.read_row_group(part.at, use_threads=False)])
         else:
             many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
             batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
-            yield from (self._valid(file, part, pa.Table.from_batches([batch])) for batch in batches)
+            tables = (pa.Table.from_batches([batch]) for batch in batches)
+        if (file.uri, file.stamp, part.at) in self._verified:
+            yield from tables
+            return
+        unsure: list[int] | None = None
+        for table in tables:
+            unsure = _unsure(table.schema) if unsure is None else unsure
+            _validate(table, unsure)
+            yield table
         self._remember(file, part)
 
     @contextmanager
@@ -118,7 +129,9 @@ class ParquetFormat:
         verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
         options = {"metadata": self._footer(file), "page_checksum_verification": verify}
         if file.path is not None:
-            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, **options) as found:
+            # Without pre_buffer, by which other threads read all of a row group first: bytes are decoded while they are
+            # at hand, and no more of them are held.
+            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as found:
                 yield found
         else:
             with file.open() as opened, pq.ParquetFile(opened, buffer_size=_STORE_BYTES, **options) as found:
@@ -139,18 +152,22 @@ class ParquetFormat:
             while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
                 self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
 
-    def _valid(self, file: File, part: Part, table: pa.Table) -> pa.Table:
-        """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
-        if (file.uri, file.stamp, part.at) not in self._verified:
-            for column in table.columns:
-                if not pa.types.is_primitive(column.type) and column.type not in _BYTES:
-                    column.validate(full=True)
-        return table
-
     def _remember(self, file: File, part: Part) -> None:
         if len(self._verified) >= _VERIFIED:
             self._verified.clear()  # to compare once more costs less than to remember every group of a large store
         self._verified.add((file.uri, file.stamp, part.at))
+
+
+def _unsure(schema: pa.Schema) -> list[int]:
+    """Columns that may hold texts."""
+    kinds = [field.type for field in schema]
+    return [at for at, kind in enumerate(kinds) if not pa.types.is_primitive(kind) and kind not in _BYTES]
+
+
+def _validate(table: pa.Table, columns: Sequence[int]) -> None:
+    """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
+    for at in columns:
+        table.column(at).validate(full=True)
 
 
 def _complaint(file: File) -> str:

@@ -61,8 +61,7 @@ def reader_of(
 ) -> SeededReader | Readers:
     """Who reads `source` for a worker: `readers` processes if that can be, else this process.
 
-    It can where a fork may go on with what this process has opened: map-style Datasets, files of this machine, and
-    databases, whose connections are closed after each read.
+    It can where a fork may go on with what this process has opened, or opens it again for itself (`Records.forks`).
     """
     if readers and _forks(source):
         return Readers(source, seed, place, count=readers)

@@ -33,6 +33,7 @@ DMLC_MAGIC, DMLC_EARLY = 0xCED7230A, 0x3ED7230A
 HEADER = struct.Struct("<5I")
 COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _UNIT_RECORDS = 4096
+_UNIT_BYTES = 4 << 20
 _WHOLE, _FIRST, _LAST = 0, 1, 3
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -62,7 +63,7 @@ class RecordIoFormat:
         if magic in (DMLC_MAGIC, DMLC_EARLY):
             starts = indexed(file, "dmlc", lambda: {"starts": dmlc_starts(file)})["starts"].astype(np.int64)
             self._starts[file.uri, file.stamp] = starts
-            return Listed(SCHEMA, _runs(starts))
+            return Listed(SCHEMA, list(_runs(starts)))
         raise DataError(
             f"{file.uri} is not RecordIO: it begins with {start!r}, "
             f"expected {MAGIC.to_bytes(4, 'little')!r} or {DMLC_MAGIC.to_bytes(4, 'little')!r}"
@@ -164,11 +165,14 @@ def _binary(offsets: Ints, values: pa.Buffer) -> pa.Array:
     return pa.BinaryArray.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
-def _runs(starts: Ints) -> list[Part]:
-    count = len(starts) - 1
-    return [
-        Part(min(_UNIT_RECORDS, count - first), int(starts[first]), first) for first in range(0, count, _UNIT_RECORDS)
-    ]
+def _runs(starts: Ints) -> Iterator[Part]:
+    """Cut where a unit would pass 4096 records or 4 MiB, if it has more than one: it is read whole."""
+    first, count = 0, len(starts) - 1
+    while first < count:
+        fitting = int(np.searchsorted(starts, starts[first] + _UNIT_BYTES, side="right")) - 1
+        stop = min(max(fitting, first + 1), first + _UNIT_RECORDS, count)
+        yield Part(stop - first, int(starts[first]), first)
+        first = stop
 
 
 def dmlc_starts(file: File) -> Ints:

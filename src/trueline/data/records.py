@@ -50,6 +50,11 @@ class Records(Protocol):
         """Whether a few records of a unit cost much less than all of it."""
         ...
 
+    @property
+    def forks(self) -> bool:
+        """Whether a fork of the process that opened them may load, over connections of its own if it needs any."""
+        ...
+
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         """Records [start, stop) of the unit `number`, both counted from 0. Raises DataError."""
         ...
@@ -149,6 +154,9 @@ class FileRecords:
     """Records of `files` in one format. `on_bad`: "stop" raises; "files" leaves out files that cannot be listed and
     reports them; "quarantine" does so with units that cannot be read too, and reads every unit once, here."""
 
+    forks = True
+    """No connection stays open between two reads of files here, and a `Store` is reached by each process for itself."""
+
     def __init__(self, format: Format, files: Sequence[File], *, on_bad: OnBad = "stop") -> None:
         self.format = format
         self.quarantined: list[Quarantined] = []
@@ -157,7 +165,7 @@ class FileRecords:
         self._schema: pa.Schema | None = None
         self._first: File | None = None
         self.local = all(file.path is not None for file in files)
-        """Whether all of them are files of this machine: no connection stays open between two reads."""
+        """Whether all of them are files of this machine."""
         for file, listing in zip(files, self._listings(files), strict=True):
             try:
                 self._add(file, listing)

@@ -17,14 +17,16 @@ from trueline.data.cache import BlockCache
 from trueline.data.index import cache_folder
 from trueline.data.listing import File, visible
 from trueline.data.store import Patience, Place, Store, found_below, redacted, shown, stamp_of
+from trueline.data.whole import check_whole
 from trueline.errors import DataError, listed
 
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"
 _DEFAULT_CACHE_BYTES = 20 << 30
 
 
-def list_store(uri: str, suffixes: Sequence[str], *, store: Store | None = None) -> list[File]:
-    """The objects of `uri`: one, those that match a pattern, or those below a folder. Raises DataError."""
+def list_store(uri: str, suffixes: Sequence[str], *, store: Store | None = None, whole: bool = False) -> list[File]:
+    """The objects of `uri`: one, those that match a pattern, or those below a folder. Raises DataError, if `whole` also
+    for a folder that was written in part."""
     fs, root = opened(uri)
     store = store or Store(fs, Patience(), _shared_cache())
     scheme = urlsplit(uri).scheme
@@ -32,6 +34,10 @@ def list_store(uri: str, suffixes: Sequence[str], *, store: Store | None = None)
     pattern = any(sign in root for sign in "*?[")
     top = root.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0] if pattern else root
     infos = store.patience.ask(partial(found_below, store.fs, top), where)
+    if whole and not pattern:
+        below = root.rstrip("/") + "/"
+        names = [key.removeprefix(below) for key in infos]
+        check_whole(where, names, lambda name: store.patience.ask(partial(store.fs.cat_file, below + name), where))
     if pattern:
         chosen = {key: one for key, one in infos.items() if fnmatch.fnmatchcase(key, root)}
     elif list(infos) == [root]:

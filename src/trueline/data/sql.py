@@ -44,6 +44,8 @@ class SqlRecords:
     """Rows of `table` in the order of `key`. `url` is SQLAlchemy's; both names may stand in its query instead."""
 
     ranged = True
+    forks = True
+    """No connection stays open between two reads."""
 
     def __init__(self, url: str, *, table: str = "", key: str = "", unit_records: int = UNIT_RECORDS) -> None:
         from sqlalchemy import create_engine, make_url

@@ -7,12 +7,14 @@ from the store's own environment or from fsspec's configuration (`FSSPEC_S3_KEY`
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from threading import Lock
 from typing import Any, TypeVar
 
 from trueline import events
@@ -68,12 +70,31 @@ class Patience:
         raise AssertionError("attempts is at least 1")
 
 
-@dataclass(frozen=True, slots=True)
 class Store:
-    fs: Any = field(repr=False)
-    patience: Patience = field(default_factory=Patience)
-    cache: BlockCache | None = field(default=None, repr=False)
-    block_bytes: int = BLOCK_BYTES
+    """A store as this process reaches it: a fork of the process that opened it makes connections of its own."""
+
+    def __init__(
+        self, fs: Any, patience: Patience | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self.patience = patience or Patience()
+        self.cache = cache
+        self.block_bytes = block_bytes
+        self._opened = [(os.getpid(), fs)]
+        """By whom; the parent's stays, since to let go of it is to close its connections."""
+        self._lock = Lock()
+
+    @property
+    def fs(self) -> Any:
+        """fsspec's file system."""
+        pid, fs = self._opened[-1]
+        if pid == os.getpid():
+            return fs
+        with self._lock:
+            pid, fs = self._opened[-1]
+            if pid != os.getpid():
+                fs = type(fs)(*fs.storage_args, **fs.storage_options)
+                self._opened.append((os.getpid(), fs))
+        return fs
 
 
 @dataclass(frozen=True, slots=True)

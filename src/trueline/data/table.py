@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from trueline.data.records import FileRecords, Records
+from trueline.data.records import Records
 from trueline.data.resident import Tables, run_of
 from trueline.data.source import Batch, Unit, check_indices
-from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,8 +52,8 @@ class TableSource:
 
     @property
     def forks(self) -> bool:
-        """Whether a fork of this process may read on: no connection stays open between two reads."""
-        return isinstance(self.records, SqlRecords) or (isinstance(self.records, FileRecords) and self.records.local)
+        """Whether a fork of this process may read on, over connections of its own if it needs any."""
+        return self.records.forks
 
     @property
     def num_records(self) -> int:
@@ -107,7 +106,7 @@ class TableSource:
                 f"{self._what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
             count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
             raise DataError(f"{self._what} returned a {type(found).__name__}{count}, expected (inputs, labels)")
         inputs, labels = found

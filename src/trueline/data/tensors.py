@@ -36,6 +36,7 @@ _DTYPES = {
         pa.float16(), pa.float32(), pa.float64(),
     )
 }  # fmt: skip
+_CHUNKED = pa.ChunkedArray
 _BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
@@ -48,12 +49,15 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
     everything else.
     """
     from_numpy = _from_numpy()
-    array = _in_one_piece(column)
-    kind = array.type
+    array = column.chunk(0) if type(column) is _CHUNKED and column.num_chunks == 1 else _in_one_piece(column)
     if array.null_count:
         raise DataError(f"column '{name}' has {array.null_count} records without a value", hint=FEED)
-    if kind.id in _DTYPES or kind.id in _BINARY:  # most columns
-        return from_numpy(_values(array, name))
+    kind = array.type
+    dtype = _DTYPES.get(kind.id)
+    if dtype is not None:  # most columns
+        return from_numpy(_numbers(array, dtype))
+    if kind.id in _BINARY:
+        return from_numpy(_bytes(array, kind, name))
     shape = [len(array)]
     while is_list(kind):
         shape.append(_list_length(array, name))
@@ -102,17 +106,17 @@ def _one_length(offsets: Any, name: str, what: str) -> int:
         return 0
     first = int(offsets[0])
     length = (int(offsets[count]) - first) // count
-    if (offsets - first).tobytes() != _even(count, length, offsets.dtype.char):
+    if offsets.tobytes() != _even(count, length, first, offsets.dtype.char):
         lengths = np.diff(offsets)
         low, high = lengths.min(), lengths.max()
         raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=FEED)
     return length
 
 
-@lru_cache(maxsize=8)
-def _even(count: int, length: int, dtype: str) -> bytes:
-    """The offsets of values of one length, from 0."""
-    return (np.arange(count + 1) * length).astype(dtype).tobytes()
+@lru_cache(maxsize=64)
+def _even(count: int, length: int, first: int, dtype: str) -> bytes:
+    """The offsets of values of one length, from `first`: the same few for the batches of each piece of a file."""
+    return (first + np.arange(count + 1) * length).astype(dtype).tobytes()
 
 
 def _values(array: Any, name: str) -> Array:
@@ -120,14 +124,18 @@ def _values(array: Any, name: str) -> Array:
     kind = array.type
     dtype = _DTYPES.get(kind.id)
     if dtype is not None:
-        count = len(array)
-        return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (count,))
+        return _numbers(array, dtype)
     if kind.id in _BINARY:
         return _bytes(array, kind, name)
     if not pa.types.is_boolean(kind):  # bits in Arrow
         raise DataError(f"column '{name}' is {kind}, which makes no tensor by itself", hint=FEED)
     found: Array = array.to_numpy(zero_copy_only=False)
     return found
+
+
+def _numbers(array: Any, dtype: np.dtype[Any]) -> Array:
+    """The numbers of an array, [n]."""
+    return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (len(array),))
 
 
 def _bytes(array: Any, kind: Any, name: str) -> Array:

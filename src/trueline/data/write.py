@@ -9,8 +9,9 @@ stays, also when the second was frozen for an hour and computes other numbers. O
 a store by a PUT with `If-None-Match: *`. Which stores refuse such a PUT is tried, not believed. Where one does not,
 a writer looks before it writes, and one that is frozen between the two still replaces the part.
 
-Who starts again writes what is missing. A reader may trust a folder that has its commit list; names that begin with `_`
-hold no records. Local folders and every store of fsspec. Source: RFC 9110, section 13.1.2.
+Who starts again writes what is missing. A folder without its commit list, or with less than that names, is not read
+(`whole.py`); names that begin with `_` hold no records. Local folders and every store of fsspec. Source: RFC 9110,
+section 13.1.2.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import pyarrow as pa
 from trueline import events, files
 from trueline.data.listing import Uri, is_remote, local_path
 from trueline.data.packing import PACKERS, pack
+from trueline.data.whole import COMMIT, PLAN
 from trueline.errors import DataError, StorageError, listed
 
 RANGE_RECORDS = 65536
-COMMIT, PLAN, TWICE = "_commit.json", "_plan.json", "_twice"
+TWICE = "_twice"
 _TWICE = b"Written a second time by each writer at its start, to see whether this store refuses that.\n"
 
 

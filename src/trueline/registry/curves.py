@@ -57,7 +57,8 @@ class Curves:
                 self.deaths += 1
                 self._add("deaths", self.deaths, at, self.step)
             case "record.set_aside":
-                self.tags[f"trueline.set_aside.{fields['record']}"] = str(fields.get("why", ""))[:4000]
+                said = ": ".join(str(fields[name]) for name in ("where", "why") if fields.get(name))
+                self.tags[f"trueline.set_aside.{fields['record']}"] = said[:4000]
             case "job.finished" | "job.failed" | "job.stopping" | "launcher.ended":
                 if self.end:  # how it ended stays; what follows is tidying up
                     return

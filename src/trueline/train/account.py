@@ -17,7 +17,7 @@ import numpy as np
 from trueline.events import Field
 from trueline.train import ledger
 from trueline.train.journal import Row
-from trueline.train.plan import order_of
+from trueline.train.plan import DRAWN, order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
@@ -28,6 +28,7 @@ RATE_S = 10.0
 _COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
 _TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
+_NAMED = ("set_aside", "set_aside_of")
 _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
 
@@ -135,13 +136,12 @@ class Account:
             self._enter_step(applied, found, now)
         for signed in progress.certificates:
             certificate = {name: getattr(signed, name) for name in _SIGNED}
-            if signed.set_aside:
-                certificate["set_aside"] = list(signed.set_aside)
+            certificate |= {name: list(getattr(signed, name)) for name in _NAMED if getattr(signed, name)}
             if self.certificates.get(signed.epoch) != certificate:
                 self.certificates[signed.epoch] = certificate
                 found.rows.append(("EPOCH", certificate))
-                aside = json.dumps(list(signed.set_aside))
-                found.told.append(("epoch.certified", {**certificate, "set_aside": aside}))
+                aside = {name: json.dumps(certificate[name]) for name in _NAMED if name in certificate}
+                found.told.append(("epoch.certified", {**certificate, "set_aside": "[]", **aside}))
         for evaluated in progress.evaluations:
             evaluation = {name: getattr(evaluated, name) for name in _EVALUATED}
             if evaluated.step not in self.evaluations:
@@ -214,7 +214,8 @@ class Account:
             steps = min(epoch_steps, self.last_step - epoch * epoch_steps)
             out = sorted(set(certificate.get("set_aside", ())))
             planned = planned_records(job, self.num_records, self.blocks, epoch=epoch, steps=steps, named=out)
-            wrong = certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside)
+            drawn = self.blocks == DRAWN
+            wrong = certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside, drawn=drawn)
             found += [f"epoch {epoch}: {fault}" for fault in wrong]
         return found
 
@@ -238,7 +239,7 @@ class Account:
             "reading_s": self.reading_s,
             "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
-            "set_aside": [{"record": record, "why": why} for record, why in sorted(state.set_aside.items())],
+            "set_aside": state.reported(),
             "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
         }
 
@@ -260,7 +261,7 @@ class Planned:
     digest: int
     whole: bool
     out: tuple[int, ...] = ()
-    """Which of the records that a certificate names as left out are among them."""
+    """Which of those that a certificate names as left out are among them."""
 
 
 def planned_records(
@@ -285,16 +286,27 @@ def planned_records(
 
 
 def certificate_faults(
-    certificate: dict[str, Any], *, steps: int, planned: Planned, set_aside: Collection[int] = ()
+    certificate: dict[str, Any],
+    *,
+    steps: int,
+    planned: Planned,
+    set_aside: Collection[int] = (),
+    drawn: bool = False,
 ) -> list[str]:
     """What a certificate shows to be wrong with an epoch: nothing, when each planned record was applied exactly once.
 
     Records may be left out if the certificate names them and the master has set them aside. What it names counts as
-    not applied; a record that was applied before it was set aside is not named.
+    not applied; a record that was applied before it was set aside is not named. Where the source has an order of its
+    own (`drawn`), it names positions, and beside them the records that would have stood there, as all members have
+    computed them: a step in which two did so differently is not applied.
     """
-    out = planned.out
+    out, named, of = planned.out, certificate.get("set_aside", ()), certificate.get("set_aside_of", ())
+    if of and (not drawn or len(of) != len(named)):
+        return [f"{len(named)} records were left out and {len(of)} are said to have stood there"]
+    origins = dict(zip(named, of or named, strict=True))
     digest = (planned.digest - ledger.digest(np.array(out, dtype=np.int64))) % (1 << ledger.DIGEST_BITS)
-    faults = [f"record {record} was left out and nobody has set it aside" for record in out if record not in set_aside]
+    unasked = sorted({origins[one] for one in out} - set(set_aside))
+    faults = [f"record {record} was left out and nobody has set it aside" for record in unasked]
     if certificate["records"] + len(out) != planned.records:
         aside = f" and {len(out)} set aside" if out else ""
         faults.append(f"{certificate['records']} records were applied{aside}, planned were {planned.records}")

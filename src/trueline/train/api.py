@@ -28,6 +28,7 @@ from trueline.train import wanted as settled
 from trueline.train.journal import Journal
 from trueline.train.launch import LocalJob
 from trueline.train.settings import Fault, JobSettings, parse_workers
+from trueline.train.status import said_of
 from trueline.train.wanted import Wanted
 
 USUAL_WORKERS = 3
@@ -74,7 +75,7 @@ class Summary:
             f"{counted(facts['workers_started'], 'worker')} started, {counted(facts['generations'], 'generation')}",
             f"{self._claim()} ({self._evidence()})",
         ]
-        lines += [f"set aside: record {one['record']}: {one['why']}" for one in facts.get("set_aside") or ()]
+        lines += map(said_of, facts.get("set_aside") or ())
         lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
         if facts.get("best"):
             lines.append(self._best(facts["best"]))
@@ -103,7 +104,11 @@ class Summary:
 
     def _left_out(self) -> str:
         aside = self.facts.get("set_aside") or []
-        return f" but {len(aside)} that failed wherever {'they' if len(aside) > 1 else 'it'} went" if aside else ""
+        if not aside:
+            return ""
+        drawn = any(certificate.get("set_aside_of") for certificate in self.facts["certificates"])
+        which = f"but the draws of {len(aside)}" if drawn else f"but {len(aside)}"
+        return f" {which} that failed wherever {'they' if len(aside) > 1 else 'it'} went"
 
     def _best(self, best: dict[str, Any]) -> str:
         values = ", ".join(f"{name} {value:.4g}" for name, value in [("loss", best["loss"]), *best["metrics"].items()])

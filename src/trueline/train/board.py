@@ -39,7 +39,7 @@ _WORDS = {
     "worker.leaving": "{worker} leaves as planned",
     "view.published": "generation {generation}: {workers} workers ({why})",
     "record.suspected": "record {record} is suspected: {why}",
-    "record.set_aside": "record {record} is set aside: {why}",
+    "record.set_aside": "record {record} ({where}) is set aside: {why}",
     "job.scaled": "from {before} to {workers} workers: {why}",
     "job.failed": "the job failed: {why}",
     "job.finished": "the job is finished",
@@ -273,7 +273,8 @@ class Board:
     def _set_aside(self, fields: Fields, at: float) -> None:
         record = int(_number(fields, "record"))
         self.suspected.pop(record, None)
-        self.set_aside[record] = str(fields.get("why", ""))
+        where, why = str(fields.get("where", "")), str(fields.get("why", ""))
+        self.set_aside[record] = f"{where}: {why}" if where else why
 
     def _finished(self, fields: Fields, at: float) -> None:
         self.lanes.ended(at, "finished")

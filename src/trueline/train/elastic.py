@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from trueline import events
+from trueline.data.drawn import drawn_by
 from trueline.data.readers import reader_of
 from trueline.data.source import Batch, Source, as_source
 from trueline.errors import RecordsMiscounted, TrainError, UsageError
@@ -85,6 +86,7 @@ class Elastic:
             seed=seed,
             micro_batch=shard,
             blocks=options.blocks(source),
+            drawn=drawn_by(source),
         )
         place = functools.partial(devices.placed_batch, device=devices.of_model(model))
         self._source, self._reader = source, reader_of(source, seed, place, readers=options.readers)
@@ -104,7 +106,7 @@ class Elastic:
         self._intake = Intake(self._plan, self._reader, self._fellows, self._pace, seed, kind.draws or shard > 0)
         self._healing = Healing(self._replica, self._fellows, self._faults)
         self._keeper, self._validation = keeper, validation
-        self._trials = Trials(link, self._plan, self._reader, self._replica)
+        self._trials = Trials(link, self._plan, source, self._reader, self._replica)
         self._host_waits = devices.of_model(model).type == "cpu"
         """A device computes on when all is on its way, and the hook that says so is not in the main thread."""
         self._batch: StepBatch | None = None
@@ -467,9 +469,9 @@ class Elastic:
         found = self._trials.to_blame(self._at, records)
         if not found:
             raise error
-        for record, why in found.items():
-            self._link.suspect(self._at, [record], why)
-        self._abandon(f"records {sorted(found)} failed")
+        for one in found:
+            self._link.suspect(self._at, one.record, one.why, one.where)
+        self._abandon(f"records {sorted(one.record for one in found)} failed")
 
     def _blame_loss(self, step: int) -> None:
         """The step's loss is not finite: whoever contributed that looks for the records; nobody applies the step."""

@@ -93,6 +93,7 @@ class Suspect:
     ref: str
     records: tuple[int, ...]
     why: str
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Trying:
 
     ref: str
     record: int
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ def _blame(state: State, gone: Gone, member: Member | None, now: float, policy: 
     if member is None or member.trying < 0:
         return _count(state, gone, member, now, policy)
     state.rotation += 1
-    return accuse(state, [member.trying], gone.ref, f"{gone.why} while record {member.trying} was tried", policy)
+    why = f"{gone.why} while record {member.trying} was tried"
+    return accuse(state, [member.trying], gone.ref, why, policy, member.trying_where)
 
 
 def _count(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:

@@ -101,8 +101,10 @@ def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
             state.quarantined[body["slot"]] = body["why"]
         case "SUSPECT":
             state.suspects.setdefault(body["record"], {})[body["worker"]] = body["why"]
+            state.places[body["record"]] = body.get("where", "")
         case "POISON":
             state.set_aside[body["record"]] = body["why"]
+            state.places[body["record"]] = body.get("where", "")
 
 
 def _apply_view(state: State, body: dict[str, Any], now: float) -> None:

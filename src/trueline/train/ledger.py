@@ -19,7 +19,6 @@ Torch-free: the master uses it to know what an epoch's digest has to be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +112,15 @@ def check(summed: list[float], *, records: int, plan_digest: int, generation: in
     return Sums(count=count, digest=found, wishes=wishes, loss=summed[8] / max(count, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What of a step was set aside: its ids in the plan, and which records of the source would have stood there. The
+    two differ where the source has an order of its own."""
+
+    ids: tuple[int, ...] = ()
+    of: tuple[int, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
     """What has been applied so far. It travels with the parameters: into checkpoints and to joining workers."""
@@ -124,7 +132,9 @@ class Ledger:
     epoch_records: int = 0
     epoch_digest: int = 0
     epoch_left_out: list[int] = field(default_factory=list)
-    """Records of its applied steps that were set aside."""
+    """Ids of its applied steps that were set aside,"""
+    epoch_left_out_of: list[int] = field(default_factory=list)
+    """and the records of the source that they stand for."""
     tally: npt.NDArray[np.int32] | None = None
     """Applications of each record in the current epoch, as counted by the gradients; None: too many records."""
     certificates: list[dict[str, Any]] = field(default_factory=list)
@@ -136,9 +146,11 @@ class Ledger:
         """True when an evaluation ended the job."""
         return bool(self.evaluations) and bool(self.evaluations[-1]["stop"])
 
-    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None, left_out: Sequence[int] = ()) -> None:
+    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None, left_out: LeftOut | None = None) -> None:
         """Enters an applied step. `tally` is how often each record was in it, `left_out` what was set aside of it."""
-        self.epoch_left_out += left_out
+        if left_out is not None:
+            self.epoch_left_out += left_out.ids
+            self.epoch_left_out_of += left_out.of
         self.steps += 1
         self.epoch_steps += 1
         self.epoch_records += sums.count
@@ -152,6 +164,8 @@ class Ledger:
         `partial`: the job was stopped within it, so that records may have been applied no time.
         """
         kept = None if self.tally is None else np.delete(self.tally, self.epoch_left_out)
+        named = sorted(zip(self.epoch_left_out, self.epoch_left_out_of, strict=True))
+        out, out_of = [one for one, _ in named], [one for _, one in named]
         certificate = {
             "epoch": epoch,
             "steps": self.epoch_steps,
@@ -159,11 +173,12 @@ class Ledger:
             "digest": self.epoch_digest,
             "tally_min": -1 if kept is None or partial or not len(kept) else int(kept.min()),
             "tally_max": -1 if self.tally is None else int(self.tally.max()),
-            "set_aside": sorted(self.epoch_left_out),
+            "set_aside": out,
+            "set_aside_of": out_of if out_of != out else [],
         }
         self.certificates.append(certificate)
         self.epoch_steps = self.epoch_records = self.epoch_digest = 0
-        self.epoch_left_out = []
+        self.epoch_left_out, self.epoch_left_out_of = [], []
         if self.tally is not None:
             self.tally[:] = 0
         return certificate
@@ -176,6 +191,7 @@ class Ledger:
             "epoch_records": self.epoch_records,
             "epoch_digest": self.epoch_digest,
             "epoch_left_out": list(self.epoch_left_out),
+            "epoch_left_out_of": list(self.epoch_left_out_of),
             "tally": None if self.tally is None else self.tally.copy(),
             "certificates": [dict(certificate) for certificate in self.certificates],
             "evaluations": [dict(evaluation) for evaluation in self.evaluations],
@@ -183,7 +199,7 @@ class Ledger:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> Ledger:
-        found = dict(tree)
+        found = {"epoch_left_out_of": list(tree["epoch_left_out"]), **tree}
         if found["tally"] is not None:
             found["tally"] = np.array(found["tally"], dtype=np.int32)
         return cls(**found)

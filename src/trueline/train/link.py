@@ -91,11 +91,11 @@ class Link(Protocol):
         """What this worker is at from now on; the master sees it in the next heartbeat."""
         ...
 
-    def suspect(self, step: int, records: list[int], why: str) -> None:
-        """One vote against each of the records."""
+    def suspect(self, step: int, record: int, why: str, where: str) -> None:
+        """One vote against `record`, which lies `where` (part, file and record in it)."""
         ...
 
-    def trying(self, step: int, record: int) -> None:
+    def trying(self, step: int, record: int, where: str) -> None:
         """Waits until the master knows that `record` is about to be tried; -1: the trial is over."""
         ...
 
@@ -210,11 +210,11 @@ class MasterLink:
     def doing(self, phase: str) -> None:
         self._phase, self._since = phase, time.monotonic()
 
-    def suspect(self, step: int, records: list[int], why: str) -> None:
-        self._call(self._master.Suspect, pb.Suspicion(ref=self.ref, step=step, records=records, why=why))
+    def suspect(self, step: int, record: int, why: str, where: str) -> None:
+        self._call(self._master.Suspect, pb.Suspicion(ref=self.ref, step=step, records=[record], why=why, where=where))
 
-    def trying(self, step: int, record: int) -> None:
-        self._call(self._master.Try, pb.Trial(ref=self.ref, step=step, record=record))
+    def trying(self, step: int, record: int, where: str) -> None:
+        self._call(self._master.Try, pb.Trial(ref=self.ref, step=step, record=record, where=where))
 
     def certify(self, certificates: list[pb.Certificate]) -> None:
         self._certificates.extend(certificates)
@@ -343,13 +343,13 @@ class Solo:
     def doing(self, phase: str) -> None:
         return
 
-    def suspect(self, step: int, records: list[int], why: str) -> None:
+    def suspect(self, step: int, record: int, why: str, where: str) -> None:
         """Alone there is nobody else to try: one vote decides."""
         generation = 1 if self._view is None else self._view.generation + 1
-        aside = sorted({*(self._view.set_aside if self._view is not None else ()), *records})
+        aside = sorted({*(self._view.set_aside if self._view is not None else ()), record})
         self._view = pb.View(generation=generation, members=[self.ref], cut_below=generation, set_aside=aside)
 
-    def trying(self, step: int, record: int) -> None:
+    def trying(self, step: int, record: int, where: str) -> None:
         return
 
     def certify(self, certificates: list[pb.Certificate]) -> None:

@@ -66,7 +66,7 @@ def _told(state: State, member: Member, event: h.Told, now: float, policy: Polic
             member.leaving = True
             return settle(state, now, policy)
         case h.Trying():
-            member.trying = event.record
+            member.trying, member.trying_where = event.record, event.where
             return []
         case h.Suspect():
             return suspect(state, event, now, policy)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from trueline.data.drawn import DrawnSource
 from trueline.data.source import Source
 from trueline.errors import UsageError
-from trueline.train.plan import IN_ORDER
+from trueline.train.plan import DRAWN, IN_ORDER
 from trueline.train.settings import Shuffle
 
 SHARDS = 8
@@ -62,7 +62,7 @@ class Options:
     def blocks(self, source: Source) -> tuple[int, ...]:
         """The blocks of the source, for the plan of a job. Raises UsageError for an order that would undo its own."""
         if self.shuffle == "none":
-            return IN_ORDER
+            return DRAWN if isinstance(source, DrawnSource) else IN_ORDER
         if isinstance(source, DrawnSource):
             raise UsageError(
                 f"shuffle is '{self.shuffle}', and the data set has an order of its own, which that would undo",

@@ -11,7 +11,7 @@ not end in a shard of one record, which normalization layers refuse. Without sha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,6 +29,8 @@ WINDOW_BLOCKS = 8
 """Blocks of a window at the least, whatever their size: fewer mix badly."""
 IN_ORDER = (0,)
 """Stands for the blocks of a source whose records are taken as they lie: no real block is empty."""
+DRAWN = (-1,)
+"""As `IN_ORDER`, for a source with an order of its own: an id is a position of that order, and not a record."""
 
 
 @lru_cache(maxsize=256)
@@ -38,8 +40,8 @@ def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
     """The order of a job's records: any of them anywhere; with `blocks`, those within windows of some eight; as they
-    lie for `IN_ORDER`."""
-    if tuple(blocks) == IN_ORDER:
+    lie for `IN_ORDER` and `DRAWN`."""
+    if tuple(blocks) in (IN_ORDER, DRAWN):
         return InFileOrder(num_records)
     if not blocks:
         return Permuted(num_records, seed=seed)
@@ -85,11 +87,13 @@ class JobPlan:
     blocks: tuple[int, ...] = ()
     """How many records lie together in the source, for an order in windows of them; empty: any record anywhere."""
     set_aside: tuple[int, ...] = ()
-    """Records that are in no step any more."""
+    """Records of the source that are in no step any more."""
+    drawn: Callable[[Ints, int], Ints] | None = None
+    """Which records of the source stand at ids of an epoch; None: those of the same number."""
     _order: Order | None = None
     _first: int = -1
     _records: list[Ints] = field(default_factory=list)
-    _left_out: list[list[int]] = field(default_factory=list)
+    _left_out: list[ledger.LeftOut] = field(default_factory=list)
     _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _digests: list[int] = field(default_factory=list)
 
@@ -118,10 +122,14 @@ class JobPlan:
         self._reach(step)
         return self._records[step - self._first]
 
-    def left_out(self, step: int) -> list[int]:
-        """Records that would be in `step`, had they not been set aside."""
+    def left_out(self, step: int) -> ledger.LeftOut:
+        """What would be in `step`, had it not been set aside."""
         self._reach(step)
         return self._left_out[step - self._first]
+
+    def origins(self, ids: Ints, *, epoch: int) -> Ints:
+        """The records of the source that stand at `ids` of `epoch`."""
+        return ids if self.drawn is None else self.drawn(ids, epoch)
 
     def digest(self, step: int) -> int:
         """`ledger.digest` of the records of `step`."""
@@ -144,10 +152,14 @@ class JobPlan:
         self._first = step
         steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
         mixed = [parts[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
-        self._left_out = [[] for _ in steps]
+        self._left_out = [ledger.LeftOut() for _ in steps]
         if self.set_aside:
-            kept = [~np.isin(records, self.set_aside) for records in steps]
-            self._left_out = [records[~keep].tolist() for records, keep in zip(steps, kept, strict=True)]
+            origins = [self.origins(records, epoch=epoch) for records in steps]
+            kept = [~np.isin(records, self.set_aside) for records in origins]
+            self._left_out = [
+                ledger.LeftOut(tuple(records[~keep].tolist()), tuple(origin[~keep].tolist()))
+                for records, origin, keep in zip(steps, origins, kept, strict=True)
+            ]
             steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
             mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
         self._records, self._mixed, self._digests = steps, mixed, [ledger.total(parts) for parts in mixed]

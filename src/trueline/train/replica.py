@@ -329,10 +329,10 @@ class Replica:
         for parameter, gradient in zip(self._parameters, reduced.gradients, strict=True):
             parameter.grad = gradient
 
-    def apply(self, sums: books.Sums, measured: float | None = None, *, left_out: Sequence[int] = ()) -> bool:
+    def apply(self, sums: books.Sums, measured: float | None = None, *, left_out: books.LeftOut | None = None) -> bool:
         """Applies the step; False when its gradients overflowed: nothing but their scale has changed.
 
-        `left_out`: records of the step that were set aside.
+        `left_out`: what of the step was set aside.
         `measured`: what an evaluation of the state at hand gave, if there was one.
         """
         if not self.advance.apply(measured, steps=self.ledger.steps):

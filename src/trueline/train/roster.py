@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trueline.engine.contract import make_ref, parse_ref
 from trueline.train.happenings import Action, Log, Publish, Start
@@ -77,6 +77,7 @@ class Member:
     phase_s: float = 0.0
     """For how long it was in it when it was last heard."""
     trying: int = -1
+    trying_where: str = ""
     """The record that it tries alone; -1: none."""
 
     @property
@@ -129,6 +130,8 @@ class State:
     """Votes against records: record -> worker -> why."""
     set_aside: dict[int, str] = field(default_factory=dict)
     """Records that no step trains on any more, and why."""
+    places: dict[int, str] = field(default_factory=dict)
+    """Where those lie that are suspected or set aside: part, file and record in it."""
     committed: int = 0
     """Steps known to be applied."""
     died_at: int = -1
@@ -149,6 +152,11 @@ class State:
     def wanted(self) -> int:
         """Workers that can be had: those wanted without the slots in quarantine."""
         return self.workers - sum(slot < self.workers for slot in self.quarantined)
+
+    def reported(self) -> list[dict[str, Any]]:
+        """What is set aside, for people."""
+        aside = sorted(self.set_aside.items())
+        return [{"record": record, "where": self.places.get(record, ""), "why": why} for record, why in aside]
 
     def goes(self, member: Member) -> bool:
         return member.leaving or member.slot >= self.workers

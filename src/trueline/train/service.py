@@ -121,11 +121,11 @@ class Service(pb_grpc.MasterServicer):
         return pb.Ack()
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
-        await self._tell(h.Suspect(request.ref, tuple(request.records), request.why), context)
+        await self._tell(h.Suspect(request.ref, tuple(request.records), request.why, request.where), context)
         return pb.Ack()
 
     async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
-        await self._tell(h.Trying(request.ref, request.record), context)
+        await self._tell(h.Trying(request.ref, request.record, request.where), context)
         return pb.Ack()
 
     # Launchers and operators. ----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def status(master: Master) -> dict[str, Any]:
         "members": people,
         "pending": list(state.pending),
         "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
-        "set_aside": [{"record": record, "why": why} for record, why in sorted(state.set_aside.items())],
+        "set_aside": state.reported(),
         "careful": state.careful,
         "committed": state.committed,
         "total_steps": account.total_steps,
@@ -46,3 +46,13 @@ def status(master: Master) -> dict[str, Any]:
         "evaluations": {"last": evaluations[-1] if evaluations else None, "best": account.best()},
         "uptime_s": round(now - master.born, 1),
     }
+
+
+def said_of(aside: dict[str, Any]) -> str:
+    """A record that was set aside, in a line.
+
+    >>> said_of({"record": 17, "where": "record 5 of b.parquet#1, part 2 of 2", "why": "worker-0.0: OSError: torn"})
+    'set aside: record 17 (record 5 of b.parquet#1, part 2 of 2): worker-0.0: OSError: torn'
+    """
+    where = f" ({aside['where']})" if aside.get("where") else ""
+    return f"set aside: record {aside['record']}{where}: {aside['why']}"

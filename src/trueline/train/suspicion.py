@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from trueline.train.happenings import Action, FailJob, Log, Suspect
 from trueline.train.roster import Member, Policy, State, form, named
 
-WHY_CHARS = 300
+WHY_CHARS = WHERE_CHARS = 300
 
 
 def suspect(state: State, event: Suspect, now: float, policy: Policy) -> list[Action]:
     """A worker's votes. A forced view that forms already cuts its group; another is for what was set aside."""
     before = len(state.set_aside)
-    actions = accuse(state, event.records, event.ref, event.why, policy)
+    actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
     aside = list(state.set_aside)[before:]
     forming = not state.released and state.cut_below == state.generation
     if state.phase == "failed" or (forming and not aside):
@@ -29,8 +29,8 @@ def suspect(state: State, event: Suspect, now: float, policy: Policy) -> list[Ac
     return actions + form(state, what, now, forced=True)
 
 
-def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Policy) -> list[Action]:
-    """Enters one vote against each of `records`."""
+def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Policy, where: str = "") -> list[Action]:
+    """Enters one vote against each of `records`, which lie `where` the worker says."""
     actions: list[Action] = []
     alone = len(state.view) == 1 and state.released
     for record in records:
@@ -40,11 +40,12 @@ def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Pol
         second = bool(votes)
         state.suspects[record] = votes
         votes[ref] = why[:WHY_CHARS]
+        place = state.places.setdefault(record, where[:WHERE_CHARS])
         if not second:
-            actions.append(Log("SUSPECT", {"record": record, "worker": ref, "why": votes[ref]}))
+            actions.append(Log("SUSPECT", {"record": record, "worker": ref, "why": votes[ref], "where": place}))
             continue
         state.set_aside[record] = "; ".join(f"{worker}: {words}" for worker, words in votes.items())
-        actions.append(Log("POISON", {"record": record, "why": state.set_aside[record]}))
+        actions.append(Log("POISON", {"record": record, "why": state.set_aside[record], "where": place}))
         if len(state.set_aside) > policy.set_aside:
             state.phase = "failed"
             return [*actions, FailJob("poison", _too_many(state, policy))]
@@ -59,8 +60,13 @@ def death(state: State, died: Sequence[Member]) -> None:
 
 
 def _too_many(state: State, policy: Policy) -> str:
-    reasons = [f"record {record} ({why})" for record, why in state.set_aside.items()]
+    reasons = [f"{_placed(state, record)} ({why})" for record, why in state.set_aside.items()]
     return f"{len(reasons)} records failed wherever they went, {policy.set_aside} may be set aside: {named(reasons)}"
+
+
+def _placed(state: State, record: int) -> str:
+    where = state.places.get(record)
+    return f"record {record}, {where}" if where else f"record {record}"
 
 
 def _records(records: Sequence[int]) -> str:

@@ -2,19 +2,24 @@
 
 A record that fails alone while others pass is suspicious; the master then gives it to somebody else, and sets it aside
 when it fails there too. When everything that is tried fails, the fault is the recipe's and the error stands.
+
+What is tried is an id of the plan, with the random numbers of that id; what is accused is the record of the source that
+stands there. A source that draws its records may hold one of them at several ids of a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from trueline.data.drawn import place_of
 from trueline.data.readers import ReaderLost, Readers
 from trueline.data.seeded import SeededReader
-from trueline.data.source import Batch
+from trueline.data.source import Batch, Source
 from trueline.errors import RecipeError
 from trueline.train.link import Link
 from trueline.train.plan import Ints, JobPlan
@@ -22,6 +27,15 @@ from trueline.train.replica import Replica
 
 CONTROLS = 3
 """Other records of the step and its neighbour to try when all suspects fail: do they fail as well?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A record of the source that failed alone."""
+
+    record: int
+    why: str
+    where: str
 
 
 def failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
@@ -50,30 +64,45 @@ def to_blame(mine: Sequence[int], others: Iterable[int], attempt: Callable[[int]
 class Trials:
     """Single records, read and computed apart from the step and without a trace in the replica."""
 
-    def __init__(self, link: Link, plan: JobPlan, reader: SeededReader | Readers, replica: Replica) -> None:
-        self._link, self._plan, self._reader, self._replica = link, plan, reader, replica
+    def __init__(
+        self, link: Link, plan: JobPlan, source: Source, reader: SeededReader | Readers, replica: Replica
+    ) -> None:
+        self._link, self._plan, self._source, self._reader, self._replica = link, plan, source, reader, replica
         self.loss_of: Callable[[Batch], torch.Tensor] | None = None
         """Computes the loss of a batch; without it only reading is tried."""
 
-    def to_blame(self, step: int, records: Ints) -> dict[int, str]:
-        """Those of this worker's `records` of `step` that fail alone, and why."""
-        mine: list[int] = records.tolist()
-        chosen = set(mine)
-        others = [record for record in self._plan.records(step).tolist() if record not in chosen]
-        others += self._plan.records(step + 1 if step + 1 < self._plan.total_steps else max(step - 1, 0)).tolist()
-        return to_blame(mine, others, lambda record: self._attempt(step, record))
+    def to_blame(self, step: int, ids: Ints) -> list[Blamed]:
+        """The records among this worker's `ids` of `step` that fail alone."""
+        beside = step + 1 if step + 1 < self._plan.total_steps else max(step - 1, 0)
+        near = np.concatenate([self._plan.records(step), self._plan.records(beside)])
+        mine, about = self._by_record(step, ids), self._by_record(step, near)
+        others = [one for record, one in about.items() if record not in mine and record not in self._plan.set_aside]
+        found = to_blame(list(mine.values()), others, lambda one: self._attempt(step, one))
+        return [Blamed(record, found[one], self._where(record)) for record, one in mine.items() if one in found]
+
+    def _by_record(self, step: int, ids: Ints) -> dict[int, int]:
+        """The records of the source that stand at `ids`, each with the first of these."""
+        found: dict[int, int] = {}
+        origins = self._plan.origins(ids, epoch=self._plan.epoch_of(step))
+        for record, one in zip(origins.tolist(), ids.tolist(), strict=True):
+            found.setdefault(record, one)
+        return found
+
+    def _where(self, record: int) -> str:
+        return place_of(self._source, record)
 
     def try_all(self, step: int, pieces: Sequence[Ints]) -> None:
         """In a careful view: announces and tries each record, so that whoever dies of one has named it."""
-        for record in (record for records in pieces for record in records.tolist()):
-            self._link.trying(step, record)
-            failing([record], lambda one: self._attempt(step, one))
-        self._link.trying(step, -1)
+        for ids in pieces:
+            for record, one in self._by_record(step, ids).items():
+                self._link.trying(step, record, self._where(record))
+                failing([one], lambda one: self._attempt(step, one))
+        self._link.trying(step, -1, "")
 
-    def _attempt(self, step: int, record: int) -> None:
-        """Reads `record` alone (twice in a batch: some layers refuse a batch of one) and computes its loss."""
+    def _attempt(self, step: int, one: int) -> None:
+        """Reads what stands at `one` alone (twice in a batch: some layers refuse a batch of one), computes its loss."""
         self._link.doing("reading")  # how long this record takes, and not all of them, tells whether it is stuck
-        batch = self._reader.read(np.array([record, record], dtype=np.int64), epoch=self._plan.epoch_of(step))
+        batch = self._reader.read(np.array([one, one], dtype=np.int64), epoch=self._plan.epoch_of(step))
         if self.loss_of is None:
             return
         self._replica.begin()

@@ -303,6 +303,7 @@ class Certificate(_message.Message):
     TALLY_MIN_FIELD_NUMBER: _builtins.int
     TALLY_MAX_FIELD_NUMBER: _builtins.int
     SET_ASIDE_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_OF_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     steps: _builtins.int
     records: _builtins.int
@@ -313,7 +314,13 @@ class Certificate(_message.Message):
     tally_max: _builtins.int
     @_builtins.property
     def set_aside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """records left out of this epoch, or of a part of it"""
+        """records left out of this epoch, or of a part of it; positions, if the source"""
+
+    @_builtins.property
+    def set_aside_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """has an order of its own,
+        and which of its records stand there; empty: those of the same number
+        """
 
     def __init__(
         self,
@@ -325,10 +332,11 @@ class Certificate(_message.Message):
         tally_min: _builtins.int = ...,
         tally_max: _builtins.int = ...,
         set_aside: _abc.Iterable[_builtins.int] | None = ...,
+        set_aside_of: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "set_aside", b"set_aside", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "records", b"records", "set_aside", b"set_aside", "set_aside_of", b"set_aside_of", "steps", b"steps", "tally_max", b"tally_max", "tally_min", b"tally_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,9 +513,12 @@ class Suspicion(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     step: _builtins.int
     why: _builtins.str
+    where: _builtins.str
+    """part, file and record in it"""
     @_builtins.property
     def records(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -517,10 +528,11 @@ class Suspicion(_message.Message):
         step: _builtins.int = ...,
         records: _abc.Iterable[_builtins.int] | None = ...,
         why: _builtins.str = ...,
+        where: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records", "ref", b"ref", "step", b"step", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records", "ref", b"ref", "step", b"step", "where", b"where", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,20 +545,24 @@ class Trial(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     step: _builtins.int
     record: _builtins.int
     """-1: done, the step itself begins"""
+    where: _builtins.str
+    """part, file and record in it"""
     def __init__(
         self,
         *,
         ref: _builtins.str = ...,
         step: _builtins.int = ...,
         record: _builtins.int = ...,
+        where: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "ref", b"ref", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "ref", b"ref", "step", b"step", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
