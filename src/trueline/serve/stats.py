@@ -69,6 +69,15 @@ class VersionStats:
         runs[0] += 1
         runs[1] += took_s
 
+    def count_answers(self, began_s: list[float], decode_s: float, encode_s: float, now: float, at: float) -> None:
+        """Requests that began at `began_s` and were answered together at `now`, which is `at` since the epoch."""
+        self.decode_s += decode_s
+        self.encode_s += encode_s
+        self.last_at = at
+        request_s = self.request_s
+        for began in began_s:
+            request_s.add(now - began)
+
     @property
     def rows(self) -> int:
         """Rows of all runs."""
