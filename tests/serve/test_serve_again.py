@@ -127,7 +127,6 @@ class World:
         """Turns of the loop bring several requests each from now on."""
         assert self.tiny._batcher is not None
         self.tiny._batcher.hold()
-        self.tiny._batcher.hold()
         self.tiny._batcher.released(2)
 
     def turn(self) -> None:

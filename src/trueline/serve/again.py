@@ -25,7 +25,7 @@ import numpy as np
 
 from trueline.errors import RequestError
 from trueline.serve import oip
-from trueline.serve.http import Later, Request, Response
+from trueline.serve.http import Later, Request, Response, lead_of
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array, Signature
@@ -62,7 +62,8 @@ class _Held(Later):
         began: float,
         since: float,
     ) -> None:
-        super().__init__()
+        self._call = self._more = self._response = None  # what `Later` begins with, without a call
+        self.gone = False
         self.again = again
         self.request = request
         self.long_way = long_way
@@ -157,9 +158,9 @@ class Arrays:
             self._run_held()
         if not self._held:
             self._short.loop.call_soon(self._run_held)
+            self._short.batcher.hold()
         self._held.append(held)
         self._held_rows += rows
-        self._short.batcher.hold()
         return held
 
     def _run_held(self) -> None:
@@ -191,9 +192,10 @@ class Arrays:
         except Exception:  # noqa: BLE001 - blind on purpose: each goes the long way, and fails there if it has to
             return False
         now, stats, count = perf_counter(), self._short.stats, len(held)
-        stats.count_run(count, rows, ran - began, began * count - sum([one.since for one in held]))
-        decode_s = sum([one.since - one.began for one in held])
-        stats.count_answers([one.began for one in held], decode_s, now - ran, now, time())
+        since_s = sum([one.since for one in held])
+        stats.count_run(count, rows, ran - began, began * count - since_s)
+        began_s = [one.began for one in held]
+        stats.count_answers(began_s, since_s - sum(began_s), now - ran, now, time())
         held[0].again.answers.by_status[200] += count
         for one, response in zip(held, responses, strict=True):
             one.set_result(response)
@@ -354,18 +356,19 @@ def _in_bytes(
     made = oip.encode(name, version, call, outputs)
     head = made.body[: made.json_bytes]
     headers = b"inference-header-content-length: %d\r\n" % len(head)
+    lead = lead_of(Response(200, made.body, OCTETS, headers))
     places = [(_bytes_of(arrays.outputs[key]), arrays.row_bytes(key), outputs[key].nbytes) for key in call.wanted]
     if len(places) == 1:
         ((view, step, size),) = places
 
         def told(at: int) -> Response:
             at *= step
-            return Response(200, head + view[at : at + size], OCTETS, headers)
+            return Response(200, head + view[at : at + size], OCTETS, headers, False, None, lead)
     else:
 
         def told(at: int) -> Response:
             numbers = [view[at * step : at * step + size] for view, step, size in places]
-            return Response(200, b"".join([head, *numbers]), OCTETS, headers)
+            return Response(200, b"".join([head, *numbers]), OCTETS, headers, False, None, lead)
 
     return told
 

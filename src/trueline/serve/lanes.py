@@ -178,12 +178,12 @@ class Batcher:
         self._crowded = self._lone < _LONE_TURNS
 
     def hold(self) -> None:
-        """A short request is to be run at the end of this turn of the loop, by who held it: see `released`."""
+        """Short requests are held, to be run at the end of this turn of the loop: it says `released` when they are."""
         self._held += 1
 
     def released(self, requests: int) -> None:
-        """So many of what was held have been run, together."""
-        self._held -= requests
+        """They were so many."""
+        self._held -= 1
         self._turn_brought(requests)
         if self._emptied:
             self._tell_emptied()

@@ -79,12 +79,14 @@ class Routes:
     def answer(self, request: Request) -> Answer | Later:
         """The answer, now or later. Never raises."""
         head = request.head
-        if head is not None and type(head.asks) is _Infer and head.asks.again is not None:
-            known = head.asks.again.answer(request, self.long_way)
-            if known is not None:
-                if type(known) is Response:
-                    self.stats.by_status[200] += 1
-                return known
+        if head is not None:
+            asks = head.asks
+            if type(asks) is _Infer and asks.again is not None:
+                known = asks.again.answer(request, self.long_way)
+                if known is not None:
+                    if type(known) is Response:
+                        self.stats.by_status[200] += 1
+                    return known
         return self.long_way(request)
 
     def long_way(self, request: Request) -> Answer:

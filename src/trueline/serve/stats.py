@@ -70,13 +70,18 @@ class VersionStats:
         runs[1] += took_s
 
     def count_answers(self, began_s: list[float], decode_s: float, encode_s: float, now: float, at: float) -> None:
-        """Requests that began at `began_s` and were answered together at `now`, which is `at` since the epoch."""
+        """Requests that began at `began_s`, in order, and were answered together at `now`, `at` since the epoch."""
         self.decode_s += decode_s
         self.encode_s += encode_s
         self.last_at = at
-        request_s = self.request_s
+        longest, shortest = now - began_s[0], now - began_s[-1]
+        cell = bisect_left(BOUNDS_S, longest)
+        if cell == bisect_left(BOUNDS_S, shortest):
+            self.request_s.cells[cell] += len(began_s)
+            self.request_s.total += now * len(began_s) - sum(began_s)
+            return
         for began in began_s:
-            request_s.add(now - began)
+            self.request_s.add(now - began)
 
     @property
     def rows(self) -> int:
