@@ -261,10 +261,11 @@ def test_short_requests_of_one_turn_run_together_on_the_loop_once_that_was_seen_
                 await turn(4)
             assert program.rows[-1] == 4
             assert program.rows.count(4) > 10
-            for _ in range(3):
+            for _ in range(8):
+                assert not batcher.alone()
                 await turn(1)
             assert batcher.alone()
-            assert program.rows[-3:] == [1, 1, 1]
+            assert program.rows[-8:] == [1] * 8
         return program
 
     assert asyncio.run(main()).threads == {threading.get_ident()}

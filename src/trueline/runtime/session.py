@@ -8,9 +8,9 @@ bundle. `eager` is the oracle that the others are proven against.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, closest, listed
@@ -75,6 +75,18 @@ class Session(Protocol):
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature."""
+        ...
+
+
+@runtime_checkable
+class Bindable(Protocol):
+    """A Session whose program can be bound to arrays, for one caller who runs it on them again and again."""
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:
+        """A run from `inputs`, as they are then, into `outputs`; None where `run` is the only way.
+
+        What the run raises, `Session.run` has the words for.
+        """
         ...
 
 

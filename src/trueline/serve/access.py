@@ -16,7 +16,6 @@ go on. A file that was moved away, as logrotate does, is opened anew under its n
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import threading
@@ -28,7 +27,7 @@ import msgspec
 
 from trueline import events
 from trueline.errors import UsageError
-from trueline.serve.http import App, Request, Response
+from trueline.serve.http import Answer, App, Request, Response
 
 GONE = 499
 MOST = 65536
@@ -151,7 +150,7 @@ class Logged:
     def __init__(self, app: App, face: str, log: AccessLog) -> None:
         self._app, self._face, self._log = app, face, log
 
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+    def answer(self, request: Request) -> Answer:
         """The answer of the app; it is entered when it is there, or when the client has gone."""
         began = time.perf_counter()
         found = self._app.answer(request)

@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 
 from trueline.serve.heads import Heads
-from trueline.serve.http import App, Request, Response, date_line, path_of, plain, render
+from trueline.serve.http import Answer, App, Later, Request, Response, date_line, path_of, plain, render
 from trueline.serve.limits import Limits, Waits, judge
 from trueline.serve.pieces import Pieces
 
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Request | Response] = deque()
         self._current: Request | None = None
-        self._answering: asyncio.Future[Response] | None = None
+        self._answering: asyncio.Future[Response] | Later | None = None
         self._streaming: Pieces | None = None
         self._closes = False
         self._transport: asyncio.Transport | None = None
@@ -121,17 +121,11 @@ class Connection(asyncio.Protocol):
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
                 answer = self._app.answer(request)
-                if (
-                    not isinstance(answer, Response)
-                    or answer.pieces is not None
-                    or answer.close
-                    or self._server.draining
-                ):
-                    self._take(answer)
-                elif self._transport is not None:
-                    self._transport.write(plain(answer, self._server.date))
-                    self._current = None
-                    self._idle_since = self._loop.time()
+                if isinstance(answer, Response):
+                    self._finish_plain(answer)
+                else:
+                    self._answering = answer
+                    answer.add_done_callback(self._answered)
                 return
             if request is not None:
                 self._waiting.append(request)
@@ -265,18 +259,32 @@ class Connection(asyncio.Protocol):
         self._current = request
         self._take(self._app.answer(request))
 
-    def _take(self, answer: Response | asyncio.Future[Response]) -> None:
+    def _finish_plain(self, response: Response) -> None:
+        """`_finish` for a request whose head is known, in few steps where the answer is as plain as the request."""
+        if response.pieces is not None or response.close or self._server.draining or self._transport is None:
+            self._finish(response)
+            return
+        self._transport.write(plain(response, self._server.date))
+        self._current = None
+        self._idle_since = self._loop.time()
+
+    def _take(self, answer: Answer) -> None:
         if isinstance(answer, Response):
             self._finish(answer)
         else:
             self._answering = answer
             answer.add_done_callback(self._answered)
 
-    def _answered(self, answer: asyncio.Future[Response]) -> None:
+    def _answered(self, answer: asyncio.Future[Response] | Later) -> None:
         self._answering = None
         if self._transport is None or answer.cancelled():
             return
-        self._finish(answer.result())
+        if self._current is not None and self._current.head is not None:
+            self._finish_plain(answer.result())
+            if not self._waiting and self._receiving_since is None:
+                return
+        else:
+            self._finish(answer.result())
         self._advance()
 
     def _finish(self, response: Response) -> None:

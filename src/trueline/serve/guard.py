@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from trueline.errors import RequestError
-from trueline.serve.http import App, Request, Response
+from trueline.serve.http import Answer, App, Request, Response
 from trueline.serve.tokens import Keys, Kind, Unauthorized
 
 _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
@@ -26,7 +24,7 @@ class Guarded:
         self._keys = keys
         self._kind = kind
 
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+    def answer(self, request: Request) -> Answer:
         """The answer of the app, or a refusal."""
         if is_open(request.path):
             return self._app.answer(request)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections.abc import Callable
 from email.utils import formatdate
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -74,12 +75,86 @@ class Response(msgspec.Struct):
     close: bool = False
     pieces: Pieces | None = None
     """What the body is made of as it comes; `body` is then empty."""
+    lead: bytes = b""
+    """The head of an answer that is asked for again and again, up to its date; empty: it is made of the rest."""
+
+
+class Later:
+    """An answer that is to come, for who makes many in one turn of the loop.
+
+    It has what callers of an App use of a future, and tells them at once, not in the next turn: that turn costs more
+    than the rest. For one thread.
+    """
+
+    __slots__ = ("_call", "_more", "_response", "gone")
+
+    def __init__(self) -> None:
+        self._call: Callable[[Any], object] | None = None
+        self._more: list[Callable[[Any], object]] | None = None
+        """The first to be told is nearly always the only one."""
+        self._response: Response | None = None
+        self.gone = False
+        """Whether nobody waits for it any more."""
+
+    def add_done_callback(self, call: Callable[[Any], object], /) -> None:
+        """`call` gets this once the answer is there, or is not wanted any more."""
+        if self.gone or self._response is not None:
+            call(self)
+        elif self._call is None:
+            self._call = call
+        elif self._more is None:
+            self._more = [call]
+        else:
+            self._more.append(call)
+
+    def done(self) -> bool:
+        return self.gone or self._response is not None
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+    def result(self) -> Response:
+        """Raises CancelledError for what was cancelled, InvalidStateError for what is still to come."""
+        if self._response is None:
+            raise asyncio.CancelledError if self.gone else asyncio.InvalidStateError
+        return self._response
+
+    def set_result(self, response: Response) -> None:
+        """The answer is there; for nobody when it was cancelled."""
+        if not self.gone:
+            self._response = response
+            self._tell()
+
+    def cancel(self) -> bool:
+        """Whether it had not come."""
+        if self.done():
+            return False
+        self.gone = True
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        call, more, self._call, self._more = self._call, self._more, None, None
+        if call is not None:
+            self._say(call)
+        for call in more or ():
+            self._say(call)
+
+    def _say(self, call: Callable[[Any], object]) -> None:
+        try:
+            call(self)
+        except Exception as error:  # noqa: BLE001 - blind on purpose: as a future does, for the others' sake
+            why = {"message": "a callback of an answer failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(why)
+
+
+Answer = Response | asyncio.Future[Response] | Later
 
 
 class App(Protocol):
     """What stands behind the connections. Neither method raises."""
 
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]: ...
+    def answer(self, request: Request) -> Answer: ...
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
@@ -132,13 +207,24 @@ def date_line() -> bytes:
 
 def plain(response: Response, date: bytes) -> bytes:
     """The bytes of a whole answer to a request that is plain, on a connection that stays."""
+    body = response.body
+    if response.lead:
+        return b"%b%b\r\n%b" % (response.lead, date, body)
     line = _STATUS_LINES.get(response.status)
     if line is None or not response.content_type:
         line = _start(response)
     else:
         line += response.content_type
-    body = response.body
-    return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (line, len(body), date, response.headers, body)
+    return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (line, len(body), response.headers, date, body)
+
+
+def lead_of(response: Response) -> bytes:
+    """`Response.lead` for answers like this one, with bodies as long as its own.
+
+    >>> lead_of(Response(200, b"{}"))
+    b'HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: 2\\r\\n'
+    """
+    return plain(response, b"").removesuffix(b"\r\n" + response.body)
 
 
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trueline.bundle.padding import Padding
 from trueline.errors import DeadlineExceeded, Overloaded
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY = 16
 """Of so many short runs on the loop one asks whether its turn of the loop brought more requests."""
+_LONE_TURNS = 8
+"""After so many turns of the loop that brought one request each, the next is run as it comes."""
+Way = Literal["now", "turn", "queue"]
+"""Now; with the others of this turn of the loop, at its end; behind what waits."""
 
 
 class _Promise(asyncio.Future["Outputs"]):
@@ -93,6 +97,8 @@ class Batcher:
         self._taken: list[tuple[Item, ...]] = []
         """Batches that a thread has taken from the deck, and the loop not yet from the queue."""
         self._crowded = False
+        self._lone = _LONE_TURNS
+        self._held = 0
         self._looking = False
         self._came = 0
         self._unseen = _LOOK_EVERY
@@ -104,7 +110,12 @@ class Batcher:
 
     @property
     def idle(self) -> bool:
-        return not self._busy and not self._queue
+        return not self._busy and not self._queue and not self._held
+
+    @property
+    def full_rows(self) -> int:
+        """Rows of a full batch, as far as is known."""
+        return self._bound
 
     def scale(self, lanes: int) -> None:
         """Runs at the same time from now on. What waits is run even when `lanes` is 0."""
@@ -126,6 +137,14 @@ class Batcher:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def way(self) -> Way:
+        """How a short request that may wait for no other is best run."""
+        if self._busy or self._queue or not self.policy.lanes:
+            return "queue"
+        if self._crowded:
+            return "queue" if self._pace is None else "turn"
+        return "now" if self.alone() else "queue"
 
     def alone(self) -> bool:
         """Whether a short request is best run at once: nothing waits or runs, and each turn of the loop brings one.
@@ -151,7 +170,23 @@ class Batcher:
 
     def _looked(self) -> None:
         self._looking, self._unseen = False, _LOOK_EVERY
-        self._crowded = self._came > 1
+        self._turn_brought(self._came)
+
+    def _turn_brought(self, requests: int) -> None:
+        """Turns of the loop are crowded from one that brings several on, until some in a row have brought one each."""
+        self._lone = 0 if requests > 1 else self._lone + 1
+        self._crowded = self._lone < _LONE_TURNS
+
+    def hold(self) -> None:
+        """Short requests are held, to be run at the end of this turn of the loop: it says `released` when they are."""
+        self._held += 1
+
+    def released(self, requests: int) -> None:
+        """They were so many."""
+        self._held -= 1
+        self._turn_brought(requests)
+        if self._emptied:
+            self._tell_emptied()
 
     def submit(
         self, inputs: Arrays, rows: int, key: object, timeout_s: float | None = None, priority: int = USUAL
@@ -323,7 +358,7 @@ class Batcher:
 
     def _start(self, items: tuple[Item, ...]) -> None:
         if self._short_values and sum(item.values for item in items) <= self._short_values:
-            self._crowded = len(items) > 1
+            self._turn_brought(len(items))
             began = monotonic()
             results = self._results(items)
             self._settle(items, began, monotonic() - began, results)

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -49,21 +49,70 @@ class _Place:
     """Whether it lies where its numbers may be read as they are."""
 
 
+class Layout(Protocol):
+    """What requests of one kind say beside their numbers."""
+
+    @property
+    def call(self) -> oip.Call:
+        """What they ask, without inputs."""
+        ...
+
+    def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
+        """The bytes of each input, in `names`' order; None for a request of another kind, or one that is refused."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Binary:
+    head: bytes
     places: tuple[_Place, ...]
     num_bytes: int
     call: oip.Call
+    names: tuple[str, ...]
+
+    def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
+        if len(body) - len(self.head) != self.num_bytes or not body.startswith(self.head):
+            return None
+        return [body[place.start : place.start + place.size] for place in self.places]
 
 
 @dataclass(frozen=True, slots=True)
 class _Json:
+    begin: bytes
     end: bytes
     name: str
     datatype: str
     shape: tuple[int, ...]
     depth: int
     call: oip.Call
+    names: tuple[str, ...]
+    flat: tensors.Flat | None
+    """Reads its numbers where they are one list of floats."""
+
+    def pieces(self, body: bytes | bytearray) -> Sequence[bytes | bytearray] | None:
+        begin, end = self.begin, self.end
+        if not (body.startswith(begin) and body.endswith(end)) or len(body) < len(begin) + len(end):
+            return None
+        text = memoryview(body)[len(begin) : len(body) - len(end)]
+        if self.flat is not None:
+            piece = self.flat(text)
+        else:
+            array = self.read(text)
+            piece = None if array is None else array.tobytes()
+        return None if piece is None else (piece,)
+
+    def read(self, text: memoryview) -> Array | None:
+        """The input in `text`; None when it is not what the shape says, or not what goes."""
+        try:
+            if tensors.depth_of(text) != self.depth:
+                return None
+            array = tensors.parse(text, self.datatype, self.depth, self.name)
+        except RequestError:
+            return None
+        return array.reshape(self.shape) if _fits(array, self) else None
 
 
 class Layouts:
@@ -88,6 +137,13 @@ class Layouts:
             else:
                 self._keep_binary(bytes(body[:json_bytes]), call, given)
         return call
+
+    def known(self, body: bytes | bytearray, json_bytes: int | None = None) -> Layout | None:
+        """What is remembered of requests like this one."""
+        if json_bytes is None:
+            at = _numbers_at(body)
+            return self._json.get(bytes(body[:at])) if at > 0 else None
+        return self._binary.get(bytes(body[:json_bytes])) if 0 < json_bytes <= MAX_BYTES else None
 
     # raw bytes
 
@@ -122,7 +178,8 @@ class Layouts:
         kept = call.of({})
         if set(call.wanted) == call.binary:
             kept = msgspec.structs.replace(kept, told={})
-        self._binary[head] = _Binary(tuple(places), start - len(head), kept)
+        names = tuple([place.name for place in places])
+        self._binary[head] = _Binary(head, tuple(places), start - len(head), kept, names)
 
     # JSON
 
@@ -131,14 +188,8 @@ class Layouts:
         known = self._json.get(bytes(body[:at])) if at > 0 else None
         if known is None or not body.endswith(known.end) or len(body) - at < len(known.end):
             return None
-        text = memoryview(body)[at : len(body) - len(known.end)]
-        try:
-            if tensors.depth_of(text) != known.depth:
-                return None
-            array = tensors.parse(text, known.datatype, known.depth, known.name)
-            return known.call.of({known.name: array.reshape(known.shape)}) if _fits(array, known) else None
-        except RequestError:
-            return None
+        array = known.read(memoryview(body)[at : len(body) - len(known.end)])
+        return None if array is None else known.call.of({known.name: array})
 
     def _keep_json(self, body: bytes | bytearray, call: oip.Call, inputs: Sequence[oip.GivenInput]) -> None:
         at = _numbers_at(body)
@@ -154,7 +205,11 @@ class Layouts:
         if len(self._json) >= MAX_LAYOUTS:
             self._json.clear()
         depth = tensors.depth_of(memoryview(given.data))
-        self._json[begin] = _Json(end, given.name, given.datatype, tuple(given.shape), depth, call.of({}))
+        shape, dtype = tuple(given.shape), NUMPY_DTYPES[given.datatype]
+        count = math.prod(given.shape)
+        flat = tensors.Flat(count, dtype) if depth == 1 and dtype.kind == "f" and count else None
+        name = given.name
+        self._json[begin] = _Json(begin, end, name, given.datatype, shape, depth, call.of({}), (name,), flat)
 
 
 def _numbers_at(body: bytes | bytearray) -> int:

@@ -19,13 +19,14 @@ from trueline import events
 from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
-from trueline.runtime.session import Session, open_program, replay
+from trueline.runtime.session import Bindable, Session, open_program, replay
+from trueline.serve.again import Short
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Policy
 from trueline.serve.lanes import Batcher
-from trueline.serve.layouts import Layouts
+from trueline.serve.layouts import Layout, Layouts
 from trueline.serve.pace import Pace
-from trueline.serve.plan import Plan, draw_up
+from trueline.serve.plan import Plan, batch_symbol, draw_up
 from trueline.serve.split import Split
 from trueline.serve.stats import VersionStats
 
@@ -107,6 +108,8 @@ class Version:
     _names: tuple[str, ...] = ()
     _first: str = ""
     _check: Check | None = None
+    short: Short | None = None
+    """For requests that say again what was said before, where its runs are short."""
 
     @property
     def loaded(self) -> Loaded:
@@ -144,6 +147,10 @@ class Version:
         self.check_ready()
         assert self._layouts is not None
         return self._layouts
+
+    def layout(self, body: bytes | bytearray, json_bytes: int | None) -> Layout | None:
+        """What is remembered of infer requests like this one."""
+        return self._layouts.known(body, json_bytes) if self._layouts is not None else None
 
     @property
     def num_waiting(self) -> int:
@@ -188,6 +195,12 @@ class Version:
             padding=loaded.plan.padding,
             short_values=loaded.plan.inline_values,
         )
+        if loaded.plan.inline_values and isinstance(loaded.session, Bindable):
+            signature, by_rows = loaded.session.signature, batch_symbol(loaded.session.signature)[0] is not None
+            values = loaded.plan.inline_values
+            self.short = Short(
+                loaded.session, signature, self._batcher, self.stats, loop, by_rows=by_rows, values=values
+            )
         self.state = "ready"
 
     def fail(self, reason: str) -> None:
@@ -212,6 +225,8 @@ class Version:
             return
         await self._batcher.emptied()
         self.state = "retiring"
+        if self.short is not None:
+            self.short.close()
         self._loaded = None
         if self._executor is not None:
             self._executor.shutdown(wait=False)
@@ -323,6 +338,12 @@ class Models:
         if found is None:
             raise UnknownVersion(model, version, list(versions))
         return found
+
+    def leads_to(self, found: Version, model: str, version: str | None) -> bool:
+        """Whether requests for `version` of `model`, or without a version, go to `found`, all of them."""
+        if version is None and model in self._splits:
+            return False
+        return self._versions.get(model, {}).get(version or self._defaults.get(model, "")) is found
 
     def default(self, model: str) -> str:
         self.find(model)

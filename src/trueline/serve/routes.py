@@ -29,9 +29,10 @@ from trueline.serve import (
     torchserve,
     v1,
 )
+from trueline.serve.again import OCTETS, Again, learn
 from trueline.serve.asking import PRIORITY_HEADER, Asking, json, key_of
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.http import Request, Response, query_all
+from trueline.serve.http import Later, Request, Response, query_all
 from trueline.serve.limits import Limits
 from trueline.serve.models import Models
 from trueline.serve.refusals import Method, allow, check_media, face_of
@@ -75,8 +76,21 @@ class Routes:
 
     # what the connections call
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> Answer | Later:
         """The answer, now or later. Never raises."""
+        head = request.head
+        if head is not None:
+            asks = head.asks
+            if type(asks) is _Infer and asks.again is not None:
+                known = asks.again.answer(request, self.long_way)
+                if known is not None:
+                    if type(known) is Response:
+                        self.stats.by_status[200] += 1
+                    return known
+        return self.long_way(request)
+
+    def long_way(self, request: Request) -> Answer:
+        """The same, whatever has been learned of such requests. Never raises."""
         head = request.head
         found: Answer
         try:
@@ -169,7 +183,7 @@ class Routes:
                 self.stats.by_status[response.status] += 1
                 answer.set_result(response)
                 return
-            self._pass_on(self.answer(request), answer)
+            self._pass_on(self.long_way(request), answer)
 
         opening.add_done_callback(done)
         return answer
@@ -313,8 +327,27 @@ class Routes:
         call = found.layouts.decode(request.body, asks.json_bytes)
         priority = asks.priority if call.priority is None else call.priority
         return self.asking.ask(
-            request, found, call.inputs, call.timeout_s, partial(_told, found, call), began, priority
+            request, found, call.inputs, call.timeout_s, partial(self._told, found, call, request), began, priority
         )
+
+    def _told(self, version: Version, call: oip.Call, request: Request, outputs: Outputs) -> Response:
+        """The answer; requests that say the same again are answered in few steps from now on, where that goes."""
+        head = request.head
+        if head is not None and type(head.asks) is _Infer and version.short is not None and version.short.open:
+            self._learn(version, call, request.body, head.asks, outputs)
+        return _told(version, call, outputs)
+
+    def _learn(self, version: Version, call: oip.Call, body: bytes | bytearray, asks: _Infer, outputs: Outputs) -> None:
+        models = self.models
+        if asks.again is not None and not asks.again.stands:
+            asks.again, asks.tries = None, 0
+        if asks.again is not None or asks.tries >= _TRIES or asks.priority is not None:
+            return
+        asks.tries += 1
+        layout = version.layout(body, asks.json_bytes)
+        if layout is not None and version.short is not None and models.leads_to(version, asks.model, asks.version):
+            names = version.model, version.version
+            asks.again = learn(models, version.short, self.stats, *names, layout, call.inputs, outputs)
 
     # KServe's V1
 
@@ -385,13 +418,17 @@ class _Infer(msgspec.Struct):
     """Of its body; None: all."""
     priority: bytes | None = None
     shut: _Shut | None = None
+    again: Again | None = None
+    """How those that say the same again are answered."""
+    tries: int = 0
+    """To find that out."""
 
 
 def _told(version: Version, call: oip.Call, outputs: Outputs) -> Response:
     made = oip.encode(version.model, version.version, call, outputs)
     if made.json_bytes is None:
         return Response(200, made.body)
-    return Response(200, made.body, _OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
+    return Response(200, made.body, OCTETS, b"inference-header-content-length: %d\r\n" % made.json_bytes)
 
 
 def _infer_of(path: str) -> tuple[str, str | None] | None:
@@ -405,7 +442,8 @@ def _infer_of(path: str) -> tuple[str, str | None] | None:
 
 
 _infer_of_short = lru_cache(maxsize=256)(_infer_of)
-_OCTETS = b"application/octet-stream"
+_TRIES = 8
+"""For one head to find out whether its requests are short: more, and they are of many kinds."""
 _SHORT = 256
 """Characters of a path that is worth remembering."""
 

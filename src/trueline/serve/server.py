@@ -267,7 +267,7 @@ class _MetricsOnly:
         """The answer, now or later."""
         if request.path != "/metrics":
             return torchserve.refusal(404, torchserve.NO_RESOURCE)
-        return self._routes.answer(request)
+        return self._routes.long_way(request)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""

@@ -69,6 +69,20 @@ class VersionStats:
         runs[0] += 1
         runs[1] += took_s
 
+    def count_answers(self, began_s: list[float], decode_s: float, encode_s: float, now: float, at: float) -> None:
+        """Requests that began at `began_s`, in order, and were answered together at `now`, `at` since the epoch."""
+        self.decode_s += decode_s
+        self.encode_s += encode_s
+        self.last_at = at
+        longest, shortest = now - began_s[0], now - began_s[-1]
+        cell = bisect_left(BOUNDS_S, longest)
+        if cell == bisect_left(BOUNDS_S, shortest):
+            self.request_s.cells[cell] += len(began_s)
+            self.request_s.total += now * len(began_s) - sum(began_s)
+            return
+        for began in began_s:
+            self.request_s.add(now - began)
+
     @property
     def rows(self) -> int:
         """Rows of all runs."""

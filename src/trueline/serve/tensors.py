@@ -59,6 +59,25 @@ def _packer(count: int, itemsize: int) -> struct.Struct:
     return struct.Struct(f"<{count}{_CODES[itemsize]}")
 
 
+class Flat:
+    """Reads a flat list of `count` floats into the bytes that an array of `dtype` has on this machine."""
+
+    __slots__ = ("_count", "_decode", "_pack")
+
+    def __init__(self, count: int, dtype: np.dtype[np.generic]) -> None:
+        self._count = count
+        self._decode = _decoder("f", 1).decode
+        self._pack = struct.Struct(f"={count}{_CODES[dtype.itemsize]}").pack
+
+    def __call__(self, text: memoryview) -> bytes | None:
+        """None for anything that `parse` would refuse, and for another count."""
+        try:
+            values = self._decode(text)
+            return self._pack(*values) if len(values) == self._count else None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
+            return None
+
+
 def _packed(values: list[float], dtype: np.dtype[np.generic]) -> Array:
     """`np.array(values, dtype)` of floats, in half of its time. Raises OverflowError."""
     packed = _packer(len(values), dtype.itemsize).pack(*values)

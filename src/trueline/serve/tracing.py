@@ -7,11 +7,10 @@ for HTTP servers.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from trueline.errors import UsageError
-from trueline.serve.http import App, Request, Response
+from trueline.serve.http import Answer, App, Request, Response
 
 _CARRIED = ("traceparent", "tracestate")
 
@@ -29,7 +28,7 @@ class Traced:
         self._failed = trace.Status(trace.StatusCode.ERROR)
         self._parent = TraceContextTextMapPropagator().extract
 
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+    def answer(self, request: Request) -> Answer:
         """The answer of the app; the span ends with it, or when the client has gone."""
         carried = {
             name: request.headers[name.encode()].decode("latin-1")

@@ -1,0 +1,494 @@
+"""The short way of requests that say the same again, against the long way, which is the judge of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serve_worlds as worlds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+from trueline.bundle import Bundle, Dim, Golden, Signature
+from trueline.serve.access import Logged
+from trueline.serve.batcher import Policy
+from trueline.serve.connection import Connection, Server
+from trueline.serve.http import Answer, App, Later, Request, Response
+from trueline.serve.limits import Limits
+from trueline.serve.models import Models, Version, Way, load
+from trueline.serve.routes import Routes
+from trueline.serve.shadow import Shadow
+from trueline.serve.split import Split
+
+
+def looked_up(out: Path) -> Bundle:
+    """Rows of a table of four by index: the program refuses an index that it has not."""
+    signature = Signature(
+        inputs=(worlds.spec("x", "batch", datatype="INT64"),),
+        outputs=(worlds.spec("y", "batch", 2),),
+        dims={"batch": Dim()},
+    )
+    table = np.arange(8, dtype=np.float32).reshape(4, 2)
+    model = worlds.graph(
+        [helper.make_node("Gather", ["table", "x"], ["y"])], signature.inputs, signature.outputs, {"table": table}
+    )
+    x = np.array([0, 3, 1, 2])
+    return worlds.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": table[x]})])
+
+
+def two_ways(out: Path) -> Bundle:
+    """The sum and the difference of two inputs."""
+    inputs, outputs = [worlds.spec(one, "batch", 2) for one in "ab"], [worlds.spec(one, "batch", 2) for one in "st"]
+    nodes = [helper.make_node("Add", ["a", "b"], ["s"]), helper.make_node("Sub", ["a", "b"], ["t"])]
+    signature = Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims={"batch": Dim()})
+    a, b = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones((4, 2), np.float32)
+    golden = Golden(case="4", inputs={"a": a, "b": b}, outputs={"s": a + b, "t": a - b})
+    return worlds.bundle(out, worlds.graph(nodes, inputs, outputs), signature, [golden])
+
+
+@dataclass(slots=True)
+class Wire:
+    """A transport that keeps what was written."""
+
+    written: bytes = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Log:
+    entries: list[Any] = field(default_factory=list)
+
+    def enter(self, entry: Any) -> None:
+        self.entries.append(entry)
+
+
+class World:
+    """A server without a socket, over one ready model `tiny`, and the loop that it lives on."""
+
+    def __init__(self, bundle: Bundle, *, policy: Policy | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pool = ThreadPoolExecutor(1)
+        self.bundle = bundle
+        self.models = Models()
+        self.policy = policy or Policy()
+        self.tiny = self.add("1")
+        self.routes = Routes(self.models, self.loop)
+        self.server = self.behind(self.routes)
+
+    def add(self, version: str) -> Version:
+        made = self.models.add("tiny", version)
+        made.make_ready(load(self.bundle, Way(threads=1), max_batch=64), self.policy, self.pool, self.loop)
+        return made
+
+    def behind(self, app: App) -> Server:
+        return Server(app, Limits(), self.loop)
+
+    def connect(self) -> tuple[Connection, Wire]:
+        connection, wire = self.server(), Wire()
+        connection.connection_made(wire)  # type: ignore[arg-type]
+        return connection, wire
+
+    def request(self, whole: bytes) -> Request:
+        """As it is once its head is known."""
+        found = self.server.heads.find(whole)
+        assert found is not None
+        return found
+
+    def teach(self, whole: bytes) -> None:
+        """Asks until requests like it are known."""
+        connection, wire = self.connect()
+        for _ in range(3):
+            connection.data_received(whole)
+            self.turn()
+        assert wire.written.count(b"HTTP/1.1 200") == 3, wire.written
+        assert self.learned(whole), "the short way was not learned"
+        connection.connection_lost(None)
+
+    def learned(self, whole: bytes) -> bool:
+        head = self.request(whole).head
+        return head is not None and getattr(head.asks, "again", None) is not None
+
+    def crowd(self) -> None:
+        """Turns of the loop bring several requests each from now on."""
+        assert self.tiny._batcher is not None
+        self.tiny._batcher.hold()
+        self.tiny._batcher.released(2)
+
+    def turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0.001))
+
+    def together(self, wholes: list[bytes]) -> list[bytes]:
+        """What requests of as many connections are answered that come in one turn of the loop."""
+        opened = [self.connect() for _ in wholes]
+
+        async def come() -> None:
+            for (connection, _), whole in zip(opened, wholes, strict=True):
+                connection.data_received(whole)
+            await asyncio.sleep(0.01)
+
+        self.loop.run_until_complete(come())
+        for connection, _ in opened:
+            connection.connection_lost(None)
+        return [wire.written for _, wire in opened]
+
+    def ask(self, whole: bytes) -> Response:
+        return self._there(self.routes.answer(self.request(whole)))
+
+    def the_long_way(self, whole: bytes) -> Response:
+        request = self.request(whole)
+        return self._there(self.routes.long_way(Request(request.method, request.target, request.headers, request.body)))
+
+    def _there(self, found: Answer) -> Response:
+        if not isinstance(found, Response):
+            while not found.done():
+                self.turn()
+            return found.result()
+        return found
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.loop.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(worlds.double_plus(tmp_path / "b", max_rows=8))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[World]:
+    made = World(looked_up(tmp_path / "b"))
+    yield made
+    made.close()
+
+
+def post(body: bytes, *headers: str, path: str = "/v2/models/tiny/infer") -> bytes:
+    head = [f"POST {path} HTTP/1.1", "host: t", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(head).encode() + body
+
+
+def in_json(*rows: list[Any], datatype: str = "FP32", shape: list[int] | None = None, **more: Any) -> bytes:
+    data = [value for row in rows for value in row]
+    shape = shape or [len(rows), len(rows[0])]
+    tensor = {"name": "x", "shape": shape, "datatype": datatype, "data": data}
+    return post(json.dumps({"inputs": [tensor], **more}, separators=(",", ":")).encode())
+
+
+def in_bytes(values: Any, *headers: str, answer: bool = True, **more: Any) -> bytes:
+    array = np.asarray(values, np.float32)
+    size = {"binary_data_size": array.nbytes}
+    tensor = {"name": "x", "shape": list(array.shape), "datatype": "FP32", "parameters": size}
+    parameters = {"binary_data_output": answer} | more
+    head = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+    return post(head + array.tobytes(), f"inference-header-content-length: {len(head)}", *headers)
+
+
+def parts(response: Response) -> tuple[int, bytes, bytes, bytes]:
+    return response.status, response.body, response.content_type, response.headers
+
+
+def values_of(answer: bytes) -> list[float]:
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    found: list[float] = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
+    return found
+
+
+def same_length(whole: bytes, old: bytes, new: bytes) -> bytes:
+    assert old in whole
+    assert len(old) == len(new)
+    return whole.replace(old, new)
+
+
+USUAL = in_json([1.25, 2.25, 3.25])
+"""All that follow have its head, and so does what they are asked by."""
+OTHERS = [
+    (b"1.25", b"7.50"),
+    (b"1.25", b"1e39"),
+    (b"1.25", b"-0.0"),
+    (b"1.25", b"true"),
+    (b"1.25", b"null"),
+    (b"1.25", b"[17]"),
+    (b"1.25", b"1,25"),
+    (b"1.25", b"    "),
+    (b"1.25,2.25", b"1.2534567"),
+    (b'"x"', b'"z"'),
+    (b'"FP32"', b'"FP64"'),
+    (b"[1,3]", b"[3,1]"),
+    (b"[1,3]", b"[1,4]"),
+    (b"3.25]", b"3.2]]"),
+    (b"]}]}", b"]}}]"),
+    (b'"name"', b'"nome"'),
+]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([(b"1.25", b"1.25"), *OTHERS]), min_size=1, max_size=12))
+def test_whatever_comes_under_a_known_head_is_answered_as_the_long_way_answers(
+    world: World, changes: list[tuple[bytes, bytes]]
+) -> None:
+    world.teach(USUAL)
+    for old, new in changes:
+        whole = same_length(USUAL, old, new)
+        assert parts(world.ask(whole)) == parts(world.the_long_way(whole))
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_raw_bytes_are_answered_as_the_long_way_answers_whatever_lies_in_them(world: World, answer: bool) -> None:
+    world.teach(in_bytes([[1, 2, 3]], answer=answer))
+    for values in ([4, 5, 6], [np.nan, np.inf, -np.inf], [3e38, -3e38, 1e-45]):
+        whole = in_bytes([values], answer=answer)
+        assert world.learned(whole)
+        assert parts(world.ask(whole)) == parts(world.the_long_way(whole))
+
+
+def test_several_inputs_and_outputs_are_each_laid_and_read_in_their_place(tmp_path: Path) -> None:
+    world = World(two_ways(tmp_path / "b"))
+
+    def whole(a: Any, b: Any, *, turned: bool = False, wanted: str = "st") -> bytes:
+        given = [("a", np.asarray(a, np.float32)), ("b", np.asarray(b, np.float32))]
+        given = given[::-1] if turned else given
+        size = [{"binary_data_size": one.nbytes} for _, one in given]
+        inputs = [
+            {"name": name, "shape": list(one.shape), "datatype": "FP32", "parameters": bytes_}
+            for (name, one), bytes_ in zip(given, size, strict=True)
+        ]
+        outputs = [{"name": one, "parameters": {"binary_data": True}} for one in wanted]
+        head = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
+        body = head + b"".join([one.tobytes() for _, one in given])
+        return post(body, f"inference-header-content-length: {len(head)}")
+
+    for wanted in ("st", "ts", "t"):
+        world.teach(whole([[1, 2]], [[3, 4]], wanted=wanted))
+        asked = [whole([[value, 2]], [[3, value]], wanted=wanted) for value in range(5)]
+        world.crowd()
+        for answer, one in zip(world.together(asked), asked, strict=True):
+            assert answer.endswith(world.the_long_way(one).body)
+    turned = whole([[5, 6]], [[7, 8]], turned=True)
+    for _ in range(4):
+        (answer,) = world.together([turned])
+    assert answer.endswith(world.the_long_way(turned).body)
+    world.close()
+
+
+def test_what_comes_in_one_turn_is_run_together_and_each_is_given_its_own(world: World) -> None:
+    world.teach(USUAL)
+    two_rows = in_json([1.25, 2.25, 3.25], [4.25, 5.25, 6.25])
+    world.teach(two_rows)
+    wholes = [same_length(USUAL, b"1.25", f"{value}.25".encode()) for value in range(4)]
+    wholes.insert(2, two_rows)
+    world.crowd()
+    before = {rows: list(seen) for rows, seen in world.tiny.stats.runs_by_rows.items()}
+    answers = world.together(wholes)
+    assert [values_of(one)[0] for one in answers] == [1.5, 3.5, 3.5, 5.5, 7.5]
+    assert values_of(answers[2]) == [3.5, 5.5, 7.5, 9.5, 11.5, 13.5]
+    assert world.tiny.stats.runs_by_rows[6][0] == 1
+    assert {rows: seen[0] for rows, seen in world.tiny.stats.runs_by_rows.items() if rows != 6} == {
+        rows: seen[0] for rows, seen in before.items() if rows != 6
+    }
+
+
+def test_a_turn_of_more_rows_than_a_full_batch_is_run_in_several(world: World) -> None:
+    world.teach(USUAL)
+    world.crowd()
+    wholes = [same_length(USUAL, b"1.25", f"{value % 10}.25".encode()) for value in range(21)]
+    assert [values_of(one)[0] for one in world.together(wholes)] == [2 * (value % 10) + 1.5 for value in range(21)]
+    assert max(world.tiny.stats.runs_by_rows) == 8  # which is all that was proven
+
+
+def test_one_that_the_program_refuses_fails_alone(table: World) -> None:
+    def index(number: int) -> bytes:
+        return in_json([number], datatype="INT64", shape=[1])
+
+    table.teach(index(1))
+    refused = table.ask(index(7))
+    assert parts(refused) == parts(table.the_long_way(index(7)))
+    assert refused.status == 400
+    table.crowd()
+    answers = table.together([index(number) for number in (0, 7, 3, 1)])
+    assert [values_of(answers[at]) for at in (0, 2, 3)] == [[0, 1], [6, 7], [2, 3]]
+    assert answers[1].startswith(b"HTTP/1.1 400")
+    assert answers[1].endswith(refused.body)
+
+
+def test_who_goes_away_before_the_turn_ends_takes_nobody_along(world: World) -> None:
+    log = Log()
+    world.server = world.behind(Logged(world.routes, "data", log))  # type: ignore[arg-type]
+    world.teach(USUAL)
+    world.crowd()
+    log.entries.clear()
+    opened = [world.connect() for _ in range(3)]
+
+    async def come() -> None:
+        for connection, _ in opened:
+            connection.data_received(USUAL)
+        opened[1][0].connection_lost(None)
+        await asyncio.sleep(0.01)
+
+    world.loop.run_until_complete(come())
+    assert [len(wire.written) > 0 for _, wire in opened] == [True, False, True]
+    assert sorted(entry.status for entry in log.entries) == [200, 200, 499]
+    assert {entry.bytes_out for entry in log.entries if entry.status == 200} == {
+        len(opened[0][1].written.partition(b"\r\n\r\n")[2])
+    }
+
+
+def to_version_two(world: World) -> None:
+    world.models.set_default("tiny", "2")
+
+
+def to_a_split(world: World) -> None:
+    world.models.set_split("tiny", Split({"2": 1}))
+
+
+def to_a_shadow(world: World) -> None:
+    world.models.shadows["tiny"] = Shadow(world.models.find("tiny", "2"))
+
+
+def to_nobody(world: World) -> None:
+    world.tiny.scale(0)
+
+
+@pytest.mark.parametrize("change", [to_version_two, to_a_split, to_a_shadow, to_nobody])
+def test_what_changes_where_requests_go_changes_it_for_known_ones_too(
+    world: World, change: Callable[[World], None]
+) -> None:
+    world.add("2")
+    world.teach(USUAL)
+    change(world)
+    for _ in range(4):
+        found = world.ask(USUAL)
+        if change is to_nobody:
+            assert found.status == 503
+        else:
+            expected = "1" if change is to_a_shadow else "2"
+            assert json.loads(found.body)["model_version"] == expected
+    world.turn()
+    if change is to_a_shadow:
+        assert world.models.find("tiny", "2").stats.rows == 4
+
+
+def test_a_version_that_retires_answers_what_it_holds_and_is_then_let_go_of(world: World) -> None:
+    world.add("2")
+    world.teach(USUAL)
+    world.crowd()
+    program = weakref.ref(world.tiny.loaded.session)
+    opened = [world.connect() for _ in range(3)]
+
+    async def come() -> None:
+        for connection, _ in opened:
+            connection.data_received(USUAL)
+        world.models.set_default("tiny", "2")
+        await world.models.remove("tiny", "1").retire()
+
+    world.loop.run_until_complete(come())
+    assert [values_of(wire.written) for _, wire in opened] == [[3.5, 5.5, 7.5]] * 3
+    gc.collect()
+    assert program() is None, "a head that is known keeps the program of a version that has gone"
+    assert json.loads(world.ask(USUAL).body)["model_version"] == "2"
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        in_bytes([[1, 2, 3]], "x-trueline-priority: 1"),
+        in_bytes([[1, 2, 3]], priority=1),
+        in_bytes([[1, 2, 3]], timeout=10**7),
+        in_json([1, 2, 3], id="7"),
+    ],
+)
+def test_what_is_urgent_has_a_deadline_or_a_name_goes_the_long_way(world: World, whole: bytes) -> None:
+    connection, wire = world.connect()
+    for _ in range(12):
+        connection.data_received(whole)
+        world.turn()
+    assert wire.written.count(b"HTTP/1.1 200") == 12
+    assert not world.learned(whole)
+
+
+def test_what_comes_while_others_wait_waits_behind_them(world: World) -> None:
+    world.teach(USUAL)
+    batcher = world.tiny._batcher
+    assert batcher is not None
+
+    async def come() -> None:
+        waiting = batcher.submit({"x": np.ones((1, 3), np.float32)}, 1, "another kind", None, 5)
+        found = world.routes.answer(world.request(USUAL))
+        assert isinstance(found, asyncio.Future)
+        assert batcher.num_waiting == 2
+        await waiting
+        await found
+
+    world.loop.run_until_complete(come())
+
+
+def test_both_ways_count_alike(tmp_path: Path) -> None:
+    counted = []
+    for short in (True, False):
+        world = World(worlds.double_plus(tmp_path / str(short)))
+        world.teach(USUAL)
+        stats, request = world.tiny.stats, world.request(USUAL)
+        before, by_status = stats.request_s.count, world.routes.stats.by_status[200]
+        for _ in range(10):
+            assert isinstance(world.routes.answer(request) if short else world.routes.long_way(request), Response)
+        counted.append(
+            (stats.request_s.count - before, world.routes.stats.by_status[200] - by_status, stats.batch_s.count)
+        )
+        assert min(stats.decode_s, stats.encode_s, stats.infer_s, stats.request_s.total) > 0
+        assert stats.decode_s + stats.encode_s + stats.infer_s <= 1.001 * stats.request_s.total
+        if short:
+            world.crowd()
+            runs, answered = stats.batch_s.count, world.routes.stats.by_status[200]
+            world.together([USUAL] * 5)
+            assert stats.batch_s.count == runs + 1
+            assert world.routes.stats.by_status[200] == answered + 5
+            assert stats.request_s.count == before + 15
+            assert stats.queue_s > 0
+        world.close()
+    assert counted[0] == counted[1]
+
+
+def test_an_answer_that_is_to_come_tells_everyone_once_and_goes_on_when_one_of_them_fails() -> None:
+    async def main() -> None:
+        told: list[str] = []
+        failed: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+
+        def fails(_: Later) -> None:
+            raise ValueError("on purpose")
+
+        later = Later()
+        with pytest.raises(asyncio.InvalidStateError):
+            later.result()
+        later.add_done_callback(fails)
+        later.add_done_callback(lambda one: told.append(one.result().body.decode()))
+        later.set_result(Response(200, b"a"))
+        later.add_done_callback(lambda one: told.append("late"))
+        assert told == ["a", "late"]
+        assert (later.done(), later.cancelled(), later.cancel()) == (True, False, False)
+        assert [str(one["exception"]) for one in failed] == ["on purpose"]
+        gone = Later()
+        gone.add_done_callback(lambda one: told.append(f"gone {one.cancelled()}"))
+        assert gone.cancel()
+        gone.set_result(Response(200, b"b"))
+        assert told[2:] == ["gone True"]
+        with pytest.raises(asyncio.CancelledError):
+            gone.result()
+
+    asyncio.run(main())
