@@ -28,7 +28,7 @@ class Field:
     shape: tuple[int | str, ...]
     below: int | str = 0
     """Ids lie below it; of `lengths`, the symbol that they measure."""
-    like: Literal["float32", "int64", "bool"] = "float32"
+    like: Literal["float32", "float64", "float16", "int64", "int8", "uint8", "bool"] = "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ def example(architecture: Architecture) -> dict[str, Array]:
     for name, one in architecture.fields.items():
         shape = shape_of(one, architecture.sizes)
         if one.kind == "real":
-            made[name] = random.standard_normal(shape).astype(np.float32)
+            made[name] = np.asarray(random.standard_normal(shape)).astype(one.like)
         elif one.kind == "mask":
             padding = np.arange(shape[0])[:, None] % 3  # the last positions of some records
             made[name] = (np.arange(shape[-1]) < np.maximum(1, shape[-1] - padding)).astype(one.like).reshape(shape)
@@ -77,17 +77,17 @@ def question(
     for name, one in architecture.fields.items():
         shape = shape_of(one, sizes)
         if one.kind == "real":
-            made[name] = _reals(shape, family, random)
+            made[name] = _reals(shape, family, random).astype(one.like)
         else:
             made[name] = _plain(one, shape, sizes, random)
     return made, family
 
 
 def _reals(shape: tuple[int, ...], family: str, random: np.random.Generator) -> Array:
-    if family != "mixed":
-        return _drawn(shape, family, random).astype(np.float32)
+    if family != "mixed" or not shape:
+        return np.asarray(_drawn(shape, family, random))
     rows = [_drawn(shape[1:], str(random.choice(FAMILIES)), random) for _ in range(shape[0])]
-    return np.stack(rows).astype(np.float32)
+    return np.stack(rows)
 
 
 def _drawn(shape: tuple[int, ...], family: str, random: np.random.Generator) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,3 +129,21 @@ def test_an_input_may_be_called_as_the_exporter_calls_a_value_inside(tmp_path: P
             return {"relu": ((add + 1) * mul).relu(), "add_1": mul + 2}
 
     assert proven(Named(), torch.randn(3, 4), torch.randn(3, 4), folder=tmp_path).reason == ""
+
+
+class ToTheFiner(nn.Module):
+    """A feature pyramid's way up: the coarser map in the size of the finer."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        coarse = x[:, :, 1::3]
+        return x + nn.functional.interpolate(coarse, size=x.shape[-1]), nn.functional.interpolate(x, scale_factor=1.7)
+
+
+def test_the_nearest_element_is_the_same_at_every_size(tmp_path: Path) -> None:
+    eager = EagerSession(ToTheFiner(), torch.randn(3, 2, 9), dynamic_shapes={"x": {2: "length"}})
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.claims[-1])
+    for length in (*range(4, 100), 141, 166, 500):
+        x = {"x": np.arange(2 * length, dtype=np.float32).reshape(1, 2, length)}
+        wanted, found = eager.run(x), session.run(x)
+        assert all(np.array_equal(wanted[name], found[name]) for name in wanted), length

@@ -11,7 +11,7 @@ import torch
 from small_models import Branch, Mlp, Nested, Pair
 from torch import Tensor, nn
 
-from trueline.capture.scripted import climb_scripted
+from trueline.capture.scripted import FROZEN, climb_scripted
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import script_archive, torchscript_emit
 from trueline.runtime.eager import EagerSession
@@ -67,6 +67,41 @@ class Inside(nn.Module):
         return self.star(x) - 1  # type: ignore[no-any-return]
 
 
+class Guarded(nn.Module):
+    """Cannot be scripted (*args); a branch that only large values take."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        x = given[0]
+        if x.abs().max() > 1e30:  # large values
+            x = x / x.abs().max()
+        return x * 2
+
+
+class Decided(nn.Module):
+    """The same by way of a number with a name; the number differs from probe to probe, the way does not."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        largest = given[0].abs().max().item()
+        scale = 2.0 if largest < 1e30 else 1 / largest
+        return given[0] * scale
+
+
+class Listed(nn.Module):
+    """And by way of a list."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return given[0] * sum((given[0] > 1e30).flatten().tolist())
+
+
+class Sided(nn.Module):
+    """Takes a number whose both values the probes show, and answers the same either way."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        if given[0].sum() > 0:
+            return given[0] * 2
+        return given[0] + given[0]
+
+
 def captured(module: nn.Module, example: object, folder: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     eager = EagerSession(module.eval(), example)
@@ -95,6 +130,25 @@ def test_a_trace_of_a_branch_is_refused_by_the_probes_that_show_it(tmp_path: Pat
     session = open_session("torchscript", path, eager.signature)
     x = np.full((2, 4), -1, np.float32)
     assert not np.allclose(session.run({"x": x})["output"], eager.run({"x": x})["output"])
+
+
+@pytest.mark.parametrize(
+    ("module", "word"), [(Guarded(), "1e30:"), (Decided(), "largest < 1e30"), (Listed(), "tolist")]
+)
+def test_a_trace_is_refused_where_no_probe_changes_what_a_number_out_of_a_tensor_decides(
+    tmp_path: Path, module: nn.Module, word: str
+) -> None:
+    torch.manual_seed(0)
+    eager = EagerSession(module.eval(), torch.randn(5, 4))
+    found = climb_scripted(eager, None, observe(eager, make_probes(eager.example)), tmp_path)
+    assert FROZEN in found.why
+    assert found.path is None
+    assert "test_torchscript.py" in found.line
+    assert word in found.line
+
+
+def test_a_trace_is_taken_where_the_probes_went_both_ways_and_it_agrees_on_all(tmp_path: Path) -> None:
+    assert captured(Sided(), torch.randn(5, 4), tmp_path) == ("by trace", "")
 
 
 @pytest.mark.parametrize("way", ["trace", "script"])

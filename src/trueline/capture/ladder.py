@@ -21,7 +21,18 @@ from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, listed
-from trueline.runtime import aoti_emit, draws, export, offload, offload_emit, onnx_emit, sequences, steady, submodules
+from trueline.runtime import (
+    aoti_emit,
+    draws,
+    export,
+    offload,
+    offload_emit,
+    onnx_emit,
+    seldom,
+    sequences,
+    steady,
+    submodules,
+)
 from trueline.runtime.calling import BATCH
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
@@ -66,7 +77,7 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     Raises NotProven for a model that is no function of its inputs: no format can hold it.
     """
     started = time.monotonic()
-    found = steady.unsteady(subject.eager)
+    found = steady.unsteady(subject.eager) or seldom.seldom(subject.eager)
     if found is not None and not (found.random and subject.random):
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
     if found is not None and subject.eager.signature.state:

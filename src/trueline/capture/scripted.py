@@ -17,12 +17,13 @@ from trueline.bundle.signature import Signature
 from trueline.capture.seen import seen_signature
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime import sequences, torchscript_emit
+from trueline.runtime import sequences, taken, torchscript_emit
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.prove import Observation, Proof, judge, parting
 from trueline.runtime.session import open_session
 from trueline.runtime.torchscript_emit import Way
 
+FROZEN = "a number is taken out of a tensor there, and no probe changes what it decides: a trace would freeze it unseen"
 DEPRECATED = "torch marks TorchScript as deprecated: take another program where there is one"
 
 
@@ -81,4 +82,15 @@ def _try(
         line = error.hint if isinstance(error, CaptureError) else ""
         return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
     proof = sequences.proven(judge(session, observations, versions=versions()), session, eager, versions=versions())
+    place = None if way == "script" or proof.reason else taken.unasked(eager, observations, _compiled(eager, how))
+    if place is not None:
+        return Tried(how="", why=FROZEN, line=f"{place}", path=None, signature=signature, proof=None)
     return Tried(how=how, why=proof.reason, line="", path=path, signature=signature, proof=proof)
+
+
+def _compiled(eager: EagerSession, how: str) -> set[str]:
+    """The classes whose code a mix compiled, as it says of itself."""
+    _, _, told = how.partition("scripted: ")
+    names = told.partition(";")[0].rstrip(")").split(", ") if told else []
+    scripted = [eager.module.get_submodule("" if name == "the model" else name) for name in names]
+    return {kind.__name__ for one in scripted for part in one.modules() for kind in type(part).__mro__}

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from trueline.capture.attempt import State
 from trueline.errors import CaptureError, DataError, RecipeError, listed
-from trueline.runtime import calling, explicit
+from trueline.runtime import calling, explicit, first_call, structures
 from trueline.runtime.calling import as_trained
 from trueline.runtime.eager import EagerSession
 from trueline.state.checkpoint import load_model
@@ -85,7 +85,15 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
 def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
     """`module` with its state explicit, and the examples with a state. Raises CaptureError."""
     with explicit.sheltered(module):
-        EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
+        first = EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
+    weights = [name for name, _ in module.named_parameters() if name in first.changed]
+    if weights:
+        place = first_call.writing_line(module, tuple(weights))
+        raise CaptureError(
+            f"the model writes its own parameters when it is called ({listed(weights)})"
+            + (f"; see {place}" if place else ""),
+            hint="a state is made of buffers; call the model on its data once and capture what it then is",
+        )
     calls = [calling.asked(batch) for batch in batches]
     with as_trained():
         found = explicit.lifted(module, calls)
@@ -161,6 +169,7 @@ def _as_tensors(inputs: Any) -> Any:
             )
         return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else _to_cpu(leaf)
 
+    structures.know(inputs)
     return pytree.tree_map(change, inputs)
 
 

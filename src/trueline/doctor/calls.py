@@ -129,6 +129,8 @@ def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Ca
     calls: dict[str, list[Call]] = {path: [] for path in modules}
     handles = []
     for path, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it takes no hooks
 
         def note(module: torch.nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             if len(calls[path]) < MAX_NOTED:

@@ -96,8 +96,15 @@ def ask_original(module: torch.nn.Module, calls: Sequence[Call]) -> Oracle:
 
 
 def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose hooks are gone: they watch the original."""
-    twin = copy.deepcopy(module)
+    """A copy whose hooks are gone: they watch the original. What they compute of the parameters (torch's weight_norm
+    keeps the product as a plain attribute) is copied as it is."""
+    computed = [
+        value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
+    twin = copy.deepcopy(module, {id(value): value.detach().clone() for value in computed})
     for part in twin.modules():
         part._forward_pre_hooks.clear()
         part._forward_pre_hooks_with_kwargs.clear()
@@ -116,7 +123,10 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     flat: torch.nn.Module = Flat(copied(module), base)
     tensors, memory, steps = base.tensors, None, units.NONE
     if not oracle.forgetful:
-        held = remembered(copied(module), base)
+        try:
+            held = remembered(copied(module), base)
+        except Exception as error:  # noqa: BLE001 (blind except): a rewrite that cannot be called is no rewrite
+            return _loud(error, oracle, {})
         if isinstance(held, str):
             return Finding(reason=held)
         if held is not None:

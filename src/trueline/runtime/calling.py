@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.errors import CaptureError
-from trueline.runtime import dynamic
+from trueline.runtime import dynamic, structures
 from trueline.runtime.dynamic import BATCH as BATCH
 from trueline.runtime.dynamic import Free, Place
 from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit, users_own
@@ -212,6 +212,7 @@ def asked(inputs: Any) -> Asked:
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    structures.know(inputs)
     if isinstance(inputs, Asked):
         return inputs.args, inputs.kwargs
     if isinstance(inputs, dict):
@@ -224,7 +225,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with torch.no_grad(), as_trained():
-            return module(*args, **kwargs)
+            found = module(*args, **kwargs)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be called with its own example: {type(error).__name__}: {error}",
@@ -232,6 +233,8 @@ def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             if any(word in str(error) for word in ("CUDA", "cuda", "device"))
             else "forward is called with what examples() returns, or the inputs of the records",
         ) from error
+    structures.know(found)
+    return found
 
 
 _ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"

@@ -10,7 +10,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import CaptureError
-from trueline.runtime import torch_settings
+from trueline.runtime import explicit, first_call, torch_settings
 from trueline.runtime.calling import BATCH, Calling, as_trained, learn
 from trueline.runtime.explicit import Explicit
 from trueline.runtime.settings import DEFAULTS, Settings
@@ -40,7 +40,10 @@ class EagerSession:
         self._device = torch_settings.device(settings)
         self._settings = settings
         torch_settings.autocast(settings, self._device)  # refuses a precision before the model is called
+        before = first_call.marks(explicit.users_own(module))
         self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
+        self.changed: tuple[str, ...] = first_call.changed(before, explicit.users_own(module))
+        """Parameters and buffers that were another before the model was called with its example."""
         self.module = module if self._device.type == "cpu" else module.to(self._device)
 
     @property

@@ -24,7 +24,7 @@ from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
 from trueline.runtime import causal, constants, custom_ops, multiples, paths, pt2, ranges, recurrent, torch_settings
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
-from trueline.runtime.dynamic import Free, Place, resized
+from trueline.runtime.dynamic import Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.quiet import quiet
 from trueline.runtime.settings import DEFAULTS, Settings
@@ -168,7 +168,7 @@ def _described(program: torch.export.ExportedProgram, calling: Calling, fixed: M
         msgspec.structs.replace(spec, shape=_sized(shape, symbols))
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
-    made = _claims(program, shapes, symbols, calling.free)
+    made = _claims(program, shapes, symbols, calling)
     least = _least(calling, inputs)
     dims = dict.fromkeys(made[0].dims, Dim())
     outputs = []
@@ -231,8 +231,9 @@ def _sized(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
 
 
 def _claims(
-    program: torch.export.ExportedProgram, shapes: Sequence[Any], symbols: Mapping[str, str], free: Free
+    program: torch.export.ExportedProgram, shapes: Sequence[Any], symbols: Mapping[str, str], calling: Calling
 ) -> tuple[ranges.Claim, ...]:
+    free = calling.free
     constraints = {str(symbol): span for symbol, span in program.range_constraints.items()}
     spans: dict[str, Dim] = {}
     for theirs, ours in symbols.items():
@@ -245,7 +246,17 @@ def _claims(
     places = {(i, axis): size for i, shape in enumerate(shapes) for axis, size in enumerate(_sized(shape, symbols))}
     names = {theirs: ours for theirs, ours in symbols.items() if theirs.isidentifier()}
     names |= {_bare(ours): ours for ours in spans}
-    return ranges.claims(ranges.Found(codes=codes, spans=spans, places=places, names=names, units=units), batch=BATCH)
+    given = zip(calling.example, _free_axes(calling), strict=True)
+    example = [_tiled(tensor, axes).shape for tensor, axes in given]
+    sizes = {name: example[i][axis] for (i, axis), name in places.items() if isinstance(name, str)}
+    read = ranges.Found(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
+    try:
+        return ranges.claims(read, batch=BATCH)
+    except ValueError as error:
+        raise CaptureError(
+            f"the exported program holds under a condition between sizes that cannot be said: {error}",
+            hint="compute sizes in whole numbers (//) in the model",
+        ) from error
 
 
 def _bare(name: str) -> str:

@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, onnx_mended, recurrent
+from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, recurrent
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -134,6 +134,7 @@ def translated(
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
+    onnx_sizes.exact(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

@@ -6,12 +6,14 @@ as any other program. Sources: torch's documentation of the operator, and the ON
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnxscript import ir
+from onnxscript import INT64, ir
 from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 
 _ATEN = torch.ops.aten
@@ -126,6 +128,28 @@ def _bins(size: Any, bins: int) -> Any:
     return op.Div(weights, op.Cast(op.Sub(end, start), to=ir.DataType.DOUBLE.value))
 
 
+def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequence[float] | None = None) -> Any:
+    """To another size, each element the nearest: by the index that torch computes, floor(step * (old / new)) in floats.
+    ONNX Runtime divides by (new / old), and where an index is a whole number rounding decides otherwise."""
+    if scale_factors is not None and all(math.log2(factor).is_integer() for factor in scale_factors):
+        return resize.aten_upsample_nearestnd_vec(input, output_size, scale_factors)  # exact either way
+    axes, one = len(input.shape) - 2, op.Constant(value_int=1)
+    sizes = None if output_size is None else op.Cast(output_size, to=ir.DataType.INT64)
+    for at in range(axes):
+        old = op.Squeeze(op.Gather(op.Shape(input), op.Constant(value_ints=[at + 2])))
+        if scale_factors is None:
+            new = op.Squeeze(op.Gather(sizes, op.Constant(value_ints=[at])))
+            scale = op.Div(*(op.Cast(size, to=ir.DataType.FLOAT) for size in (old, new)))
+        else:
+            factor = op.Constant(value=ir.tensor(scale_factors[at], dtype=ir.DataType.DOUBLE))
+            new = op.Cast(op.Floor(op.Mul(op.Cast(old, to=ir.DataType.DOUBLE), factor)), to=ir.DataType.INT64)
+            scale = op.Constant(value_float=1.0 / scale_factors[at])
+        steps = op.Cast(op.Range(op.Constant(value_int=0), new, one), to=ir.DataType.FLOAT)
+        index = op.Cast(op.Floor(op.Mul(steps, scale)), to=ir.DataType.INT64)
+        input = op.Gather(input, op.Min(index, op.Sub(old, one)), axis=at + 2)
+    return input
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.where.self: _where,
     _ATEN.instance_norm.default: _instance_norm,
@@ -135,5 +159,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.prims.prod.default: _prod,
     _ATEN._cdist_forward.default: _cdist,
     _ATEN.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
+    _ATEN.upsample_nearest1d.vec: _nearest,
+    _ATEN.upsample_nearest2d.vec: _nearest,
+    _ATEN.upsample_nearest3d.vec: _nearest,
 }
 """Operator of an exported program -> what writes it in ONNX."""

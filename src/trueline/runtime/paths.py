@@ -126,6 +126,13 @@ def _place(code: CodeType, offset: int) -> Place:
     return Place(file=code.co_filename, line=line or code.co_firstlineno)
 
 
+def reading(way: Sequence[Event], word: str) -> Place | None:
+    """The first line on the way with `word` in it."""
+    lines = dict.fromkeys((code, offset) for _, code, offset in way)
+    places = dict.fromkeys(_place(code, offset) for code, offset in lines)
+    return next((place for place in places if word in place.source), None)
+
+
 def users_line(error: BaseException) -> Place | None:
     """The innermost line of the user's code that `error`, or what caused it, came through."""
     seen: BaseException | None = error
@@ -137,10 +144,13 @@ def users_line(error: BaseException) -> Place | None:
     return None
 
 
-def line_at_hand() -> Place | None:
-    """The innermost line of the user's code that is being run by this thread."""
+def line_at_hand(*, within: str = "") -> Place | None:
+    """The innermost line of the user's code that is being run by this thread; not of who called code in `within`."""
     frame: FrameType | None = sys._getframe(1)
+    entered = frame
     while frame is not None:
+        if within and frame is not entered and frame.f_code.co_filename.startswith(within):
+            return None
         if is_users(frame.f_code.co_filename):
             return Place(file=frame.f_code.co_filename, line=frame.f_lineno)
         frame = frame.f_back

@@ -29,6 +29,10 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|onnxscript|onnx_ir)\b")
             # nn.LSTM and nn.GRU rebuild their list of weights while they are traced; the weights are parameters
             warnings.filterwarnings("ignore", message=r".*_flat_weights.* assigned during export", category=UserWarning)
+            # what a model keeps for others to look at; that no answer depends on it is proven by the probes
+            warnings.filterwarnings(
+                "ignore", message=r"The tensor attribute.* assigned during export", category=UserWarning
+            )
             yield
     finally:
         for logger, level in zip(loggers, before, strict=True):

@@ -15,11 +15,12 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
+from trueline.runtime import float_guards
 
 DENSE = 256
 TUPLES = 1000
@@ -51,12 +52,14 @@ class Found:
     """The exporter's names of symbols -> the signature's."""
     units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """The exporter's name of a number of units -> the symbol of the signature that counts so many of them in one."""
+    example: Mapping[str, int] = field(default_factory=dict)
+    """The sizes that were exported with, by the signature's names."""
 
 
 def claims(found: Found, *, batch: str) -> tuple[Claim, ...]:
     """What may be claimed, from the widest to the strictest."""
-    guards = [guard for code in found.codes if (guard := translated(code, found)) is not None]
-    firm = [guard for guard in guards if not _is_assumption(guard)]
+    read = [(guard, assumed) for code in found.codes for guard, assumed in _read(code, found)]
+    guards, firm = [guard for guard, _ in read], [guard for guard, assumed in read if not assumed]
     without_holes = [guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq)]
     wide = {symbol: _explained(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
     from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
@@ -73,6 +76,26 @@ def _explained(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Gu
     if dim.min <= 2 or len(guards) > len(firm):
         return Dim(min=1, max=dim.max)
     return dim
+
+
+def _read(code: str, found: Found) -> list[tuple[Guard, bool]]:
+    """The guard in whole numbers, as one or several, and whether it is an assumption; none where it does not speak of
+    sizes.
+
+    Raises ValueError for one that speaks of sizes and cannot be said.
+    """
+    whole = translated(code, found)
+    if whole is not None or not found.example:
+        return [] if whole is None else [(whole, _is_assumption(whole))]
+    reader = _Reader(found, float_guards.KNOWN)
+    try:
+        tree = reader.visit(ast.parse(code, mode="eval").body)
+    except (SyntaxError, ValueError, KeyError):
+        return []
+    assumed = _assumes(tree)
+    if not reader.symbols or (assumed and len(reader.symbols) > 1):
+        return []
+    return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example)]
 
 
 def translated(code: str, found: Found) -> Guard | None:
@@ -95,8 +118,9 @@ def translated(code: str, found: Found) -> Guard | None:
 class _Reader(ast.NodeTransformer):
     """Puts `d0`, `d1`, ... where the exporter writes the size of an input, or its own symbol."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, known: Collection[str] = ("min", "max")) -> None:
         self.found = found
+        self.known = known
         self.symbols: list[str] = []
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
@@ -114,7 +138,7 @@ class _Reader(ast.NodeTransformer):
         if node.id in self.found.units:
             symbol, step = self.found.units[node.id]
             return ast.BinOp(self._named(symbol), ast.FloorDiv(), ast.Constant(step))
-        return node if node.id in ("min", "max") else self._named(self.found.names[node.id])
+        return node if node.id in self.known else self._named(self.found.names[node.id])
 
     def _named(self, place: str | int) -> ast.expr:
         if isinstance(place, int):
@@ -141,8 +165,10 @@ def _comparison(guard: Guard) -> ast.cmpop | None:
 def _is_assumption(guard: Guard) -> bool:
     """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter takes 0 and 1 for special everywhere."""
     tree = _compare(guard)
-    if tree is None:
-        return False
+    return tree is not None and _assumes(tree)
+
+
+def _assumes(tree: ast.expr) -> bool:
     match tree:
         case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
             return True
@@ -219,11 +245,14 @@ def _last(holds: object, low: int, high: int) -> int:
 
 
 def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Iterable[dict[str, int]]:
+    """The smallest sizes of each symbol, and large ones: `batch * length <= 5000` excludes none of the small."""
     each = max(4, int(TUPLES ** (1 / len(symbols))))
-    choices = [
-        list(itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each))
-        for symbol in symbols
-    ]
+    choices = []
+    for symbol in symbols:
+        step = dims[symbol].multiple_of
+        small = itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each)
+        large = (size * step for power in range(5, 21, max(1, 20 // each)) if (size := 2**power))
+        choices.append([*small, *(size for size in large if dims[symbol].allows(size))])
     return (dict(zip(symbols, sizes, strict=True)) for sizes in itertools.product(*choices))
 
 

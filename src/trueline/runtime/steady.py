@@ -8,6 +8,7 @@ attribute is another after the call (a list that grows, a dict that is filled).
 from __future__ import annotations
 
 import dis
+import random
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueline.errors import listed
-from trueline.runtime import compare, explicit, paths
+from trueline.runtime import compare, explicit, first_call, paths
 from trueline.runtime.explicit import Asked
 from trueline.runtime.export import STATE_HINT
 from trueline.runtime.paths import Event, Place
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 RANDOM_HINT = (
     "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "
     "`trueline capture --allow-random` compares their distribution"
+)
+OUTSIDE_HINT = (
+    "no program can hold a draw of Python's or numpy's: draw only `if self.training`, take the numbers as an input, or "
+    "draw them with torch"
 )
 ATTRIBUTE_HINT = (
     "a plain attribute is no state that a program can hold: make it a buffer (register_buffer; `trueline doctor` shows "
@@ -108,7 +113,20 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
             )
     left = dict(users.named_buffers())
     kept = all(name in left and explicit.equal(value, left[name]) for name, value in before.items())
-    return None if found.agrees and kept else searched(eager, found.reason)
+    if found.agrees and kept:
+        return _changed_itself(eager) if eager.changed else None
+    return searched(eager, found.reason)
+
+
+def _changed_itself(eager: EagerSession) -> Unsteady:
+    """Of a model that is steady now, and was another before it was called."""
+    return Unsteady(
+        why=f"the model changes itself when it is first called ({listed(eager.changed)}): what it answers depends on "
+        "the question that came first",
+        place=first_call.writing_line(explicit.users_own(eager.module), eager.changed),
+        hint="call it on its data once and capture what it then is (a checkpoint of it), or write only "
+        "`if self.training`",
+    )
 
 
 def searched(eager: EagerSession, reason: str) -> Unsteady:
@@ -117,7 +135,7 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
     """
     users = explicit.users_own(eager.module)
     watch = _Watch(list(users.buffers()))
-    held = _held(users)
+    held, drawn = _held(users), random_states()
     with paths.watching() as way, watch:
         eager.run(eager.example)
     changed = [name for name, trace in _held(users).items() if held.get(name) != trace]
@@ -129,6 +147,13 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
             place=place,
             hint=RANDOM_HINT,
             random=_same_when_seeded(eager),
+        )
+    if random_states() != drawn and reason:
+        return Unsteady(
+            why="the model is not deterministic in evaluation mode: it draws random numbers outside of torch, and it "
+            f"answers differently when it is asked the same again ({reason})",
+            place=paths.reading(way, "rand"),
+            hint=OUTSIDE_HINT,
         )
     again = f"it answers differently when it is asked the same again ({reason})" if reason else "a call changes them"
     args, kwargs = eager.calling.arguments(eager.calling.example)
@@ -144,6 +169,12 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
     where = f" in the Python attributes it stores ({listed(attributes)})" if attributes else ""
     place = _stored(way) or _named(way, {name.rpartition(".")[2] for name in changed})
     return Unsteady(why=f"the model keeps a state{where}: {again}", place=place, hint=ATTRIBUTE_HINT)
+
+
+def random_states() -> tuple[object, object]:
+    """Those of Python's and numpy's shared generators, in a form that can be compared."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
 
 def _same_when_seeded(eager: EagerSession) -> bool:

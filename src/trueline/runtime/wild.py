@@ -1,7 +1,8 @@
-"""Values that are no numbers, given to a model with care: LAPACK may crash the process on them.
+"""Values that are no numbers, given to a model with care: LAPACK may crash the process on them, or never end.
 
 `torch.linalg.eigvals` of a matrix with a NaN ends the process with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of
-SGEBAL). A model that would hand such a matrix on is stopped before, as if it had raised by itself.
+SGEBAL); `torch.mode` of numbers with a NaN among them never ends. A model that would hand such values on is stopped
+before, as if it had raised by itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
+_ENDLESS = ("mode.",)
 
 
 class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ValueError where an operator of linear algebra would get a value that is no number.
+    """Raises ValueError where an operator that cannot bear it would get a value that is no number.
 
     Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that does not stand aside for
     that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
@@ -33,7 +35,7 @@ class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, HigherOrderOperator):
             return func(*map(self._inside, args), **(kwargs or {}))
         name = str(func).removeprefix("aten.").lstrip("_")
-        if name.startswith(_LAPACK):
+        if name.startswith(_LAPACK + _ENDLESS):
             for value in tree_leaves((args, kwargs)):
                 if _is_numbers(value) and not bool(value.isfinite().all()):
                     raise ValueError(f"{func} would get a value that is no number")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites import attributes, branch, loops, masks, scalars, sizes, state, value_loops
+from trueline.doctor.rewrites import asides, attributes, branch, loops, masks, scalars, sizes, state, value_loops
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 
-_FAMILIES = (sizes, branch, masks, scalars, value_loops, loops, state, attributes)
+_FAMILIES = (asides, sizes, branch, masks, scalars, value_loops, loops, state, attributes)
 """Safest first."""
 
 

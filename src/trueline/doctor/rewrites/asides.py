@@ -1,0 +1,108 @@
+"""What a model does beside its answer: it prints, warns, checks its input, keeps by size what it has computed once.
+
+A program does none of it, and where values or sizes decide about it, it blocks the exporter. Condition: the answers on
+all calls stay the same; a check raises where there is no answer, so leaving it out changes none.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Sequence
+
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+
+_SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
+_SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
+
+
+def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
+    """The function without the statement at `spot`, where that only says, checks or remembers something."""
+    statement = spot.statement
+    text: str | None = None
+    if _says(statement):
+        text = scope.replaced([statement], _instead(spot))
+        words = f"`{_first(statement)}` says something and changes no answer: it is left out"
+    elif _checks(statement):
+        text = scope.replaced([statement], _instead(spot))
+        words = f"the check `{_first(statement)}` is left out: a program raises nothing, check requests before it"
+    elif isinstance(statement, ast.If):
+        new = _uncached(scope, spot)
+        text = scope.replaced(spot.block[spot.index :], new) if new else None
+        words = f"`{_first(statement)}` is left out: what it keeps is computed at every call"
+    if text:
+        yield Candidate(text=text, words=words)
+
+
+def _first(statement: ast.stmt) -> str:
+    return ast.unparse(statement).splitlines()[0].rstrip(":")
+
+
+def _instead(spot: Spot) -> list[ast.stmt]:
+    return [ast.Pass()] if len(spot.block) == 1 else []
+
+
+def _says(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.If):
+        return all(_says(one) or isinstance(one, ast.Pass) for one in (*statement.body, *statement.orelse))
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return False
+    function = statement.value.func
+    if isinstance(function, ast.Name):
+        return function.id in ("print", "warn")
+    if not (isinstance(function, ast.Attribute) and function.attr in _SAYING):
+        return False
+    speaker = function.value
+    name = speaker.id if isinstance(speaker, ast.Name) else speaker.attr if isinstance(speaker, ast.Attribute) else ""
+    return name in _SPEAKERS
+
+
+def _checks(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assert):
+        return True
+    return (
+        isinstance(statement, ast.If)
+        and not statement.orelse
+        and all(_says(one) for one in statement.body[:-1])
+        and isinstance(statement.body[-1], ast.Raise)
+    )
+
+
+def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
+    """From `if key not in self.kept: self.kept[key] = value` on: the value under a name of its own.
+
+    And of `if key in self.kept: return self.kept[key]` what follows.
+    """
+    statement = spot.statement
+    assert isinstance(statement, ast.If)
+    match statement.test:
+        case ast.Compare(left=key, ops=[ast.NotIn()], comparators=[ast.Attribute() as kept]) if not statement.orelse:
+            cell = ast.dump(ast.Subscript(value=kept, slice=key, ctx=ast.Load()))
+            name = scope.fresh(f"{kept.attr.lstrip('_')}_here")
+            new = [_Named(cell, name).visit(copy.deepcopy(one)) for one in (*statement.body, *_rest(spot))]
+            stores = [one for one in new if isinstance(one, ast.Assign) and _is(one.targets, name)]
+            return new if stores else None
+        case ast.Compare(ops=[ast.In()], comparators=[ast.Attribute()]) if not statement.orelse:
+            returns = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return)
+            return [copy.deepcopy(one) for one in _rest(spot)] if returns and _rest(spot) else None
+    return None
+
+
+def _rest(spot: Spot) -> Sequence[ast.stmt]:
+    return spot.block[spot.index + 1 :]
+
+
+def _is(targets: Sequence[ast.expr], name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+class _Named(ast.NodeTransformer):
+    """Puts a name where an element of what is kept stands."""
+
+    def __init__(self, cell: str, name: str) -> None:
+        self.cell, self.name = cell, name
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        same = ast.dump(ast.Subscript(value=node.value, slice=node.slice, ctx=ast.Load())) == self.cell
+        return ast.Name(id=self.name, ctx=node.ctx) if same else node

@@ -1,0 +1,107 @@
+"""Guards that torch computes with fractions (`length / 64 <= 2.0`, `trunc(0.6 * length) == 3`), in whole numbers.
+
+A bundle's guards compare whole numbers, so that every reader of it, C++ too, decides alike. What a guard with fractions
+leaves of the sizes is found by trying them, in Python's own arithmetic, which is the exporter's; the sizes left out are
+then said one by one, or the range around the example is. Narrower than the truth where that has holes, never wider.
+Pure.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from trueline.bundle.guards import Guard
+
+TRIED = 20_000
+"""Sizes that are tried one by one; above them powers of two."""
+FAR = tuple(2**power for power in range(15, 31))
+HOLES = 8
+"""So many sizes are left out by name."""
+SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
+"""Sizes that are tried together, of a guard between several symbols."""
+
+_NAMES = {
+    "__builtins__": {},
+    "math": math,
+    "torch": SimpleNamespace(
+        sym_float=float, sym_int=int, sym_max=max, sym_min=min, sym_ite=lambda b, t, f: t if b else f
+    ),
+    "max": max,
+    "min": min,
+    "round": round,
+    "abs": abs,
+    "int": int,
+    "float": float,
+}
+KNOWN = frozenset(_NAMES) - {"__builtins__"}
+Test = Callable[..., bool]
+
+
+def in_whole_numbers(tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int]) -> tuple[Guard, ...]:
+    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`, which `example` keeps to.
+
+    Raises ValueError for a condition that cannot be computed, and for one that nothing around the example keeps to.
+    """
+    test = _test(tree, len(symbols))
+    if not test(*(example[symbol] for symbol in symbols)):
+        raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
+    if len(symbols) == 1:
+        return _of_one(test, symbols[0], example)
+    if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
+        return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
+    return _of_several(test, symbols, example)
+
+
+def _test(tree: ast.expr, count: int) -> Test:
+    names = ", ".join(f"d{i}" for i in range(count))
+    function = ast.parse(f"lambda {names}: 0", mode="eval")
+    assert isinstance(function.body, ast.Lambda)
+    function.body.body = tree
+    code = compile(ast.fix_missing_locations(function), "<guard>", "eval")
+    computed: Any = eval(code, dict(_NAMES))  # torch's own words, of the model that is being exported
+
+    def holds(*sizes: int) -> bool:
+        try:
+            return bool(computed(*sizes))
+        except (ArithmeticError, ValueError):
+            return False
+
+    computed(*[4] * count)  # what is no arithmetic raises here
+    return holds
+
+
+def _of_one(test: Test, symbol: str, example: Mapping[str, int]) -> tuple[Guard, ...]:
+    here = example[symbol]
+    tried = [*range(1, max(TRIED, 2 * here) + 1), *(size for size in FAR if size > 2 * here)]
+    holds = [test(size) for size in tried]
+    out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
+    if len(out) <= HOLES:
+        return tuple(_guard(symbol, "!=", size) for size in out)
+    low = max((size for size in out if size < here), default=0) + 1
+    above = min((size for size in out if size > here), default=None)
+    if above is None:
+        return (_guard(symbol, ">=", low),)
+    high = max(size for size, fine in zip(tried, holds, strict=True) if fine and size < above)
+    return (*((_guard(symbol, ">=", low),) if low > 1 else ()), _guard(symbol, "<=", high))
+
+
+def _guard(symbol: str, operator: str, size: int) -> Guard:
+    return Guard(text=f"{symbol} {operator} {size}", rule=f"d0 {operator} {size}", symbols=(symbol,))
+
+
+def _of_several(test: Test, symbols: Sequence[str], example: Mapping[str, int]) -> tuple[Guard, ...]:
+    """A bound for all symbols within which it always holds; none where it holds wherever it was tried."""
+    count = len(symbols)
+    sizes = SEVERAL if count == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
+    out = [max(given) for given in itertools.product(sizes, repeat=count) if not test(*given)]
+    if not out:
+        return ()
+    bound = max((size for size in sizes if size < min(out)), default=0)
+    if bound < max(example[symbol] for symbol in symbols):
+        raise ValueError("it leaves sizes out in more than one direction")
+    return tuple(_guard(symbol, "<=", bound) for symbol in symbols)

@@ -1,0 +1,92 @@
+"""What a model does seldom: on a draw of Python's or numpy's random numbers, or after many calls.
+
+Asked twice the same, a model that drops a layer once in twenty calls, or that warms up for a thousand, mostly answers
+the same twice; an exporter freezes what it saw, and no probe shows it. Draws of torch stay in the program and are no
+matter of this file. So a model that draws elsewhere is asked many times, and one that counts its calls is asked as if
+many calls had been made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trueline.runtime import compare, explicit, paths, steady
+from trueline.runtime.paths import Event
+from trueline.runtime.steady import ATTRIBUTE_HINT, OUTSIDE_HINT, Unsteady
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+    from trueline.runtime.eager import EagerSession
+
+MANY, BUDGET_S = 200, 2.0
+"""Questions to a model that draws, and the seconds of this thread after which no further one is asked."""
+COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
+"""Calls that a counter is said to have seen."""
+
+
+def seldom(eager: EagerSession) -> Unsteady | None:
+    """Why a model that answered twice the same is no function of its inputs; None when nothing shows it."""
+    users = explicit.users_own(eager.module)
+    drawn, counted = steady.random_states(), _whole_numbers(users)
+    with paths.watching() as way:
+        answer = eager.run(eager.example)
+    if steady.random_states() != drawn:
+        return _drawn(eager, answer, way)
+    changed = {name: number for name, number in _whole_numbers(users).items() if counted.get(name) != number}
+    return _counted(eager, answer, changed, way)
+
+
+def _drawn(eager: EagerSession, answer: dict[str, Array], way: Sequence[Event]) -> Unsteady | None:
+    started = time.thread_time()
+    for number in range(2, MANY + 1):
+        found = compare.compare(answer, eager.run(eager.example))
+        if not found.agrees:
+            return Unsteady(
+                why="the model is not deterministic in evaluation mode: it draws random numbers outside of torch, and "
+                f"the same question was answered differently the {number}th time ({found.reason})",
+                place=paths.reading(way, "rand"),
+                hint=OUTSIDE_HINT,
+            )
+        if time.thread_time() - started > BUDGET_S:
+            break
+    return None
+
+
+def _whole_numbers(module: object) -> dict[str, int]:
+    """Attributes that hold a whole number, by name."""
+    import torch
+
+    assert isinstance(module, torch.nn.Module)
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, one in module.named_modules()
+        for name, value in vars(one).items()
+        if type(value) is int
+    }
+
+
+def _counted(
+    eager: EagerSession, answer: dict[str, Array], counters: dict[str, int], way: Sequence[Event]
+) -> Unsteady | None:
+    users = explicit.users_own(eager.module)
+    for path, number in counters.items():
+        owner, _, name = path.rpartition(".")
+        part = users.get_submodule(owner)
+        for count in COUNTS:
+            setattr(part, name, count)
+            try:
+                found = compare.compare(answer, eager.run(eager.example))
+            except Exception:  # noqa: BLE001 - the user's forward at a count it may not know: no answer to compare
+                continue
+            finally:
+                setattr(part, name, number)
+            if not found.agrees:
+                return Unsteady(
+                    why=f"the model keeps a state in the Python attribute {path}: it answers differently when that is "
+                    f"{count} ({found.reason})",
+                    place=paths.reading(way, name),
+                    hint=ATTRIBUTE_HINT,
+                )
+    return None

@@ -1,0 +1,126 @@
+"""What a model does on its first call, seldom, or after many calls is found, though it answers twice the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import Bundle, open_bundle
+from trueline.capture.api import capture
+from trueline.errors import CaptureError, NotProven
+from trueline.recipe.contract import Recipe
+from trueline.runtime.session import open_program
+
+pytestmark = pytest.mark.slow
+
+
+class DropsALayer(nn.Module):
+    """Forgot `if self.training`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.05:  # seldom
+            return x
+        return x * 2
+
+
+class NoisyNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(np.random.randn())  # numpy
+
+
+class WarmsUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # warming
+        return x * 2 if self.calls < 500 else x
+
+
+class TakesItsScale(nn.Module):
+    """From the first batch that it is asked."""
+
+    ready: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale.data.copy_(x.std(0))  # first batch
+            self.ready.fill_(1)
+        return x / self.scale
+
+
+class Keeps(nn.Module):
+    """Counts, and keeps what it saw; its answers do not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        return x * 2
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("capture has no use for this blank")
+
+
+def captured(model: Any, out: Path, **options: Any) -> Bundle:
+    blanks = {"loss": never, "optimizer": never, "dataset": never, "examples": lambda: torch.randn(3, 4)}
+    recipe = Recipe(name="small", digest="d" * 64, path=None, model=model, **blanks)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    capture(recipe, None, out, formats=["torch_export"], **options)
+    return open_bundle(out)
+
+
+def line_of(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "mark"),
+    [
+        (
+            DropsALayer,
+            "draws random numbers outside of torch, and the same question was answered differently",
+            "seldom",
+        ),
+        (NoisyNumpy, "draws random numbers outside of torch, and it answers differently", "numpy"),
+        (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
+        (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
+    ],
+)
+def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
+    tmp_path: Path, model: type[nn.Module], words: str, mark: str
+) -> None:
+    random.seed(0)
+    with pytest.raises(NotProven, match=words) as refused:
+        captured(model, tmp_path / "b")
+    assert line_of(mark) in refused.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_that_a_call_writes_are_no_state_that_could_be_handed_on(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"writes its own parameters when it is called \(scale\)") as refused:
+        captured(TakesItsScale, tmp_path / "b", state="explicit")
+    assert line_of("first batch") in refused.value.message
+
+
+def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:
+    x = np.ones((1, 4), np.float32)
+    assert (open_program(captured(Keeps, tmp_path / "b")).run({"x": x})["output"] == 2).all()

@@ -1,0 +1,86 @@
+"""What a model does beside its answer is left out, and only where every answer stays what it was."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.doctor.api import calls_of
+from trueline.doctor.survey import Survey, survey
+from trueline.runtime.eager import EagerSession
+
+pytestmark = pytest.mark.slow
+
+
+class Talks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            warnings.warn("NaN in the input", stacklevel=2)
+        return x.tanh() * 2
+
+
+class Checks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.isfinite(x).all(), "no numbers"
+        if x.abs().max() > 1e30:
+            raise ValueError("too large")
+        return x * 2
+
+
+class KeepsPositions(nn.Module):
+    """One table for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.kept:
+            steps = torch.arange(n)
+            self.kept[n] = steps.unsqueeze(1) / 10
+        return x + self.kept[n].sin()
+
+
+class KeepsAnswers(nn.Module):
+    """By a key that does not say all: what is kept decides the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.kept:
+            self.kept[n] = x.mean()
+        return x + self.kept[n]
+
+
+def examined(model: nn.Module, x: Tensor) -> Survey:
+    eager = EagerSession(model.eval(), x, dynamic_shapes={"x": {1: "length"}})
+    return survey(model, calls_of(eager), onnx=None, base=Path(__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("model", "gone"),
+    [(Talks, ("warnings.warn",)), (Checks, ("assert", "raise")), (KeepsPositions, ("not in self.kept",))],
+)
+def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
+    model: type[nn.Module], gone: tuple[str, ...]
+) -> None:
+    row = examined(model(), torch.randn(3, 6, 4)).rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert row.rewrite.probes >= 10
+    removed = [line for line in row.rewrite.diff.splitlines() if line.startswith("-")]
+    assert all(any(word in line for line in removed) for word in gone)
+    assert all("left out" in step for step in row.rewrite.steps)
+
+
+def test_what_is_kept_and_decides_an_answer_is_not_computed_anew() -> None:
+    row = examined(KeepsAnswers(), torch.randn(3, 6, 4)).rows["(model)"]
+    assert row.status == "blocked"

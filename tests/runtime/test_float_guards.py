@@ -1,0 +1,108 @@
+"""What torch computes with fractions of sizes holds where it is claimed, in every format."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle.signature import Dim
+from trueline.capture.claims import settled
+from trueline.errors import RequestError
+from trueline.runtime import export, float_guards, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.session import open_session
+
+
+def said(condition: str, **example: int) -> list[str]:
+    tree = ast.parse(condition, mode="eval").body
+    return [guard.text for guard in float_guards.in_whole_numbers(tree, list(example), example)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ("d0 / 64 <= 2.0", ["length <= 128"]),
+        ("0.01 * torch.sym_float(d0) > 1.0", ["length >= 101"]),
+        ("math.trunc(0.6 * torch.sym_float(d0)) == 3", ["length >= 5", "length <= 6"]),
+        ("math.ceil(0.3 * torch.sym_float(d0)) != 1", ["length != 1", "length != 2", "length != 3"]),
+        ("math.ceil(0.3 * torch.sym_float(d0)) <= d0", []),
+        ("torch.sym_float(d0) ** 0.5 < 300.5", ["length <= 65536"]),
+    ],
+)
+def test_a_condition_with_fractions_is_said_in_whole_numbers_around_the_example(
+    condition: str, words: list[str]
+) -> None:
+    assert said(condition, length=150 if "> 1.0" in condition else 6) == words
+
+
+def test_one_between_several_sizes_bounds_each_where_it_holds_for_all() -> None:
+    assert said("0.001 * torch.sym_float(d0 * d1) <= 100.0", batch=3, length=9) == ["batch <= 256", "length <= 256"]
+    assert said("torch.sym_float(d0 * d1) >= 1.0", batch=3, length=9) == []
+
+
+def test_an_inequality_of_several_sizes_is_an_assumption_and_bounds_nothing() -> None:
+    assert said("4 * d0 * math.trunc(0.5 * d1) != 4 * d0", batch=3, length=9) == []
+
+
+def test_one_that_nothing_around_the_example_keeps_to_is_an_error() -> None:
+    with pytest.raises(ValueError, match="more than one direction"):
+        said("0.5 * torch.sym_float(d0) == 0.5 * torch.sym_float(d1)", height=9, width=9)
+
+
+class Far(nn.Module):
+    """Beyond 128 it answers otherwise; the condition is a fraction."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) * 2 if x.shape[1] / 64 > 2 else x.sum(1)
+
+
+class Together(nn.Module):
+    """Beyond 1000 steps of all records together it answers otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) * 2 if x.shape[0] * x.shape[1] > 1000 else x.sum(1)
+
+
+class Share(nn.Module):
+    """0.29 * 100 is 28.999999999999996 in Python, and 29 in floats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : max(1, math.floor(x.shape[1] * 0.29))].sum(1) * (x.shape[1] * 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Far, Together])
+def test_sizes_beyond_such_a_condition_are_refused_and_not_answered_wrongly(
+    tmp_path: Path, model: type[nn.Module]
+) -> None:
+    eager = EagerSession(model(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
+    exported = settled(eager, export.export(eager.module, eager.calling))
+    session = open_session("torch_export", export.emit(exported, tmp_path), exported.claims[0])
+    refused = 0
+    for batch, length in [(2, 128), (2, 129), (2, 500), (2, 501), (200, 5), (201, 5)]:
+        x = {"x": np.random.default_rng(0).standard_normal((batch, length, 4)).astype(np.float32)}
+        try:
+            found = session.run(x)["output"]
+        except RequestError:
+            refused += 1
+            continue
+        assert np.allclose(found, eager.run(x)["output"], atol=1e-4)
+    assert 0 < refused < 6
+    assert exported.claims[0].dims["length"] == (Dim(max=128) if model is Far else Dim())
+
+
+@pytest.mark.slow
+def test_onnx_computes_with_sizes_as_exactly_as_python_at_every_length(tmp_path: Path) -> None:
+    eager = EagerSession(Share(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
+    exported = settled(eager, export.export(eager.module, eager.calling))
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    for length in range(exported.signature.dims["length"].min, 301):
+        x = {"x": np.random.default_rng(length).standard_normal((2, length, 4)).astype(np.float32)}
+        wanted = eager.run(x)["output"]
+        assert np.allclose(session.run(x)["output"], wanted, atol=1e-4 * np.abs(wanted).max()), length
