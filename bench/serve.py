@@ -105,11 +105,11 @@ def raw_cpu_us(bundle: Bundle, x: np.ndarray[Any, Any], seconds: float) -> float
     return (time.process_time() - cpu) / runs * 1e6
 
 
-def cpu_us(pid: int, port: int, request: bytes, seconds: float) -> float:
-    """Processor time of a process for each request of 8 connections."""
-    settled(port, request, 8, seconds / 2)
+def cpu_us(pid: int, port: int, request: bytes, seconds: float, clients: int = 8) -> float:
+    """Processor time of a process for each request of `clients` connections."""
+    settled(port, request, clients, seconds / 2)
     before = cpu_s(pid)
-    answers = closed_loop(port, request, clients=8, seconds=seconds)
+    answers = closed_loop(port, request, clients=clients, seconds=seconds)
     return (cpu_s(pid) - before) / len(answers) * 1e6
 
 
@@ -120,12 +120,15 @@ def overhead(bench: Bench) -> Figures:
     with start(bundle.path) as server:
         for name, binary in (("binary", True), ("json", False)):
             request = asking("mlp", ROW, binary=binary)
-            spent_us = cpu_us(server.pid, server.port, request, bench.seconds)
+            spent_us = {
+                clients: cpu_us(server.pid, server.port, request, bench.seconds, clients) for clients in (1, 8, 32)
+            }
             with connect(server.port) as client:
                 answer_bytes = first_answer(client, request)
             with floor(len(request), answer_bytes) as (pid, port):
                 floor_us = cpu_us(pid, port, request, bench.seconds / 2)
-            found |= {f"overhead_us_{name}": round(spent_us - raw_us, 1), f"floor_us_{name}": round(floor_us, 1)}
+            found |= {f"overhead_us_{name}": round(spent_us[8] - raw_us, 1), f"floor_us_{name}": round(floor_us, 1)}
+            found |= {f"overhead_us_{name}_c{clients}": round(spent_us[clients] - raw_us, 1) for clients in (1, 32)}
     return found
 
 

@@ -56,6 +56,25 @@ def two_ways(out: Path) -> Bundle:
     return worlds.bundle(out, worlds.graph(nodes, inputs, outputs), signature, [golden])
 
 
+def as_many_as_it_says(out: Path) -> Bundle:
+    """The first columns of `x`, as many as its largest value says."""
+    signature = Signature(
+        inputs=(worlds.spec("x", "batch", 3),),
+        outputs=(worlds.spec("y", "batch", "k"),),
+        dims={"batch": Dim(), "k": Dim()},
+    )
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["count"], to=7),
+        helper.make_node("Reshape", ["count", "one"], ["end"]),
+        helper.make_node("Slice", ["x", "zero", "end", "one"], ["y"]),
+    ]
+    weights = {"zero": np.array([0]), "one": np.array([1])}
+    x = np.ones((4, 3), np.float32)
+    model = worlds.graph(nodes, signature.inputs, signature.outputs, weights)
+    return worlds.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": x[:, :1]})])
+
+
 @dataclass(slots=True)
 class Wire:
     """A transport that keeps what was written."""
@@ -247,6 +266,17 @@ def test_whatever_comes_under_a_known_head_is_answered_as_the_long_way_answers(
     for old, new in changes:
         whole = same_length(USUAL, old, new)
         assert parts(world.ask(whole)) == parts(world.the_long_way(whole))
+
+
+def test_an_answer_whose_shape_the_values_decide_has_the_shape_that_they_decide(tmp_path: Path) -> None:
+    world = World(as_many_as_it_says(tmp_path / "b"))
+    world.teach(in_json([1.0, 1.0, 2.0]))
+    for largest in (3, 2, 1, 2):
+        for whole in (in_json([1.0, 1.0, float(largest)]), in_bytes([[1, 1, largest]])):
+            for _ in range(3):
+                (answer,) = world.together([whole])
+            assert answer.endswith(world.the_long_way(whole).body)
+    world.close()
 
 
 @pytest.mark.parametrize("answer", [True, False])

@@ -117,11 +117,13 @@ class Arrays:
         """From one row of an output to the next."""
         return self.outputs[output].nbytes // (self.capacity if self._by_rows else 1)
 
-    def takes(self, inputs: Mapping[str, Array]) -> bool:
-        """Whether a request like this one can be run here: tried on it."""
+    def takes(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> bool:
+        """Whether a request like this one, with such an answer, can be run here: tried on it."""
         rows = self.rows_of(inputs)
-        if rows > self.capacity:
+        if rows > self.capacity or outputs.keys() != self.outputs.keys():
             return False
+        if any(self._first(self.outputs[name], rows).shape != array.shape for name, array in outputs.items()):
+            return False  # the values decide the shape of the answer, and those of others decided otherwise
         for name, array in inputs.items():
             self._first(self.inputs[name], rows)[...] = array
         return self.run_of(rows) is not None
@@ -335,7 +337,7 @@ def learn(
     if call.binary and call.binary != set(call.wanted):
         return None
     arrays = short.arrays(inputs, outputs)
-    if arrays is None or layout.names != tuple(arrays.inputs) or not arrays.takes(inputs):
+    if arrays is None or layout.names != tuple(arrays.inputs) or not arrays.takes(inputs, outputs):
         return None
     rows = arrays.rows_of(inputs)
     try:
