@@ -245,3 +245,39 @@ def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, mon
             capture(recipe(Mlp), None, captured, formats=["torch_export"], overwrite=True)
     assert open_bundle(captured).digest == before
     assert [path.name for path in captured.parent.iterdir()] == ["b"]
+
+
+class Squeezed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True).squeeze()  # squeezed
+
+
+class Beside(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:  # beside
+        return {"y": x, "temperature": 0.5}
+
+
+class StateBehind(nn.Module):
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:  # state
+        return x + h.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "examples", "words", "mark"),
+    [
+        (Squeezed, torch.randn(3, 4), "has shape", "squeezed"),
+        (Beside, torch.randn(3, 4), "'temperature' of the model is a float", "beside"),
+        (StateBehind, (torch.randn(3, 4), torch.randn(2, 3, 4)), r"\(x: 3, h: 2\)", "state"),
+    ],
+)
+def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
+    tmp_path: Path, model: type[nn.Module], examples: Any, words: str, mark: str
+) -> None:
+    with pytest.raises(CaptureError, match=words) as refused:
+        capture(recipe(model, lambda: examples), None, tmp_path / "b")
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+    assert f"{Path(__file__).name}:{line}" in refused.value.message
+    assert {"squeezed": "squeeze(-1)", "beside": "return tensors", "state": "dimension 1 in front"}[mark] in (
+        refused.value.hint
+    )

@@ -84,3 +84,18 @@ def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
 def test_what_is_kept_and_decides_an_answer_is_not_computed_anew() -> None:
     row = examined(KeepsAnswers(), torch.randn(3, 6, 4)).rows["(model)"]
     assert row.status == "blocked"
+
+
+class KeepsAShare(nn.Module):
+    """The best steps of each record, so many of the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = int(0.6 * x.shape[1])
+        return x.sort(1, descending=True)[0][:, :k]
+
+
+def test_a_share_of_a_length_stays_free() -> None:
+    row = examined(KeepsAShare(), torch.randn(3, 6, 4)).rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert "+        k = torch.sym_int(0.6 * x.shape[1])" in row.rewrite.diff

@@ -88,3 +88,25 @@ def test_rows_beyond_the_last_group_are_zero_and_an_empty_group_takes_none() -> 
     found = custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"](x, weight, offs)
     torch.testing.assert_close(found, grouped(x, weight, offs))
     assert (found[4] == 0).all()
+
+
+class Mixed(nn.Module):
+    """An autocast of its own, and a vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(3, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.first(x).relu()
+        return torch.vmap(lambda weight: h.float() @ weight)(self.weight).transpose(0, 1)
+
+
+def test_an_autocast_and_a_vmap_inside_a_model_are_carried_out_in_its_program(tmp_path: Path) -> None:
+    eager = EagerSession(Mixed().eval(), torch.randn(5, 4))
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("torch_export", export.emit(exported, tmp_path), exported.signature)
+    proof = prove(session, eager, make_probes(eager.example, signature=exported.signature))
+    assert proof.reason == ""

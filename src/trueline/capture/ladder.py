@@ -24,10 +24,12 @@ from trueline.errors import BundleError, CaptureError, NotProven, TruelineError,
 from trueline.runtime import (
     aoti_emit,
     draws,
+    explicit,
     export,
     offload,
     offload_emit,
     onnx_emit,
+    paths,
     seldom,
     sequences,
     steady,
@@ -175,7 +177,7 @@ def _try(
     seconds = shared_s + time.monotonic() - started
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
-    rung = _rung(format, judged, judged.signature, observations, path, folder, size, seconds)
+    rung = _placed(_rung(format, judged, judged.signature, observations, path, folder, size, seconds), eager)
     if format == "offload":
         return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
     return rung
@@ -291,6 +293,7 @@ def _statistical(observations: Sequence[Observation]) -> str:
     return f"random answers, compared statistically ({draws.tolerance_text(count, draws.LEVEL)})" if count else ""
 
 
+ANOTHER = "capture it in another format (--any tries the usual ones), or ask `trueline doctor` for a rewrite"
 _PLACED = re.compile(r".+:\d+: ")
 
 
@@ -321,6 +324,21 @@ def _refused(
     )
     _tell(attempt)
     return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=(), versions=versions())
+
+
+def _placed(rung: Rung, eager: EagerSession) -> Rung:
+    """A refusal that nothing else explains with the line of `squeeze()`, which drops a batch of 1, or of the model."""
+    attempt = rung.attempt
+    if attempt.verdict == "proven" or attempt.line or attempt.defined:
+        return rung
+    squeezed = None
+    if "has shape" in attempt.why:
+        with paths.watching() as way:
+            eager.run(eager.example)
+        squeezed = paths.reading(way, ".squeeze()")
+    place = squeezed or paths.forward_of(explicit.users_own(eager.module))
+    hint = "squeeze() drops a batch of 1 too: name the dimension, as in squeeze(-1)" if squeezed else attempt.hint
+    return replace(rung, attempt=replace(attempt, line=f"{place}" if place else "", hint=hint or ANOTHER))
 
 
 def _line(observations: Sequence[Observation], disagreeing: str = "") -> str:

@@ -25,7 +25,7 @@ from trueline.doctor.examine import Finding, Oracle, copied, examine, hushed
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
-from trueline.doctor.rewrites.sizes import FREED
+from trueline.doctor.rewrites.sizes import FREED, fixes_size
 from trueline.doctor.rewrites.state import writes_state
 from trueline.runtime.paths import Place
 
@@ -238,6 +238,7 @@ def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: 
     node = class_node(ast.parse(text), owner)
     for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
+            found += [s.lineno for s in statement.body if not finding.places and fixes_size(s)]
             found += [s.lineno for s in ast.walk(statement) if isinstance(s, ast.stmt) and writes_state(s)]
     return list(dict.fromkeys(found))
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.errors import CaptureError
-from trueline.runtime import dynamic, structures
+from trueline.runtime import dynamic, paths, structures
 from trueline.runtime.dynamic import BATCH as BATCH
 from trueline.runtime.dynamic import Free, Place
 from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit, users_own
@@ -89,8 +89,22 @@ def learn(
 
     `inputs` is a tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments). `others` are
     further batches: a dimension in which they differ is free, as is what `dynamic_shapes` declares.
-    Raises CaptureError when an input or output is nothing that a bundle can hold, or the call fails.
+    Raises CaptureError, with the user's line, when an input or output is nothing that a bundle can hold, or the call
+    fails.
     """
+    try:
+        return _learnt(module, inputs, others, dynamic_shapes)
+    except CaptureError as error:
+        place = paths.users_line(error.__cause__) if error.__cause__ else None
+        place = place or paths.forward_of(users_own(module))
+        if place is None:
+            raise
+        raise CaptureError(f"{error.message}; see {place}", hint=error.hint) from error
+
+
+def _learnt(
+    module: torch.nn.Module, inputs: Any, others: Sequence[Any], dynamic_shapes: Mapping[str, Any] | None
+) -> Calling:
     batches = [_flattened(module, one) for one in (inputs, *others)]
     first = batches[0]
     for number, other in enumerate(batches[1:], 2):
@@ -346,6 +360,18 @@ def _num_records(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -
         listing = ", ".join(f"{name}: {count}" for name, count in counts.items())
         raise CaptureError(
             f"the inputs do not count the same records in their first dimension ({listing})",
-            hint="the first dimension of every input is the batch",
+            hint="the first dimension of every input is the batch" + _elsewhere(specs, tensors, num),
         )
     return num
+
+
+def _elsewhere(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], num: int | None) -> str:
+    """What to do with the first input whose batch is not in front."""
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if not tensor.ndim:
+            return f": give '{spec.name}' as one number for each record"
+        if tensor.shape[0] != num and num in tensor.shape:
+            return (
+                f": give '{spec.name}' with dimension {list(tensor.shape).index(num)} in front and transpose it inside"
+            )
+    return ""

@@ -38,15 +38,24 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {"transformers::grouped_mm_fallback
 
 
 def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`program` with an equivalent in the place of each operator that has one; itself where it calls none."""
-    table = {one: EQUIVALENTS[one._schema.name] for one in _called(program) if one._schema.name in EQUIVALENTS}
-    return program.run_decompositions(table) if table else program
+    """`program` with an equivalent in the place of each operator that has one; itself where it calls none.
+
+    What torch keeps around operators (an autocast, the levels of a vmap) is carried out.
+    """
+    called = _called(program)
+    own = [one for one in called if isinstance(one, torch._ops.OpOverload)]
+    table = {one: EQUIVALENTS[one._schema.name] for one in own if one._schema.name in EQUIVALENTS}
+    return program.run_decompositions(table) if table or any(map(_stands_around, called)) else program
 
 
-def _called(program: torch.export.ExportedProgram) -> list[torch._ops.OpOverload]:
+def _called(program: torch.export.ExportedProgram) -> list[Any]:
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
-    targets = (node.target for graph in graphs for node in graph.nodes)
-    return list(dict.fromkeys(one for one in targets if isinstance(one, torch._ops.OpOverload)))
+    return list(dict.fromkeys(node.target for graph in graphs for node in graph.nodes if node.op == "call_function"))
+
+
+def _stands_around(target: Any) -> bool:
+    autocast = target is torch.ops.higher_order.wrap_with_autocast
+    return autocast or getattr(target, "__module__", "") == "torch._functorch.predispatch"
 
 
 _NODE = re.compile(r"%(\w+) :")

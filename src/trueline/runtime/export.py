@@ -22,7 +22,18 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import causal, constants, custom_ops, multiples, paths, pt2, ranges, recurrent, torch_settings
+from trueline.runtime import (
+    causal,
+    constants,
+    custom_ops,
+    multiples,
+    packed,
+    paths,
+    pt2,
+    ranges,
+    recurrent,
+    torch_settings,
+)
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -90,6 +101,7 @@ def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int])
             as_trained(),
             quiet(),
             recurrent.whole(),
+            packed.padded(),
             causal.masks_as_given(),
             constants.watched() as fixed,
         ):

@@ -9,6 +9,7 @@ is watched.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import sysconfig
@@ -131,6 +132,16 @@ def reading(way: Sequence[Event], word: str) -> Place | None:
     lines = dict.fromkeys((code, offset) for _, code, offset in way)
     places = dict.fromkeys(_place(code, offset) for code, offset in lines)
     return next((place for place in places if word in place.source), None)
+
+
+def forward_of(module: object) -> Place | None:
+    """Where the user's class defines `forward`; None for a class of torch's."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # type: ignore[attr-defined]
+    if code is None or not is_users(code.co_filename):
+        return None
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    decorators = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def "))), 0)
+    return Place(file=code.co_filename, line=code.co_firstlineno + decorators)
 
 
 def users_line(error: BaseException) -> Place | None:

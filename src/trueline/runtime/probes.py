@@ -93,6 +93,25 @@ def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[st
             have = found[spec.name].shape[axis]
             if size is not None and size != have:
                 found[spec.name] = np.take(found[spec.name], np.arange(size) % have, axis=axis)
+    for name, symbol in _lengths(example, signature).items():
+        if symbol in sizes:
+            found[name] = np.minimum(found[name], np.asarray(sizes[symbol], found[name].dtype))
+    return found
+
+
+def _lengths(example: Mapping[str, Array], signature: Signature) -> dict[str, str]:
+    """Inputs of one whole number for each record that may be the length of its sequence, and of which dimension: no
+    sequence is longer than what holds it."""
+    base = signature.sizes(example)
+    batch = next(iter(base), "")
+    found = {}
+    for spec in signature.inputs:
+        numbers = example[spec.name]
+        if spec.shape != (batch,) or numbers.dtype.kind not in "iu" or not numbers.size or numbers.min() < 0:
+            continue
+        holding = [symbol for symbol, size in base.items() if symbol != batch and size >= numbers.max()]
+        if holding:
+            found[spec.name] = min(holding, key=base.__getitem__)
     return found
 
 

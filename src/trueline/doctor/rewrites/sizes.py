@@ -1,6 +1,6 @@
 """Sizes that Python turns into numbers: `len(x)` and `int(x.shape[1])` fix a size that varies, `x.shape[0]` does not.
 
-Condition: none for `len`; `int` of a size by itself, without arithmetic that rounds.
+Condition: none for `len`; `int` of a size by itself goes, and of arithmetic that rounds becomes torch's own.
 """
 
 from __future__ import annotations
@@ -52,9 +52,17 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
     given = node.args[0]
     if node.func.id == "len" and scope.is_tensor(given):
         return expression(f"{ast.unparse(given)}.shape[0]")
-    if node.func.id == "int" and scope.worth(given) == "size" and not _rounds(given):
-        return given
+    if node.func.id == "int" and scope.worth(given) == "size":
+        return expression(f"torch.sym_int({ast.unparse(given)})") if _rounds(given) else given
     return None
+
+
+def fixes_size(statement: ast.stmt) -> bool:
+    """Whether a statement calls `int`, which may fix a size that varies."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "int"
+        for node in ast.walk(statement)
+    )
 
 
 def _rounds(node: ast.expr) -> bool:

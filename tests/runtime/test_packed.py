@@ -1,0 +1,96 @@
+"""Packed sequences are exported padded, and answer what the packed ones do, at every length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from trueline.errors import CaptureError
+from trueline.runtime import export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import prove
+from trueline.runtime.session import open_session
+
+pytestmark = pytest.mark.slow
+
+
+class States(nn.Module):
+    """The last states of a deep LSTM in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        _, (h, c) = self.rnn(packed)
+        return h.transpose(0, 1), c.transpose(0, 1)
+
+
+class Outputs(nn.Module):
+    """The outputs of each layer, with a state to begin with."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.GRU) -> None:
+        super().__init__()
+        self.rnn = kind(4, 3, batch_first=True)  # type: ignore[call-arg, arg-type]
+        self.begin = nn.Parameter(torch.randn(1, 1, 3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = self.rnn(packed, self.begin.expand(1, x.shape[0], 3).contiguous())
+        return pad_packed_sequence(out, batch_first=True, padding_value=-1.0, total_length=x.shape[1])  # type: ignore[no-any-return]
+
+
+class AsLong(nn.Module):
+    """As long as the longest sequence of the request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found: Tensor = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]  # as long
+        return found
+
+
+def observed(module: nn.Module) -> EagerSession:
+    torch.manual_seed(0)
+    example = (torch.randn(4, 6, 4), torch.tensor([3, 6, 1, 4]))
+    return EagerSession(module.eval(), example, dynamic_shapes={"x": {1: "length"}})
+
+
+@pytest.mark.parametrize("module", [States(), Outputs(), Outputs(nn.RNN)], ids=["lstm", "gru", "rnn"])
+def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Path, module: nn.Module) -> None:
+    eager = observed(module)
+    exported = export.export(eager.module, eager.calling)
+    probes = make_probes(eager.example, signature=exported.signature)
+    assert {probe.inputs["x"].shape[1] for probe in probes} >= {1, 6, 12}
+    for format, path in (
+        ("torch_export", export.emit(exported, tmp_path / "e")),
+        ("onnx", onnx_emit.emit(exported, tmp_path / "o")),
+    ):
+        proof = prove(open_session(format, path, exported.signature), eager, probes)
+        assert proof.reason == ""
+        assert sum(one.verdict == "agrees" for one in proof.evidence) >= 15
+
+
+def test_an_answer_as_long_as_the_longest_sequence_is_refused_with_its_line() -> None:
+    eager = observed(AsLong())
+    with pytest.raises(CaptureError, match="how long its answer is depends on values") as refused:
+        export.export(eager.module, eager.calling)
+    assert "# as long" in refused.value.hint
+
+
+def test_the_layers_of_torch_are_as_before_after_an_export() -> None:
+    before = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
+    eager = observed(States())
+    export.export(eager.module, eager.calling)
+    assert (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward) == before
+    x = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    assert x.batch_sizes.tolist() == [2, 2, 1]
