@@ -22,7 +22,18 @@ from torch.utils._pytree import tree_leaves
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
-from trueline.runtime import causal, constants, custom_ops, multiples, paths, pt2, ranges, recurrent, torch_settings
+from trueline.runtime import (
+    causal,
+    constants,
+    custom_ops,
+    multiples,
+    paths,
+    pt2,
+    ranges,
+    recurrent,
+    torch_settings,
+    torch_weights,
+)
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Free, Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -350,6 +361,7 @@ class ExportSession:
         if self._device.type != "cpu":
             program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
+        torch_weights.share(self._module, settings)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature

@@ -23,7 +23,7 @@ import msgspec
 from trueline import events
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotReady, RequestError, TruelineError
-from trueline.serve import archive, wanted
+from trueline.serve import archive, machine, wanted
 from trueline.serve.batcher import Policy
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
@@ -336,6 +336,7 @@ class Fleet:
         async def work() -> None:
             await version.retire()
             self._wanted.pop(version, None)
+            await self._in_thread(machine.give_back)
             events.emit("version.retired", model=version.model, version=version.version)
 
         task = self._loop.create_task(work())

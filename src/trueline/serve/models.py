@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trueline import events
@@ -20,6 +21,7 @@ from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Session, open_program, replay
+from trueline.serve import machine
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Policy
 from trueline.serve.lanes import Batcher
@@ -384,6 +386,8 @@ class Way:
     precision: str = ""
     native: bool = False
     """Whether machine code may be opened."""
+    shared: Path | None = None
+    """Where this server's processes lay the weights that they share; None: there is one process."""
 
 
 def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:
@@ -402,6 +406,7 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
             loaded = _load(bundle, way, max_batch)
     else:
         loaded = _load(bundle, way, max_batch)
+    machine.give_back()
     plan = loaded.plan
     events.emit(
         "plan.chosen",
@@ -421,6 +426,7 @@ def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
         native=way.native,
         device=way.device,
         precision=way.precision,
+        shared=way.shared,
     )
     began = time.perf_counter()
     replayed = replay(bundle, session)
