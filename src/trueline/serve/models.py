@@ -101,6 +101,8 @@ class Version:
     """Whether it was there before the server had started."""
     since: float = 0.0
     """When it became ready, in seconds since the epoch."""
+    load_s: float = 0.0
+    """From the act that loaded it until it was ready."""
     stats: VersionStats = field(default_factory=VersionStats)
     _loaded: Loaded | None = None
     _executor: Executor | None = None
@@ -146,6 +148,10 @@ class Version:
         self.check_ready()
         assert self._layouts is not None
         return self._layouts
+
+    def load_times(self) -> dict[str, float]:
+        """Seconds from start to ready, by TorchServe's names of workers."""
+        return {f"W-9000-{self.model}_{self.version}": self.load_s} if self.state == "ready" else {}
 
     @property
     def num_waiting(self) -> int:
