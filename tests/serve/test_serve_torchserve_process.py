@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 from collections.abc import Iterator
@@ -69,7 +70,9 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         form = client.put("/predictions/echo/1.0/extra/path", files={"data": b"\xff\xd8"}, data={"target": "1"})
         assert form.json()["names"] == ["data", "target"]
         assert form.headers["x-seen"] == "extra/path"
-        assert client.post("/explanations/echo", json={}).json()["explain"] == "True"
+        for path in ("/explanations/echo", "/v1/models/echo:explain", "/v2/models/echo/explain"):
+            assert client.post(path, json={}).json()["explain"] == "True"
+        assert client.post("/v2/models/nope/explain", json={}).status_code == 404
         with client.stream("POST", "/predictions/echo", data={"act": "pieces"}) as pieces:
             assert pieces.headers["transfer-encoding"] == "chunked"
             assert pieces.headers["ts_stream_next"] == "true"
@@ -77,7 +80,7 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         assert client.post("/v1/models/echo:predict", json={"x": 2}).json()["body"] == {"x": 2}
         assert client.get("/v2/models/echo").json()["platform"] == "torchserve_archive"
         assert "/explanations/echo" in client.get("/openapi.json").json()["paths"]
-        assert 'echoed{Level="Model",ModelName="echo"' in client.get("/metrics").text
+        assert re.search(r'echoed\{Hostname="[^"]+",Level="Model",ModelName="echo"', client.get("/metrics").text)
         assert client.get("/ping").json() == {"status": "Healthy"}
         assert client.post("/predictions/nope").json() == {
             "code": 404,
@@ -124,6 +127,10 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         assert broken.json()["message"].startswith("Failed to start workers for model broken version: 1.0: ")
         odd = management.post("/models", params={"url": "second.mar", "runtime": "python4"})
         assert (odd.status_code, odd.json()["message"]) == (400, "Invalid RuntimeType value: python4")
+        third = {"url": "second.mar", "model_version": "3.0", "initial_workers": 1, "synchronous": "false"}
+        later = management.post("/models", params=third)
+        assert (later.status_code, later.json()["status"]) == (202, "Processing worker updates...")
+        assert client.post("/predictions/double/3.0", json={"x": 4}).json() == {"doubled": 8}
         gone = management.delete("/models/double")
         assert gone.json() == {"status": 'Model "double" unregistered'}
         assert not Path(f"/proc/{facts['workers'][0]['pid']}").exists()

@@ -197,6 +197,8 @@ class Management:
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
         if not workers:
             text += ". Use scale workers API to add workers for the model."
+        elif given.get("synchronous", "").lower() == "false":  # they are ready nevertheless: what failed was said
+            return torchserve.status("Processing worker updates...", 202)
         return torchserve.status(text)
 
     def _entry(self, url: str) -> tuple[str, str] | None:
