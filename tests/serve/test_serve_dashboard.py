@@ -92,7 +92,7 @@ WIDTHS = [400, 1600]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.Server]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.RunningServer]:
     """Two versions of a model whose name is markup, a quarter of the requests to the second."""
     store = tmp_path_factory.mktemp("store")
     worlds.double_plus(store / "pair" / "1.bundle")
@@ -114,7 +114,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_shows_the_versions_and_draws_what_they_do(
-    served: serve.Server, page: browser.Page, width: int, tmp_path: Path
+    served: serve.RunningServer, page: browser.Page, width: int, tmp_path: Path
 ) -> None:
     page.open(f"{served.url}/dashboard", width=width)
     page.until("document.querySelectorAll('h2').length === 2")
@@ -134,7 +134,9 @@ def test_a_browser_shows_the_versions_and_draws_what_they_do(
 
 @pytest.mark.slow
 @needs_browser
-def test_a_table_that_was_scrolled_stays_so_when_the_page_looks_again(served: serve.Server, page: browser.Page) -> None:
+def test_a_table_that_was_scrolled_stays_so_when_the_page_looks_again(
+    served: serve.RunningServer, page: browser.Page
+) -> None:
     page.open(f"{served.url}/dashboard", width=400)
     page.until("document.querySelector('.scroll') !== null")
     page.ask("(document.querySelector('.scroll').scrollLeft = 150, seen = document.querySelector('table'), true)")
@@ -144,7 +146,7 @@ def test_a_table_that_was_scrolled_stays_so_when_the_page_looks_again(served: se
 
 @pytest.mark.slow
 @needs_browser
-def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.Server, page: browser.Page) -> None:
+def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.RunningServer, page: browser.Page) -> None:
     grounds = []
     for dark in (False, True):
         page.open(f"{served.url}/dashboard", width=800, dark=dark)
@@ -166,7 +168,9 @@ def test_a_server_that_stops_is_said_on_the_page(page: browser.Page, tmp_path: P
 @pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_a_port_can_be_asked_is_asked_by_a_click(served: serve.Server, page: browser.Page, width: int) -> None:
+def test_what_a_port_can_be_asked_is_asked_by_a_click(
+    served: serve.RunningServer, page: browser.Page, width: int
+) -> None:
     page.open(f"{served.url}/try", width=width)
     page.until("document.querySelectorAll('details').length > 10")
     assert page.text().startswith("Trueline")
@@ -182,7 +186,7 @@ def test_what_a_port_can_be_asked_is_asked_by_a_click(served: serve.Server, page
 
 @pytest.mark.slow
 @needs_browser
-def test_the_page_of_the_management_port_asks_that_port(served: serve.Server, page: browser.Page) -> None:
+def test_the_page_of_the_management_port_asks_that_port(served: serve.RunningServer, page: browser.Page) -> None:
     page.open(f"{served.management_url}/try", width=800)
     page.until("document.querySelectorAll('details').length > 5")
     page.ask(

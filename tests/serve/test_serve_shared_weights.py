@@ -52,7 +52,7 @@ def memory(pids: Sequence[int]) -> int:
     return found
 
 
-def processes(running: serve.Server) -> list[int]:
+def processes(running: serve.RunningServer) -> list[int]:
     return [one.pid for one in psutil.Process(running.pid).children()]
 
 
@@ -96,7 +96,7 @@ def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, WIDTH], "data": [0.5] * WIDTH}]}
 
-    def answers(running: serve.Server) -> set[bytes]:
+    def answers(running: serve.RunningServer) -> set[bytes]:
         url = f"{running.url}/v2/models/wide/infer"
         return {httpx.post(url, json=body, timeout=120).content for _ in range(12)}
 

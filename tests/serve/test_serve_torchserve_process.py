@@ -97,6 +97,13 @@ def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answ
         assert client.post("/predictions/echo", json={"x": 1}).status_code == 200
 
 
+def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(server: RunningServer) -> None:
+    (facts,) = httpx.get(f"{server.management_url}/models/echo", timeout=60).json()
+    process = Path(f"/proc/{facts['workers'][0]['pid']}")
+    assert "NoNewPrivs:\t1\n" in (process / "status").read_text()
+    assert re.search(r"Max core file size +0 +0 ", (process / "limits").read_text())
+
+
 def test_archives_are_registered_scaled_described_and_unregistered_in_torchserves_words(server: RunningServer) -> None:
     assert server.management_url is not None
     with (
@@ -111,6 +118,8 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         idle = client.post("/predictions/double", json={"x": 4})
         assert idle.status_code == 503
         assert idle.json()["message"].startswith('Model "double" has no worker to serve inference request.')
+        (silent,) = management.get("/models/double", params={"customized": "true"}).json()
+        assert (silent["modelVersion"], "customizedMetadata" in silent) == ("2.0", False)
         scaled = management.put("/models/double", params={"min_worker": 1, "synchronous": "true"})
         assert scaled.json()["status"] == "Workers scaled to 1 for model: double"
         assert client.post("/predictions/double", json={"x": 4}).json() == {"doubled": 8}
