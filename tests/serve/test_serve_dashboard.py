@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import browser
+import httpx
 import pytest
 import serve_worlds as worlds
 from test_serve_fleet import Office
 
-from trueline.serve import dashboard, start
+from trueline import serve
+from trueline.serve import dashboard
 from trueline.serve.fleet import Found
 from trueline.serve.guard import is_open
 from trueline.serve.http import Request, Response
 
 ROWS = json.dumps([[1, 2, 3], [4, 5, 6]]).encode()
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture
@@ -80,23 +79,6 @@ def test_the_page_needs_no_token_and_what_it_shows_does() -> None:
     assert not is_open("/dashboard/state")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page with")
-def test_a_browser_shows_the_versions_and_draws_the_plots(tmp_path: Path) -> None:
-    made = worlds.double_plus(tmp_path / "digits.bundle")
-    with start(made.path, name="digits <b>") as server:
-        urllib.request.urlopen(
-            urllib.request.Request(f"{server.url}/predictions/digits%20%3Cb%3E", data=ROWS), timeout=30
-        )
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser",
-                   "--virtual-time-budget=8000", "--dump-dom", f"{server.url}/dashboard"]  # fmt: skip
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert "● ready" in shown
-    assert "<h2>digits &lt;b&gt;</h2>" in shown
-    assert shown.count("<svg") == 4
-    assert "1 agreed" in shown
-
-
 def test_every_port_has_a_page_to_try_it_on(office: Office) -> None:
     for app in (office.routes, office.management):
         found = app.answer(Request("GET", b"/try", {}, b""))
@@ -105,17 +87,126 @@ def test_every_port_has_a_page_to_try_it_on(office: Office) -> None:
         assert b"/openapi.json" in found.body
 
 
+needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.WHY_NOT)
+WIDTHS = [400, 1600]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.RunningServer]:
+    """Two versions of a model whose name is markup, a quarter of the requests to the second."""
+    store = tmp_path_factory.mktemp("store")
+    worlds.double_plus(store / "pair" / "1.bundle")
+    worlds.double_plus(store / "pair" / "2.bundle")
+    worlds.double_plus(store / "alone.bundle")
+    with serve.start(store / "alone.bundle", name="digits <b>", model_store=str(store), load="pair",
+                     management_port=0) as running:  # fmt: skip
+        httpx.put(f"{running.management_url}/models/pair/split?1=3&2=1", timeout=60).raise_for_status()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
+    with browser.browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to open the page with")
-def test_a_browser_lists_what_a_port_can_be_asked(tmp_path: Path) -> None:
-    with start(worlds.double_plus(tmp_path / "digits.bundle").path, name="digits") as server:
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser",
-                   "--virtual-time-budget=8000", "--dump-dom", f"{server.url}/try"]  # fmt: skip
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert '<h1 id="title">Trueline' in shown
-    assert "<code>POST /v2/models/digits/infer</code>" in shown
-    assert shown.count("<textarea") > 3
-    assert shown.count("Send</button>") == shown.count("<details")
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_shows_the_versions_and_draws_what_they_do(
+    served: serve.RunningServer, page: browser.Page, width: int, tmp_path: Path
+) -> None:
+    page.open(f"{served.url}/dashboard", width=width)
+    page.until("document.querySelectorAll('h2').length === 2")
+    for _ in range(3):
+        for model in ("pair", "digits%20%3Cb%3E"):
+            httpx.post(f"{served.url}/predictions/{model}", content=ROWS, timeout=60).raise_for_status()
+    page.until("[...document.querySelectorAll('path')].some((line) => line.getAttribute('d').includes('L'))")
+    shown = page.text()
+    assert "● ready" in shown
+    assert "digits <b>" in shown
+    assert re.search(r"\b75 %", shown)
+    assert re.search(r"\b25 %", shown)
+    assert "1 agreed" in shown
+    assert page.ask("document.querySelectorAll('svg').length") == 8
+    assert looks_right(page, width)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_table_that_was_scrolled_stays_so_when_the_page_looks_again(
+    served: serve.RunningServer, page: browser.Page
+) -> None:
+    page.open(f"{served.url}/dashboard", width=400)
+    page.until("document.querySelector('.scroll') !== null")
+    page.ask("(document.querySelector('.scroll').scrollLeft = 150, seen = document.querySelector('table'), true)")
+    page.until("document.querySelector('table') !== seen")
+    assert page.ask("document.querySelector('.scroll').scrollLeft") == 150
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.RunningServer, page: browser.Page) -> None:
+    grounds = []
+    for dark in (False, True):
+        page.open(f"{served.url}/dashboard", width=800, dark=dark)
+        page.until("document.querySelector('table') !== null")
+        grounds.append(page.ask("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(246, 247, 249)", "rgb(20, 24, 29)"]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_server_that_stops_is_said_on_the_page(page: browser.Page, tmp_path: Path) -> None:
+    with serve.start(worlds.double_plus(tmp_path / "digits.bundle").path) as running:
+        page.open(f"{running.url}/dashboard", width=800)
+        page.until("document.body && document.body.innerText.includes('● ready')")
+    page.until("document.body.innerText.includes('the server does not answer')")
+    page.complaints.clear()  # of connections that are refused
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_a_port_can_be_asked_is_asked_by_a_click(
+    served: serve.RunningServer, page: browser.Page, width: int
+) -> None:
+    page.open(f"{served.url}/try", width=width)
+    page.until("document.querySelectorAll('details').length > 10")
+    assert page.text().startswith("Trueline")
+    for path in ("POST /v2/models/pair/infer", "POST /v1/models/pair:predict", "POST /predictions/pair", "GET /v2"):
+        page.ask(
+            "(card = [...document.querySelectorAll('details')]"
+            f".find((one) => one.querySelector('summary code').textContent === {path!r}),"
+            " card.open = true, card.querySelector('button').click(), true)"
+        )
+        assert page.until("(card.querySelector('.good, .bad') || {}).textContent").startswith("200 OK")
+    assert looks_right(page, width)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_page_of_the_management_port_asks_that_port(served: serve.RunningServer, page: browser.Page) -> None:
+    page.open(f"{served.management_url}/try", width=800)
+    page.until("document.querySelectorAll('details').length > 5")
+    page.ask(
+        "(card = [...document.querySelectorAll('details')]"
+        ".find((one) => one.querySelector('summary code').textContent === 'GET /models'),"
+        " card.open = true, card.querySelector('button').click(), true)"
+    )
+    assert page.until("(card.querySelector('.good, .bad') || {}).textContent").startswith("200 OK")
+    assert '"modelName": "pair"' in page.ask("card.querySelector('pre').textContent")
+    assert looks_right(page, 800)
+
+
+def looks_right(page: browser.Page, width: int) -> bool:
+    """Whether nothing sticks out at the side, no text is tiny, and no script failed."""
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    scale = "one.getBoundingClientRect().width / one.viewBox.baseVal.width"
+    scales = page.ask(f"[...document.querySelectorAll('svg')].map((one) => {scale})")
+    assert all(0.95 < one < 1.05 for one in scales), "text in plots is drawn larger or smaller"
+    assert not page.complaints
+    return True
 
 
 def test_the_examples_of_the_document_are_answered(office: Office) -> None:

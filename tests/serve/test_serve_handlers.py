@@ -235,9 +235,9 @@ def test_what_handlers_count_is_summed_and_what_is_no_measure_is_left_out() -> N
     measures.add([["hits", "counter", 1, {"a": "x"}], ["hits", "counter", 2, {"a": "x"}], ["t-ms", "gauge", 3.5, {}]])
     measures.add([["h", "histogram", 3.0, {}], ["nan", "gauge", float("nan"), {}], "odd", ["hits", "gauge", 9, {}]])
     measures.add({"not": "a list"})
-    samples = {one.name: one for family in measures.collect() for one in family.samples}
+    samples = {one.name: one for family in measures.collect("here") for one in family.samples}
     assert samples["hits"].value == 3.0
-    assert samples["hits"].labels == {"a": "x", "model_name": "noop", "model_version": "1.0"}
+    assert samples["hits"].labels == {"a": "x", "model_name": "noop", "model_version": "1.0", "Hostname": "here"}
     assert samples["t_ms"].value == 3.5
     assert samples["h_count"].value == 1
     assert "nan" not in samples
@@ -246,7 +246,7 @@ def test_what_handlers_count_is_summed_and_what_is_no_measure_is_left_out() -> N
 def test_a_handler_that_invents_labels_does_not_fill_the_memory() -> None:
     measures = Measures("noop", "1.0")
     measures.add([["hits", "counter", 1, {"id": str(i)}] for i in range(MAX_SERIES + 50)])
-    assert sum(len(family.samples) for family in measures.collect()) == MAX_SERIES
+    assert sum(len(family.samples) for family in measures.collect("here")) == MAX_SERIES
 
 
 # the `ts` package

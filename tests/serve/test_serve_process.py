@@ -167,6 +167,21 @@ def test_a_body_over_the_bound_is_413_although_the_client_sends_it_all(server: R
         assert client.recv(12) == b"HTTP/1.1 413"
 
 
+def test_a_socket_that_is_half_closed_gets_the_answer_of_a_whole_request_and_none_of_a_part(
+    server: RunningServer,
+) -> None:
+    whole = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
+    for cut, begins in ((len(whole), b"HTTP/1.1 200"), (len(whole) - 3, b""), (10, b""), (0, b"")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(whole[:cut])
+            client.shutdown(socket.SHUT_WR)
+            answer = b""
+            while piece := client.recv(2**16):
+                answer += piece
+            assert answer[:12] == begins
+    assert httpx.post(f"{server.url}/v2/models/tiny/infer", content=BODY).status_code == 200
+
+
 def test_deep_nesting_is_a_clients_fault(server: RunningServer) -> None:
     for body in (b"[" * 2**20, b'{"inputs":' * 2**16, b'{"a":' * 2**18):
         for path in ("/v2/models/tiny/infer", "/predictions/tiny"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 from collections.abc import Iterator
@@ -69,7 +70,9 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         form = client.put("/predictions/echo/1.0/extra/path", files={"data": b"\xff\xd8"}, data={"target": "1"})
         assert form.json()["names"] == ["data", "target"]
         assert form.headers["x-seen"] == "extra/path"
-        assert client.post("/explanations/echo", json={}).json()["explain"] == "True"
+        for path in ("/explanations/echo", "/v1/models/echo:explain", "/v2/models/echo/explain"):
+            assert client.post(path, json={}).json()["explain"] == "True"
+        assert client.post("/v2/models/nope/explain", json={}).status_code == 404
         with client.stream("POST", "/predictions/echo", data={"act": "pieces"}) as pieces:
             assert pieces.headers["transfer-encoding"] == "chunked"
             assert pieces.headers["ts_stream_next"] == "true"
@@ -77,7 +80,7 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         assert client.post("/v1/models/echo:predict", json={"x": 2}).json()["body"] == {"x": 2}
         assert client.get("/v2/models/echo").json()["platform"] == "torchserve_archive"
         assert "/explanations/echo" in client.get("/openapi.json").json()["paths"]
-        assert 'echoed{Level="Model",ModelName="echo"' in client.get("/metrics").text
+        assert re.search(r'echoed\{Hostname="[^"]+",Level="Model",ModelName="echo"', client.get("/metrics").text)
         assert client.get("/ping").json() == {"status": "Healthy"}
         assert client.post("/predictions/nope").json() == {
             "code": 404,
@@ -94,6 +97,13 @@ def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answ
         assert client.post("/predictions/echo", json={"x": 1}).status_code == 200
 
 
+def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(server: RunningServer) -> None:
+    (facts,) = httpx.get(f"{server.management_url}/models/echo", timeout=60).json()
+    process = Path(f"/proc/{facts['workers'][0]['pid']}")
+    assert "NoNewPrivs:\t1\n" in (process / "status").read_text()
+    assert re.search(r"Max core file size +0 +0 ", (process / "limits").read_text())
+
+
 def test_archives_are_registered_scaled_described_and_unregistered_in_torchserves_words(server: RunningServer) -> None:
     assert server.management_url is not None
     with (
@@ -108,6 +118,8 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         idle = client.post("/predictions/double", json={"x": 4})
         assert idle.status_code == 503
         assert idle.json()["message"].startswith('Model "double" has no worker to serve inference request.')
+        (silent,) = management.get("/models/double", params={"customized": "true"}).json()
+        assert (silent["modelVersion"], "customizedMetadata" in silent) == ("2.0", False)
         scaled = management.put("/models/double", params={"min_worker": 1, "synchronous": "true"})
         assert scaled.json()["status"] == "Workers scaled to 1 for model: double"
         assert client.post("/predictions/double", json={"x": 4}).json() == {"doubled": 8}
@@ -124,6 +136,10 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         assert broken.json()["message"].startswith("Failed to start workers for model broken version: 1.0: ")
         odd = management.post("/models", params={"url": "second.mar", "runtime": "python4"})
         assert (odd.status_code, odd.json()["message"]) == (400, "Invalid RuntimeType value: python4")
+        third = {"url": "second.mar", "model_version": "3.0", "initial_workers": 1, "synchronous": "false"}
+        later = management.post("/models", params=third)
+        assert (later.status_code, later.json()["status"]) == (202, "Processing worker updates...")
+        assert client.post("/predictions/double/3.0", json={"x": 4}).json() == {"doubled": 8}
         gone = management.delete("/models/double")
         assert gone.json() == {"status": 'Model "double" unregistered'}
         assert not Path(f"/proc/{facts['workers'][0]['pid']}").exists()

@@ -33,6 +33,7 @@ from trueline.runtime import (
     ranges,
     recurrent,
     torch_settings,
+    torch_weights,
 )
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import Place, resized
@@ -373,6 +374,7 @@ class ExportSession:
         if self._device.type != "cpu":
             program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
+        torch_weights.share(self._module, settings)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature

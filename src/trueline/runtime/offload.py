@@ -11,6 +11,7 @@ plain data. One Session stands in front, so the whole is asked, guarded and prov
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,7 +20,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import export, onnx, subprogram, torch_settings
+from trueline.runtime import export, onnx, subprogram, torch_settings, torch_weights
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -108,9 +109,10 @@ class OffloadSession:
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         module: Any = program.module(check_guards=False)
         module.graph.eliminate_dead_code()
+        torch_weights.share(module, settings)
         pieces = {}
         for number, part in enumerate(plan.parts):
-            module.add_module(f"part_{number}", OnnxPart(path.parent / part.file, part, settings))
+            module.add_module(f"part_{number}", OnnxPart(path.parent / part.file, part, _of_part(settings, number)))
             pieces[f"part_{number}"] = (part.nodes, part.inputs, part.outputs)
         try:
             self._module = subprogram.woven(module, pieces)
@@ -129,6 +131,11 @@ class OffloadSession:
         except Exception as error:
             raise TruelineError(f"the program failed on a request that it accepted: {onnx.first(error)}") from error
         return to_arrays(self.signature, tuple(found))
+
+
+def _of_part(settings: Settings, number: int) -> Settings:
+    place = settings.place
+    return settings if place is None else replace(settings, place=place.part(f"part-{number}"))
 
 
 @final

@@ -2,19 +2,28 @@
 
 ONNX drops an exported program's guards, so the Session enforces the proven range itself. Spinning is off:
 in a server, threads that wait by spinning take the processor from the requests beside them.
+
+ONNX Runtime rewrites a graph when it opens it, and packs weights for the processor: a copy for each process, also of
+weights in a file of their own. Processes that share them open what the first of them had it write: the graph as it was
+rewritten, and every weight as it was packed, in a file that is mapped. Source of the settings: ONNX Runtime's
+`onnxruntime_session_options_config_keys.h`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 import onnxruntime
 
+from trueline import events
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
+from trueline.runtime import shared
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -36,6 +45,12 @@ _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _UNLIKELY = 0xA5
 """Written over outputs before a first run, to see that it writes them."""
+_MADE = "model.onnx"
+_TO_SHARE = {
+    "session.optimized_model_external_initializers_file_name": "model.onnx.data",
+    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    "session.save_external_prepacked_constant_initializers": "1",
+}
 
 
 @final
@@ -113,7 +128,7 @@ def opened(path: Path, settings: Settings) -> onnxruntime.InferenceSession:
     providers = _providers(settings)
     onnxruntime.disable_telemetry_events()
     try:
-        session = onnxruntime.InferenceSession(str(path), _options(settings.threads), providers=providers)
+        session = _shared(path, settings) or _open(path, _options(settings.threads), providers)
     except Exception as error:
         raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first(error)}") from error
     if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back without a word
@@ -124,7 +139,43 @@ def opened(path: Path, settings: Settings) -> onnxruntime.InferenceSession:
     return session
 
 
-def _providers(settings: Settings) -> list[str | tuple[str, dict[str, int]]]:
+_Providers = Sequence[str | tuple[str, dict[str, int]]]
+
+
+def _open(path: Path, options: onnxruntime.SessionOptions, providers: _Providers) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(str(path), options, providers=providers)
+
+
+def _shared(path: Path, settings: Settings) -> onnxruntime.InferenceSession | None:
+    """The program as it is shared; None where it is not to be, or is too small, or cannot be, which an event says."""
+    num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+    if settings.place is None or settings.cuda is not None or num_bytes < shared.WORTH_BYTES:
+        return None
+
+    def make(folder: Path) -> None:
+        options = _options(1)
+        options.optimized_model_filepath = str(folder / _MADE)
+        for key, value in _TO_SHARE.items():
+            options.add_session_config_entry(key, value)
+        _open(path, options, [_CPU])
+
+    place = settings.place.part(f"onnxruntime-{onnxruntime.__version__}")
+    options = _options(settings.threads)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # whoever made it did that
+    with contextlib.ExitStack() as failing:
+        try:
+            hold = shared.held(place, make, program_bytes=num_bytes)
+            failing.callback(hold.release)
+            session = _open(hold.path / _MADE, options, [_CPU])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be opened
+            events.emit("weights.private", why=first(error))
+            return None
+        failing.pop_all()
+    weakref.finalize(session, hold.release).atexit = False
+    return session
+
+
+def _providers(settings: Settings) -> _Providers:
     if settings.device in ("", "cpu"):
         return [_CPU]
     has = onnxruntime.get_available_providers()

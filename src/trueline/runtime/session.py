@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, closest, listed
 from trueline.runtime.settings import Settings
+from trueline.runtime.shared import Place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,17 +100,18 @@ def open_session(
     native: bool = False,
     device: str = "",
     precision: str = "",
+    place: Place | None = None,
 ) -> Session:
     """Opens the program file `path` in `format`. `threads` is for intra-op parallelism, 0 lets the
-    runtime choose; `device` and `precision` are those of `settings.Settings`. A program is proven on the CPU in the
-    precision that it holds: with other settings, `replay` the golden examples before it answers anybody. Opening
-    runs no code of the file; machine code is opened only with `native`, by who trusts its maker.
+    runtime choose; `device`, `precision` and `place` are those of `settings.Settings`. A program is proven on the
+    CPU in the precision that it holds: with other settings, `replay` the golden examples before it answers anybody.
+    Opening runs no code of the file; machine code is opened only with `native`, by who trusts its maker.
 
     Raises BundleError when the file is not such a program, UsageError for a format that nobody here runs,
     for machine code without `native`, for a setting that the runtime does not know or a device that is not here, and
     for a runtime that is not installed.
     """
-    settings = Settings(threads=threads, device=device, precision=precision)
+    settings = Settings(threads=threads, device=device, precision=precision, place=place)
     if format not in FORMATS:
         raise UsageError(f"no runtime here runs format '{format}' (there are: {listed(FORMATS)})")
     if not Path(path).is_file():
@@ -161,11 +163,22 @@ def open_program(
     native: bool = False,
     device: str = "",
     precision: str = "",
+    shared: Path | None = None,
 ) -> Session:
-    """Opens a bundle's program, the one to serve unless `format` says otherwise; the rest is `open_session`'s."""
+    """Opens a bundle's program, the one to serve unless `format` says otherwise; the rest is `open_session`'s.
+
+    Processes that open it with one folder `shared` have its weights in memory once, as far as its runtime can.
+    """
     entry, path, signature = bundle.program(format), bundle.program_path(format), bundle.signature_of(format)
     return open_session(
-        entry.format, path, signature, threads=threads, native=native, device=device, precision=precision
+        entry.format,
+        path,
+        signature,
+        threads=threads,
+        native=native,
+        device=device,
+        precision=precision,
+        place=None if shared is None else Place(folder=shared, key=f"{bundle.digest}.{entry.format}"),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trueline.errors import UsageError, listed
+from trueline.runtime.shared import Place
 
 _CUDA = re.compile(r"cuda(:(\d+))?")
 
@@ -25,6 +26,9 @@ class Settings:
     """`cpu`, `cuda`, `cuda:1`, or a name that the runtime has for its devices."""
     precision: str = ""
     """`fp32`, `bf16` or `fp16`: in what the program computes. What goes in and comes out keeps its dtype."""
+    place: Place | None = None
+    """Where processes that run this program lay what they share of it; None: each has a copy of its own. A runtime that
+    cannot share has its own copy, too."""
 
     def __post_init__(self) -> None:
         if self.threads < 0:

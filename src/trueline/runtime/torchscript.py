@@ -16,7 +16,7 @@ import torch
 
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import script_archive, torch_settings
+from trueline.runtime import script_archive, torch_settings, torch_weights
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -54,6 +54,7 @@ class TorchScriptSession:
                 self._module = torch.jit.load(str(path), map_location=self._device).eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+        torch_weights.share(self._module, settings)
         taken = [argument.name for argument in self._module.forward.schema.arguments[1:]]
         if len(taken) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(taken)} inputs, its signature says {len(signature.inputs)}")

@@ -11,6 +11,7 @@ outcome cannot be written is undone.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -23,7 +24,7 @@ import msgspec
 from trueline import events
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotReady, RequestError, TruelineError
-from trueline.serve import archive, wanted
+from trueline.serve import archive, machine, wanted
 from trueline.serve.batcher import Policy
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
@@ -174,12 +175,14 @@ class Fleet:
             if fresh:
                 self.models.put(made)
             events.emit("version.loading", model=model, version=version)
+            began = time.perf_counter()
             try:
                 if isinstance(made, HandlerVersion):
                     self._wanted[made] = await self._start(made, found, how or self.how, digest)
                 else:
                     chosen = how or self.how.of_bundle(model, version)
                     self._wanted[made] = await self._prove(made, found, chosen, digest)
+                made.load_s = time.perf_counter() - began
                 self.models.put(made)
                 self._keep()
             except BaseException as error:
@@ -336,6 +339,7 @@ class Fleet:
         async def work() -> None:
             await version.retire()
             self._wanted.pop(version, None)
+            await self._in_thread(machine.give_back)
             events.emit("version.retired", model=version.model, version=version.version)
 
         task = self._loop.create_task(work())

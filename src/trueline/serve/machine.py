@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
 
 _MIB, _GIB = 2**20, 2**30
 _MEMINFO = Path("/proc/meminfo")
+_LIBC = ctypes.CDLL(None)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 4 * 2**20
 
 Readings = dict[str, tuple[str, float]]
 
@@ -31,6 +35,28 @@ def readings() -> Readings:
             "MemoryUtilization": ("Used memory, percent", 100 * (total - free) / max(1, total)),
         }
     return found
+
+
+def keep_weights_apart() -> None:
+    """From now on weights are mapped one by one, so that those of a version that leaves go back to the system whole.
+
+    Left alone, glibc takes what is freed as a measure of what is usual, lays weights of up to 32 MiB among the rest,
+    and keeps as much of them in each of its arenas. Requests are smaller, and stay there. Source: mallopt(3).
+    """
+    adjust = getattr(_LIBC, "mallopt", None)
+    if adjust is not None:
+        adjust(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        adjust(_M_TRIM_THRESHOLD, 4 * _LARGE_BYTES)
+
+
+def give_back() -> None:
+    """Hands back to the system what was freed in pieces, which is much after a load. Blocks for some milliseconds.
+
+    Only glibc has it; elsewhere nothing happens.
+    """
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _memory() -> tuple[int, int] | None:

@@ -197,6 +197,8 @@ class Management:
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
         if not workers:
             text += ". Use scale workers API to add workers for the model."
+        elif given.get("synchronous", "").lower() == "false":  # they are ready nevertheless: what failed was said
+            return torchserve.status("Processing worker updates...", 202)
         return torchserve.status(text)
 
     def _entry(self, url: str) -> tuple[str, str] | None:
@@ -278,11 +280,11 @@ class Management:
         return torchserve.reply(200, torchserve.pretty([self._described(one) for one in versions]))
 
     async def _customized(self, versions: list[Version]) -> Response:
-        """The description, with what each archive's handler says of itself."""
+        """The description, with what each archive's handler says of itself, if it has a worker to say it."""
         told = []
         for one in versions:
             facts = self._described(one)
-            if isinstance(one, HandlerVersion) and one.state == "ready":
+            if isinstance(one, HandlerVersion) and one.state == "ready" and one.policy.lanes:
                 asked = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
                 answer = await one.handle(asked, alone=True, loose=True)
                 said = answer.body if answer.pieces is None else await answer.pieces.whole()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trueline import events
@@ -20,6 +21,7 @@ from trueline.bundle.read import Bundle
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Bindable, Session, open_program, replay
+from trueline.serve import machine
 from trueline.serve.again import Short
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Policy
@@ -100,6 +102,8 @@ class Version:
     """Whether it was there before the server had started."""
     since: float = 0.0
     """When it became ready, in seconds since the epoch."""
+    load_s: float = 0.0
+    """From the act that loaded it until it was ready."""
     stats: VersionStats = field(default_factory=VersionStats)
     _loaded: Loaded | None = None
     _executor: Executor | None = None
@@ -151,6 +155,10 @@ class Version:
     def layout(self, body: bytes | bytearray, json_bytes: int | None) -> Layout | None:
         """What is remembered of infer requests like this one."""
         return self._layouts.known(body, json_bytes) if self._layouts is not None else None
+
+    def load_times(self) -> dict[str, float]:
+        """Seconds from start to ready, by TorchServe's names of workers."""
+        return {f"W-9000-{self.model}_{self.version}": self.load_s} if self.state == "ready" else {}
 
     @property
     def num_waiting(self) -> int:
@@ -405,6 +413,8 @@ class Way:
     precision: str = ""
     native: bool = False
     """Whether machine code may be opened."""
+    shared: Path | None = None
+    """Where this server's processes lay the weights that they share; None: there is one process."""
 
 
 def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:
@@ -423,6 +433,7 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
             loaded = _load(bundle, way, max_batch)
     else:
         loaded = _load(bundle, way, max_batch)
+    machine.give_back()
     plan = loaded.plan
     events.emit(
         "plan.chosen",
@@ -442,6 +453,7 @@ def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
         native=way.native,
         device=way.device,
         precision=way.precision,
+        shared=way.shared,
     )
     began = time.perf_counter()
     replayed = replay(bundle, session)

@@ -207,6 +207,8 @@ class Routes:
                 return self._repository_act(request, model, act)
             case ["repository", "index"]:
                 return self._index(request)
+            case ["models", model, "explain"]:
+                return self._torchserve.explain(request, model, None)
             case ["models", "stats"]:
                 found = self._statistics(None, None)
             case ["models", model, "stats"]:

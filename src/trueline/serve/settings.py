@@ -75,6 +75,8 @@ class Settings:
     """Server processes that share the ports and the wanted state."""
     shared: bool = False
     """This is one of several processes that listen on the same ports."""
+    shared_weights: str | None = None
+    """Folder of this server alone where its processes lay the weights that they share."""
     resumed: bool = False
     """The state file alone says what is served: `source` and `load` were followed before."""
     traces: str | None = None

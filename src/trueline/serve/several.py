@@ -1,7 +1,8 @@
 """Several server processes on the same ports: the parent that starts them, replaces what dies, and stops them.
 
 Each process listens with SO_REUSEPORT, and the kernel spreads connections among them; each loads and checks every
-version by itself, and follows the state file, so that an act of management on one reaches all. The parent answers
+version by itself, and follows the state file, so that an act of management on one reaches all. Weights are mapped from
+files in one folder, which is this server's and goes with it. The parent answers
 nobody and holds the ports: a number that the system chose stays the same when every process is replaced. Metrics are
 each process's own; with a metrics port the processes take that one and those after it.
 """
@@ -23,6 +24,7 @@ from typing import Any
 from trueline import events
 from trueline.errors import TruelineError
 from trueline.serve.child import revived
+from trueline.serve.handlers.place import WEIGHTS, Place
 from trueline.serve.listen import listen
 from trueline.serve.settings import Settings, to_arguments
 from trueline.serve.stop import Stop
@@ -69,6 +71,9 @@ def _fixed(settings: Settings) -> Iterator[Settings]:
             folder = Path(tempfile.mkdtemp(prefix="trueline-state-"))
             held.callback(shutil.rmtree, folder, ignore_errors=True)
             fixed["state"] = str(folder / "served.json")
+        weights = Place(prefix=WEIGHTS)
+        held.callback(weights.remove)
+        fixed["shared_weights"] = str(weights.folder)
         yield replace(settings, processes=1, shared=True, lifeline=True, **fixed)
 
 

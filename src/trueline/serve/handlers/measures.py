@@ -85,11 +85,11 @@ class Measures:
             self._left_out = True
             events.emit("metric.left_out", model=self._model, name=name, why=f"more than {MAX_SERIES} series")
 
-    def collect(self) -> Iterator[Metric]:
-        """What prometheus_client prints; names as the handler gave them, as TorchServe does."""
+    def collect(self, host: str) -> Iterator[Metric]:
+        """What prometheus_client prints; names as the handler gave them, as TorchServe does, and the `host` beside."""
         from prometheus_client.metrics_core import Metric
 
-        own = {"model_name": self._model, "model_version": self._version}
+        own = {"model_name": self._model, "model_version": self._version, "Hostname": host}
         for name, family in list(self._families.items()):
             found = Metric(name, f"Counted by the handler of {self._model}.", "unknown")
             for key, value in list(family.series.items()):

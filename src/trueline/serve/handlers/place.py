@@ -1,4 +1,5 @@
-"""Where an archive is laid out: a folder of this server alone, gone with its version.
+"""Where an archive is laid out, and where processes lay what they share: a folder of this server alone, gone with what
+it is for.
 
 The folder is locked for as long as its server lives; the kernel drops the lock of a server that is killed, and the next
 one deletes what it left. Source: flock(2).
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 PREFIX = "trueline-archive-"
+WEIGHTS = "trueline-weights-"
 _YOUNG_S = 60.0
 """A folder of this age may be one whose lock is just being taken."""
 
@@ -21,11 +23,11 @@ _YOUNG_S = 60.0
 class Place:
     """An empty folder, held until `remove`."""
 
-    def __init__(self, parent: Path | None = None) -> None:
+    def __init__(self, parent: Path | None = None, *, prefix: str = PREFIX) -> None:
         """Makes it, and deletes what dead servers of this user left beside it. Blocks. Raises OSError."""
         parent = parent or Path(tempfile.gettempdir())
-        sweep(parent, now=time.time())
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        sweep(parent, now=time.time(), prefix=prefix)
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -37,10 +39,10 @@ class Place:
             self._lock = -1
 
 
-def sweep(parent: Path, *, now: float) -> int:
+def sweep(parent: Path, *, now: float, prefix: str = PREFIX) -> int:
     """Deletes the folders under `parent` that this user made and no living server holds; returns how many."""
     count = 0
-    for folder in parent.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{prefix}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

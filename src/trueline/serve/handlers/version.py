@@ -80,6 +80,15 @@ class HandlerVersion(Version):
         assert self.archive is not None
         return self.archive.digest
 
+    def load_times(self) -> dict[str, float]:
+        """Of each worker that is ready."""
+        workers = self._pool.workers() if self._pool else []
+        return {
+            f"W-{9000 + number}-{self.model}_{self.version}": worker.load_s
+            for number, worker, _ in workers
+            if worker.ready
+        }
+
     @property
     def num_waiting(self) -> int:
         return self._pool.num_waiting if self._pool else 0

@@ -97,6 +97,8 @@ class Worker:
         self.ended: asyncio.Future[str] = loop.create_future()
         """Why it ended."""
         self.ready = False
+        self.load_s = 0.0
+        """From its start until it was ready."""
         self.answered = 0
         self._launch = launch
         self._loop = loop
@@ -273,6 +275,7 @@ class Worker:
         if kind == "ready" and not self._starting.done():
             self._disarm()
             self.ready = True
+            self.load_s = time.time() - self.since
             self._starting.set_result(None)
         elif kind == "failed" and not self._starting.done():
             self._starting.set_exception(StartFailed(_PATHS.sub("", str(head["why"]))))

@@ -1,0 +1,123 @@
+"""Processes of one server have a model's weights in memory once, whichever came first, loads later, or was replaced."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import serve_worlds as worlds
+from onnx import helper
+from test_serve_follow import eventually
+
+from trueline import serve
+from trueline.bundle import Bundle, Dim, Golden, Signature
+
+pytestmark = pytest.mark.slow
+
+WIDTH, LAYERS = 2048, 8
+WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
+
+
+def wide(out: Path, layers: int) -> Bundle:
+    """`layers` square matrices, one after the other; each keeps the length of a row."""
+    x, y = worlds.spec("x", "batch", WIDTH), worlds.spec("y", "batch", WIDTH)
+    rng = np.random.default_rng(0)
+    names = ["x", *(f"h{i}" for i in range(1, layers)), "y"]
+    weights: dict[str, worlds.Array] = {
+        f"w{i}": rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / np.float32(np.sqrt(WIDTH))
+        for i in range(layers)
+    }
+    nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(layers)]
+    given = rng.standard_normal((2, WIDTH), dtype=np.float32)
+    answer = given
+    for matrix in weights.values():
+        answer = answer @ matrix
+    golden = [Golden(case="2", inputs={"x": given}, outputs={"y": answer.astype(np.float32)})]
+    model = worlds.graph(nodes, [x], [y], weights)
+    return worlds.bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim()}), golden)
+
+
+def memory(pids: Sequence[int]) -> int:
+    """Bytes that these processes take together; a page that several have mapped counts once among them."""
+    found = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        found += int(dict(line.split(":") for line in lines)["Pss"].split()[0]) * 1024
+    return found
+
+
+def processes(running: serve.RunningServer) -> list[int]:
+    return [one.pid for one in psutil.Process(running.pid).children()]
+
+
+def mapped(pid: int, folder: Path) -> int:
+    """How many programs under `folder` the process has mapped; 0 for one that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return len(set(re.findall(rf"{re.escape(str(folder))}/(\S+)/", lines)))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    wide(folder / "wide" / "1.bundle", LAYERS)
+    shutil.copytree(folder / "wide" / "1.bundle", folder / "wide" / "2.bundle")
+    wide(folder / "thin" / "1.bundle", 1)
+    return folder
+
+
+def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(store: Path) -> None:
+    with serve.start(None, model_store=str(store), load="thin,wide/1.bundle", management_port=0) as running:
+        one = memory([running.pid])
+        assert httpx.post(f"{running.management_url}/models?url=wide/2.bundle", timeout=120).status_code == 200
+        two = memory([running.pid])
+        assert two - one <= 1.2 * WEIGHT_BYTES + 2**20
+        assert two - one >= WEIGHT_BYTES, "the version has a program of its own"
+        assert httpx.delete(f"{running.management_url}/models/wide/2", timeout=120).status_code == 200
+        assert memory([running.pid]) - one <= 0.2 * WEIGHT_BYTES
+        for _ in range(2):
+            assert httpx.post(f"{running.management_url}/models?url=wide/2.bundle", timeout=120).status_code == 200
+            assert httpx.delete(f"{running.management_url}/models/wide/2", timeout=120).status_code == 200
+        assert httpx.post(f"{running.management_url}/models?url=wide/2.bundle", timeout=120).status_code == 200
+        assert memory([running.pid]) - one <= 1.2 * WEIGHT_BYTES + 2**20
+
+
+def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, WIDTH], "data": [0.5] * WIDTH}]}
+
+    def answers(running: serve.RunningServer) -> set[bytes]:
+        url = f"{running.url}/v2/models/wide/infer"
+        return {httpx.post(url, json=body, timeout=120).content for _ in range(12)}
+
+    with serve.start(None, model_store=str(store), load="thin", management_port=0, processes=3) as running:
+        (folder,) = tmp_path.glob("trueline-weights-*")
+        before = memory(processes(running))
+        assert (
+            httpx.post(f"{running.management_url}/models?url=wide/1.bundle&initial_workers=1", timeout=120).status_code
+            == 200
+        )
+        eventually(lambda: all(b'"outputs"' in answer for answer in answers(running)))
+        assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES, "three copies would be 3"
+        same = answers(running)
+        assert len(same) == 1
+
+        psutil.Process(processes(running)[0]).kill()
+        eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
+        eventually(lambda: answers(running) == same)
+        assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES
+
+        assert len(list(folder.iterdir())) == 3, "a lock, and two programs"
+        assert httpx.delete(f"{running.management_url}/models/wide", timeout=120).status_code == 200
+        eventually(lambda: len(list(folder.iterdir())) == 2)
+    assert not list(tmp_path.glob("trueline-weights-*"))

@@ -1,0 +1,152 @@
+"""TorchServe's metrics, by its names and labels: of programs of bundles, and of handlers of archives."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import mar_worlds
+import pytest
+import serve_worlds as worlds
+from prometheus_client.parser import text_string_to_metric_families
+from test_serve_fleet import Office
+
+from trueline import events, serve
+from trueline.serve import gpus
+from trueline.serve.fleet import Found
+from trueline.serve.gpus import Gpus, parsed
+from trueline.serve.http import Request, Response
+
+HOST = {"Level", "Hostname"}
+MODEL = {"model_name", "model_version", "hostname"}
+NAMES = {
+    "Requests2XX": HOST,
+    "Requests4XX": HOST,
+    "Requests5XX": HOST,
+    "ts_inference_requests_total": MODEL,
+    "ts_inference_latency_microseconds": MODEL,
+    "ts_queue_latency_microseconds": MODEL,
+    "QueueTime": HOST,
+    "WorkerThreadTime": HOST,
+    "WorkerLoadTime": HOST | {"WorkerName"},
+    "CPUUtilization": HOST,
+    "MemoryUsed": HOST,
+    "MemoryAvailable": HOST,
+    "MemoryUtilization": HOST,
+    "DiskUsage": HOST,
+    "DiskUtilization": HOST,
+    "DiskAvailable": HOST,
+    "PredictionTime": HOST | {"ModelName"},
+}
+"""What `ts/configs/metrics.yaml` names, with its labels; GPUs apart, which this machine may not have."""
+
+
+def labels_by_name(page: str) -> dict[str, set[str]]:
+    """The labels of each sample; a page that is not Prometheus' text raises ValueError."""
+    families = list(text_string_to_metric_families(page))
+    assert len({family.name for family in families}) == len(families), "each metric is told once"
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["bundle", "archive"])
+def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path: Path, what: str) -> None:
+    if what == "bundle":
+        source = worlds.double_plus(tmp_path / "noop.bundle").path
+    else:
+        source = mar_worlds.mar(tmp_path / "noop.mar", mar_worlds.DOUBLE)
+    body = {"x": [1, 2, 3]} if what == "archive" else [1, 2, 3]
+    with serve.start(source, name="noop", metrics_port=0, allow_code=what == "archive") as running:
+        for _ in range(3):
+            httpx.post(f"{running.url}/predictions/noop", json=body, timeout=60).raise_for_status()
+        page = httpx.get(f"{running.metrics_url}/metrics", timeout=60).text
+    found = labels_by_name(page)
+    missing = {name: labels for name, labels in NAMES.items() if not labels <= found.get(name, set())}
+    assert not missing
+    assert re.search(r'^QueueTime\{Level="Host",Hostname="[^"]+",\} \d+\.\d+', page, re.MULTILINE)
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    worlds.double_plus(tmp_path / "pair.bundle")
+    made = Office(tmp_path)
+    for name in ("pair", "other"):
+        made.run(made.fleet.load(Found(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))
+    return made
+
+
+def told(office: Office, name: str) -> dict[str, float]:
+    """The samples of one metric, by what tells them apart."""
+    answer = office.routes.answer(Request("GET", f"/metrics?name[]={name}".encode(), {}, b""))
+    found: Response = answer if isinstance(answer, Response) else office.run(answer)
+    return {
+        sample.labels.get("model_name") or sample.labels.get("WorkerName", ""): sample.value
+        for family in text_string_to_metric_families(found.body.decode())
+        for sample in family.samples
+    }
+
+
+def test_times_are_of_what_came_since_the_last_look_and_stand_until_more_comes(office: Office) -> None:
+    assert told(office, "QueueTime") == {"": 0.0}
+    assert told(office, "PredictionTime") == {}
+    assert office.ask("POST", "/predictions/pair", json.dumps([1, 2, 3]).encode())[0] == 200
+    version = office.models.find("pair")
+    version.stats.queue_s += 0.25
+    assert told(office, "QueueTime") == {"": pytest.approx(250.0)}
+    first = told(office, "PredictionTime")
+    assert first == {"pair": pytest.approx(1e3 * version.stats.infer_s)}
+    assert told(office, "HandlerTime")["pair"] > first["pair"]
+    version.stats.infer_s += 1.0
+    version.stats.request_s.add(3.0)
+    assert told(office, "PredictionTime")["pair"] == pytest.approx(1000.0)
+    assert told(office, "WorkerThreadTime") == {"": pytest.approx(2000.0)}
+    office.close()
+
+
+def test_the_time_that_a_version_took_to_load_is_told_of_its_worker(office: Office) -> None:
+    loads = told(office, "WorkerLoadTime")
+    assert set(loads) == {"W-9000-pair_1", "W-9000-other_1"}
+    assert all(0 < ms < 60_000 for ms in loads.values())
+    office.run(office.fleet.retire("other"))
+    assert set(told(office, "WorkerLoadTime")) == {"W-9000-pair_1"}
+    office.close()
+
+
+def a_driver(folder: Path, script: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "gpus", lambda: (0, 1))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    a_driver(tmp_path, f"echo x >> {tmp_path}/asked; echo '0, 30, 1024, 4096'; echo '1, [N/A], 0, 4096'")
+    seen = Gpus()
+    assert seen.look(now=0.0) == {}
+    seen.wait()
+    for now in (1.0, 59.0):
+        assert seen.look(now)["GPUMemoryUtilization"] == {"0": 25.0, "1": 0.0}
+    assert seen.look(59.0)["GPUUtilization"] == {"0": 30.0}
+    assert (tmp_path / "asked").read_text() == "x\n"
+    seen.look(60.0)
+    seen.wait()
+    assert (tmp_path / "asked").read_text() == "x\nx\n"
+
+
+def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "gpus", lambda: (0,))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    a_driver(tmp_path, "exit 9")
+    lines: list[str] = []
+    seen = Gpus()
+    with events.listening(lambda name, fields: lines.append(name)):
+        seen.look(now=0.0)
+        seen.wait()
+    assert (lines, seen.look(now=1.0)) == (["gpus.unread"], {})
+
+
+def test_what_is_no_reading_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not enough values"):
+        parsed("Failed to initialize NVML")
