@@ -102,6 +102,18 @@ class Sided(nn.Module):
         return given[0] + given[0]
 
 
+class FarSize(nn.Module):
+    """Longer than any probe it answers otherwise; a wrong size is only checked."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        x = given[0]
+        if x.shape[1] > 4:
+            raise ValueError("too wide")
+        if x.shape[0] > 5000:  # far
+            return x * 3
+        return x * 2
+
+
 def captured(module: nn.Module, example: object, folder: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     eager = EagerSession(module.eval(), example)
@@ -133,7 +145,8 @@ def test_a_trace_of_a_branch_is_refused_by_the_probes_that_show_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("module", "word"), [(Guarded(), "1e30:"), (Decided(), "largest < 1e30"), (Listed(), "tolist")]
+    ("module", "word"),
+    [(Guarded(), "1e30:"), (Decided(), "largest < 1e30"), (Listed(), "tolist"), (FarSize(), "# far")],
 )
 def test_a_trace_is_refused_where_no_probe_changes_what_a_number_out_of_a_tensor_decides(
     tmp_path: Path, module: nn.Module, word: str

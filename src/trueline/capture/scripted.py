@@ -23,7 +23,9 @@ from trueline.runtime.prove import Observation, Proof, judge, parting
 from trueline.runtime.session import open_session
 from trueline.runtime.torchscript_emit import Way
 
-FROZEN = "a number is taken out of a tensor there, and no probe changes what it decides: a trace would freeze it unseen"
+FROZEN = (
+    "a number is taken out of a tensor or a size there, and no probe changes what it decides: a trace would freeze it"
+)
 DEPRECATED = "torch marks TorchScript as deprecated: take another program where there is one"
 
 
@@ -54,7 +56,7 @@ def climb_scripted(
     order: tuple[Way, ...] = ("trace", "script", "mix") if one_way else ("script", "mix", "trace")
     why, line, last = [], "", None
     for way in order:
-        found = _try(eager, claimed, observations, folder / way, way)
+        found = _try(eager, claimed, observations, folder / way, way, guarded=signature is not None)
         if not found.why:
             return found
         why.append(f"by {way}: {found.why}")
@@ -70,11 +72,19 @@ def climb_scripted(
 
 
 def _try(
-    eager: EagerSession, signature: Signature, observations: Sequence[Observation], folder: Path, way: Way
+    eager: EagerSession,
+    signature: Signature,
+    observations: Sequence[Observation],
+    folder: Path,
+    way: Way,
+    *,
+    guarded: bool,
 ) -> Tried:
+    """`guarded`: the sizes of `signature` are those that torch.export found, and no others are answered."""
     started = time.monotonic()
     try:
-        path, how = torchscript_emit.emit(eager.module, eager.calling, folder, way)
+        with taken.traced() as frozen:
+            path, how = torchscript_emit.emit(eager.module, eager.calling, folder, way)
         size = path.stat().st_size
         events.emit("program.emitted", format="torchscript", size_bytes=size, seconds=time.monotonic() - started)
         session = open_session("torchscript", path, signature)
@@ -83,6 +93,8 @@ def _try(
         return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
     proof = sequences.proven(judge(session, observations, versions=versions()), session, eager, versions=versions())
     place = None if way == "script" or proof.reason else taken.unasked(eager, observations, _compiled(eager, how))
+    if place is None and not guarded and not proof.reason:
+        place = taken.one_way(frozen, observations)
     if place is not None:
         return Tried(how="", why=FROZEN, line=f"{place}", path=None, signature=signature, proof=None)
     return Tried(how=how, why=proof.reason, line="", path=path, signature=signature, proof=proof)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -76,6 +78,35 @@ def unasked(eager: Session, observations: Sequence[Observation], compiled: Colle
             return place
     ways = list({id(seen.way): seen.way for seen in answered}.values())
     return next(_one_way(taken, ways), None)
+
+
+@contextmanager
+def traced() -> Iterator[list[Place]]:
+    """The lines at which a trace that is made in the block freezes what a size decides: torch warns of each."""
+    places: list[Place] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torch.jit.TracerWarning)
+        yield places
+    told = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
+    places += dict.fromkeys(Place(file=one.filename, line=one.lineno) for one in told if paths.is_users(one.filename))
+
+
+def one_way(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:
+    """The first of `places` that decides, and at which all answered probes went alike; a check that raises is none."""
+    ways = list({id(seen.way): seen.way for seen in observations if seen.outputs is not None}.values())
+    for place in places:
+        decides = any(_decides(node, place.line) for node in _nodes(place.file))
+        if decides and len({_outcomes(way, place.file, place.line) for way in ways}) < 2:
+            return place
+    return None
+
+
+def _decides(node: ast.AST, line: int) -> bool:
+    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
+        return False
+    if isinstance(node, ast.Assert):
+        return False
+    return any(test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node))
 
 
 def _one_way(taken: Mapping[Place, set[str]], ways: Sequence[Sequence[Event]]) -> Iterator[Place]:
