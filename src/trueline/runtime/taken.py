@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 
 from trueline.runtime import paths
@@ -85,9 +86,9 @@ def traced() -> Iterator[list[Place]]:
     """The lines at which a trace that is made in the block freezes what a size decides: torch warns of each."""
     places: list[Place] = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", torch.jit.TracerWarning)
+        warnings.simplefilter("always", TracerWarning)
         yield places
-    told = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
+    told = [one for one in caught if issubclass(one.category, TracerWarning)]
     places += dict.fromkeys(Place(file=one.filename, line=one.lineno) for one in told if paths.is_users(one.filename))
 
 
