@@ -75,6 +75,14 @@ def test_batches_are_placed_whatever_they_are_nested_in():
     assert devices.placed_batch(batch, META).labels.device == META
 
 
+def test_the_way_to_cuda_leads_through_pinned_memory_and_waits_for_nothing(monkeypatch):
+    went = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: went.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: went.append((str(device), how)) or self)
+    devices.placed({"a": torch.ones(2)}, torch.device("cuda", 1))
+    assert went == ["pinned", ("cuda:1", {"non_blocking": True})]
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_reader_places_what_it_reads_also_record_by_record(draws):
     class Records(torch.utils.data.Dataset):

@@ -67,7 +67,7 @@ readers_option = _workers(
     "--readers",
     type=int,
     metavar="N",
-    help="Processes of each worker that read a map-style data set, or local files, ahead.",
+    help="Processes of each worker that read records ahead.",
 )
 compile_option = _workers("--compile/--no-compile", default=None, help="Use torch.compile.")
 checkpoint_options = _all(

@@ -35,8 +35,8 @@ _FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
 _BUFFER_BYTES, _STORE_BYTES = 64 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
 _PIECE_BYTES = 4 << 20
-"""Decoded at a time for who reads in order. Smaller pieces are decoded in less time, but what comes between them then
-finds nothing of its own at hand any more: in all that takes longer."""
+"""Decoded at a time for who reads in order. Smaller pieces are decoded in less time, but what comes between them finds
+less of its own at hand then: in all that gains nothing."""
 
 
 class ParquetFormat:

@@ -57,6 +57,7 @@ class Passing:
             return None
         piece, used = self._piece, self._used
         if piece is None or stop - start > piece.num_rows - used:
+            del piece  # its memory is what the next one is decoded into
             found = self.pull(stop - start)
         else:
             self._at, self._used = stop, used + stop - start

@@ -155,7 +155,7 @@ class Defaults:
     """`full`: any record may stand anywhere in an epoch; `windows`: the source's units are shuffled, and the records in
     windows of them, so that large Parquet files are decoded once an epoch; `none`: in the order of the source."""
     readers: int = 0
-    """Processes of each worker that read a map-style data set ahead (other tools: num_workers); 0: none."""
+    """Processes of each worker that read records ahead (other tools: num_workers); 0: none."""
     precision: str = "fp32"
     """`fp32`, or autocast to `bf16` or `fp16` (the latter with a GradScaler)."""
     clip_norm: float = 0.0

@@ -94,7 +94,7 @@ class Summary:
         if steps_s < MUCH_S or reading_s < SLOW_READING * steps_s:
             return []
         return [
-            f"reading took {reading_s / steps_s:.0%} of the steps' time: --readers 2 reads a map-style data set ahead, "
+            f"reading took {reading_s / steps_s:.0%} of the steps' time: --readers 2 reads records ahead, "
             "--shuffle windows decodes each row group of a file once an epoch"
         ]
 

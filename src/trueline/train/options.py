@@ -38,7 +38,7 @@ class Options:
     """Decay of the moving average of the parameters; 0: none."""
     find_unused_parameters: bool = False
     readers: int = 0
-    """Processes of each worker that read a map-style data set ahead; 0: the worker reads it between its steps."""
+    """Processes of each worker that read records ahead; 0: the worker reads it between its steps."""
 
     def __post_init__(self) -> None:
         if self.micro_batch < 0:

@@ -71,7 +71,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     shuffle: Shuffle = "full"
     """`full`: any record may stand anywhere in an epoch; `windows`, `none`: see docs/concepts/order.md."""
     readers: int = 0
-    """Processes of each worker that read a map-style data set ahead; 0: the worker reads it itself."""
+    """Processes of each worker that read records ahead; 0: the worker reads it itself."""
     bitwise: bool = False
     """Weights that do not depend on the number of workers in a single bit."""
     precision: Precision = "fp32"
