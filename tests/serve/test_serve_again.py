@@ -374,6 +374,7 @@ def test_who_goes_away_before_the_turn_ends_takes_nobody_along(world: World) -> 
     world.loop.run_until_complete(come())
     assert [len(wire.written) > 0 for _, wire in opened] == [True, False, True]
     assert sorted(entry.status for entry in log.entries) == [200, 200, 499]
+    assert max(world.tiny.stats.runs_by_rows) == 2, "what nobody waits for was run"
     assert {entry.bytes_out for entry in log.entries if entry.status == 200} == {
         len(opened[0][1].written.partition(b"\r\n\r\n")[2])
     }
