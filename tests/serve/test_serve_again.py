@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,17 +103,19 @@ class World:
 
     def __init__(self, bundle: Bundle, *, policy: Policy | None = None) -> None:
         self.loop = asyncio.new_event_loop()
-        self.pool = ThreadPoolExecutor(1)
         self.bundle = bundle
         self.models = Models()
         self.policy = policy or Policy()
+        self.versions: list[Version] = []
         self.tiny = self.add("1")
+        self.retiring: set[asyncio.Task[None]] = set()
         self.routes = Routes(self.models, self.loop)
         self.server = self.behind(self.routes)
 
     def add(self, version: str) -> Version:
         made = self.models.add("tiny", version)
-        made.make_ready(load(self.bundle, Way(threads=1), max_batch=64), self.policy, self.pool, self.loop)
+        self.versions.append(made)
+        made.make_ready(load(self.bundle, Way(threads=1), max_batch=64), self.policy, ThreadPoolExecutor(1), self.loop)
         return made
 
     def behind(self, app: App) -> Server:
@@ -180,7 +184,9 @@ class World:
         return found
 
     def close(self) -> None:
-        self.pool.shutdown()
+        for version in self.versions:
+            if version.state == "ready":
+                self.loop.run_until_complete(version.retire())
         self.loop.close()
 
 
@@ -374,6 +380,7 @@ def test_who_goes_away_before_the_turn_ends_takes_nobody_along(world: World) -> 
     world.loop.run_until_complete(come())
     assert [len(wire.written) > 0 for _, wire in opened] == [True, False, True]
     assert sorted(entry.status for entry in log.entries) == [200, 200, 499]
+    assert max(world.tiny.stats.runs_by_rows) == 2, "what nobody waits for was run"
     assert {entry.bytes_out for entry in log.entries if entry.status == 200} == {
         len(opened[0][1].written.partition(b"\r\n\r\n")[2])
     }
@@ -432,6 +439,67 @@ def test_a_version_that_retires_answers_what_it_holds_and_is_then_let_go_of(worl
     gc.collect()
     assert program() is None, "a head that is known keeps the program of a version that has gone"
     assert json.loads(world.ask(USUAL).body)["model_version"] == "2"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version_that_it_came_to(
+    world: World, seed: int
+) -> None:
+    rng = random.Random(seed)
+    world.teach(USUAL)
+    newest, answered, gone = 1, 0, 0
+
+    def body_of(value: int) -> bytes:
+        if value % 3 == 0:
+            return in_bytes([[value + 0.25, 2, 3]], answer=value % 2 == 0)
+        return same_length(USUAL, b"1.25", f"{value}.25".encode())
+
+    def first_of(answer: bytes) -> tuple[str, float]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), answer
+        length = re.search(rb"inference-header-content-length: (\d+)", head)
+        told = json.loads(body[: int(length[1])] if length else body)
+        if length:
+            return told["model_version"], float(np.frombuffer(body[int(length[1]) :], np.float32)[0])
+        return told["model_version"], told["outputs"][0]["data"][0]
+
+    async def play() -> None:
+        nonlocal newest, answered, gone
+        for _ in range(300):
+            come: list[tuple[str, int, Connection, Wire]] = []
+            for _ in range(rng.choice([0, 1, 1, 2, 5, 12])):
+                value, (connection, wire) = rng.randrange(10), world.connect()
+                come.append((str(newest), value, connection, wire))
+                connection.data_received(body_of(value))
+                if rng.random() < 0.1:
+                    connection.connection_lost(None)
+                    gone += 1
+                    come.pop()
+                if rng.random() < 0.015:
+                    newest += 1
+                    world.add(str(newest))
+                    world.models.set_default("tiny", str(newest))
+                    retiring = world.models.remove("tiny", str(newest - 1)).retire()
+                    world.retiring.add(asyncio.get_running_loop().create_task(retiring))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.0005 if rng.random() < 0.1 else 0)
+            for _ in range(1000):
+                if all(wire.written for *_, wire in come):
+                    break
+                await asyncio.sleep(0)
+            for version, value, connection, wire in come:
+                assert wire.written.count(b"HTTP/1.1") == 1
+                assert first_of(wire.written) == (version, 2 * (value + 0.25) + 1)
+                connection.connection_lost(None)
+                answered += 1
+        await asyncio.wait_for(asyncio.gather(*world.retiring), 10)
+
+    world.loop.run_until_complete(play())
+    assert newest > 3
+    assert answered > 200
+    assert gone > 10
+    together = [rows for one in world.versions for rows in one.stats.runs_by_rows if rows > 1]
+    assert len(together) > 5
 
 
 @pytest.mark.parametrize(

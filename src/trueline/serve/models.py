@@ -22,13 +22,13 @@ from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, NotFound, NotProven, NotReady, Overloaded, RequestError, TruelineError, listed
 from trueline.runtime.session import Bindable, Session, open_program, replay
 from trueline.serve import machine
-from trueline.serve.again import Short
 from trueline.serve.archive import ArchiveError
 from trueline.serve.batcher import USUAL, Policy
 from trueline.serve.lanes import Batcher
 from trueline.serve.layouts import Layout, Layouts
 from trueline.serve.pace import Pace
 from trueline.serve.plan import Plan, batch_symbol, draw_up
+from trueline.serve.short import Short
 from trueline.serve.split import Split
 from trueline.serve.stats import VersionStats
 
