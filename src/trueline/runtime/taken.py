@@ -81,12 +81,11 @@ def unasked(eager: Session, observations: Sequence[Observation], compiled: Colle
 
 
 @contextmanager
-def traced() -> Iterator[list[Place]]:
-    """The lines at which a trace that is made in the block freezes what a size decides: torch warns of each."""
-    places: list[Place] = []
+def traced(places: list[Place]) -> Iterator[None]:
+    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit.TracerWarning)
-        yield places
+        yield
     told = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
     places += dict.fromkeys(Place(file=one.filename, line=one.lineno) for one in told if paths.is_users(one.filename))
 
