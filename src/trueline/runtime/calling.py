@@ -370,7 +370,7 @@ def _elsewhere(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], num
     for spec, tensor in zip(specs, tensors, strict=True):
         if not tensor.ndim:
             return f": give '{spec.name}' as one number for each record"
-        if tensor.shape[0] != num and num in tensor.shape:
+        if num is not None and tensor.shape[0] != num and num in tensor.shape:
             return (
                 f": give '{spec.name}' with dimension {list(tensor.shape).index(num)} in front and transpose it inside"
             )

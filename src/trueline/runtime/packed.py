@@ -21,7 +21,8 @@ import torch
 from torch import _VF, Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_LAYERS = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
+_FUNCTIONS: Any = _VF
+_LAYERS: tuple[Any, ...] = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
 _ALWAYS = 1e30
 """What a gate is given to be open, or shut, whatever else it is given."""
 
@@ -44,14 +45,14 @@ def padded() -> Iterator[None]:
     """While a model is traced in the block, its packed sequences stay padded."""
     forwards = [layer.forward for layer in _LAYERS]
     try:
-        _VF._pack_padded_sequence, _VF._pad_packed_sequence = _packed, _unpacked
+        _FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence = _packed, _unpacked
         for layer in _LAYERS:
-            layer.forward = _masked(layer.forward)  # type: ignore[method-assign, assignment]
+            layer.forward = _masked(layer.forward)
         yield
     finally:
-        del _VF._pack_padded_sequence, _VF._pad_packed_sequence
+        del _FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence
         for layer, forward in zip(_LAYERS, forwards, strict=True):
-            layer.forward = forward  # type: ignore[method-assign]
+            layer.forward = forward
 
 
 def _packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, _Lengths]:
@@ -80,7 +81,7 @@ def _masked(forward: Callable[..., Any]) -> Callable[..., Any]:
         found, states = _over(self, input.data, input.batch_sizes.lengths, _begun(self, input, hx))
         back = input.unsorted_indices
         hidden = tuple(state if back is None else state.index_select(1, back) for state in _joined(states))
-        packed = PackedSequence(found, input.batch_sizes, input.sorted_indices, input.unsorted_indices)  # type: ignore[arg-type]
+        packed = PackedSequence(found, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
         return packed, hidden if self.mode == "LSTM" else hidden[0]
 
     return answered
@@ -117,7 +118,7 @@ def _over(
         for backwards in (False, True)[: 1 + layer.bidirectional]:
             given = data.gather(0, turned.expand_as(data)) if backwards else data
             at = number * (1 + layer.bidirectional) + backwards
-            weights = [getattr(layer, name) for name in layer._all_weights[at]]  # type: ignore[union-attr]
+            weights = [getattr(layer, name) for name in layer._all_weights[at]]
             out, left = _one(layer, given, inside, weights, [state[at : at + 1] for state in begun])
             last = (lengths - 1).view(1, -1, 1).expand(1, -1, out.shape[2])
             ends.append([out.gather(0, last)[0], *left])

@@ -84,9 +84,9 @@ def unasked(eager: Session, observations: Sequence[Observation], compiled: Colle
 def traced(places: list[Place]) -> Iterator[None]:
     """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", torch.jit.TracerWarning)
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
         yield
-    told = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
+    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
     places += dict.fromkeys(Place(file=one.filename, line=one.lineno) for one in told if paths.is_users(one.filename))
 
 
