@@ -127,6 +127,9 @@ def test_a_file_that_is_no_program_or_torn_is_an_error_that_names_it(tmp_path: P
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises((UsageError, BundleError, CaptureError), match=r"m\.pt2"):
         capture_file(file, tmp_path / "b")
+    file.write_bytes(b"\x00\x01" * 500)
+    with pytest.raises(BundleError, match=r"m\.pt2 is no zip archive"):
+        capture_file(file, tmp_path / "b")
 
 
 def test_the_command_line_takes_a_file_and_prints_the_program(

@@ -99,3 +99,31 @@ def test_a_share_of_a_length_stays_free() -> None:
     assert row.status == "rewritten"
     assert row.rewrite is not None
     assert "+        k = torch.sym_int(0.6 * x.shape[1])" in row.rewrite.diff
+
+
+class Experts(nn.Module):
+    """Each on the records that chose it, and none where nobody did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if rows.numel() == 0:
+                continue
+            out.index_add_(0, rows, expert(x[rows]))
+        return out
+
+
+def test_skipping_what_would_change_nothing_is_left_out() -> None:
+    torch.manual_seed(0)
+    eager = EagerSession(Experts().eval(), torch.randn(5, 4))
+    row = survey(eager.module, calls_of(eager), onnx=None, base=Path(__file__).parent).rows["(model)"]
+    assert row.status == "rewritten"
+    assert row.rewrite is not None
+    assert "-                continue" in row.rewrite.diff

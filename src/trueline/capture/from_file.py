@@ -155,6 +155,11 @@ def kind_of(path: Path) -> Kind:
         head = file.read(2)
     if head[:1] == b"\x80" or path.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
         raise _pickled(path)
+    if path.suffix.lower() in (".pt2", ".ts"):
+        raise BundleError(
+            f"{path} is no zip archive, as programs of torch.export and TorchScript are: it is torn or something else",
+            hint="write it again with torch.export.save or torch.jit.save",
+        )
     return "onnx"
 
 

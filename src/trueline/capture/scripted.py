@@ -19,6 +19,7 @@ from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import sequences, taken, torchscript_emit
 from trueline.runtime.eager import EagerSession
+from trueline.runtime.paths import Place
 from trueline.runtime.prove import Observation, Proof, judge, parting
 from trueline.runtime.session import open_session
 from trueline.runtime.torchscript_emit import Way
@@ -81,10 +82,9 @@ def _try(
     guarded: bool,
 ) -> Tried:
     """`guarded`: the sizes of `signature` are those that torch.export found, and no others are answered."""
-    started = time.monotonic()
+    started, frozen = time.monotonic(), list[Place]()
     try:
-        with taken.traced() as frozen:
-            path, how = torchscript_emit.emit(eager.module, eager.calling, folder, way)
+        path, how = torchscript_emit.emit(eager.module, eager.calling, folder, way, frozen=frozen)
         size = path.stat().st_size
         events.emit("program.emitted", format="torchscript", size_bytes=size, seconds=time.monotonic() - started)
         session = open_session("torchscript", path, signature)

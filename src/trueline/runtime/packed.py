@@ -21,7 +21,8 @@ import torch
 from torch import _VF, Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_LAYERS = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
+_FUNCTIONS: Any = _VF
+_LAYERS: tuple[Any, ...] = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
 _ALWAYS = 1e30
 """What a gate is given to be open, or shut, whatever else it is given."""
 
@@ -42,17 +43,15 @@ class _Lengths:
 @contextmanager
 def padded() -> Iterator[None]:
     """While a model is traced in the block, its packed sequences stay padded."""
-    functions: Any = _VF
-    layers: list[Any] = list(_LAYERS)
-    forwards = [layer.forward for layer in layers]
+    forwards = [layer.forward for layer in _LAYERS]
     try:
-        functions._pack_padded_sequence, functions._pad_packed_sequence = _packed, _unpacked
-        for layer in layers:
+        _FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence = _packed, _unpacked
+        for layer in _LAYERS:
             layer.forward = _masked(layer.forward)
         yield
     finally:
-        del functions._pack_padded_sequence, functions._pad_packed_sequence
-        for layer, forward in zip(layers, forwards, strict=True):
+        del _FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence
+        for layer, forward in zip(_LAYERS, forwards, strict=True):
             layer.forward = forward
 
 

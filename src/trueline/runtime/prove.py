@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trueline.bundle.schema import Evidence
-from trueline.errors import RequestError
+from trueline.errors import CaptureError, RequestError
 from trueline.runtime import compare, draws, paths, wild
 from trueline.runtime.probes import Probe
 from trueline.runtime.session import Session
@@ -66,11 +66,12 @@ def prove(
 def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
     """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised.
 
-    A model that draws random numbers is asked `num_draws` times.
+    A model that draws random numbers is asked `num_draws` times. Raises CaptureError, with the line, for one that
+    returns other outputs on a probe than on its example: no program can.
     """
     seen: list[Observation] = []
     for probe in probes:
-        one = _observe_one(eager, probe)
+        one = _observe_one(eager, probe, seen[0].way if seen else None)
         if probe.wild and one.outputs is None:
             continue  # the model does not take these values: nothing is asked of the program
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
@@ -82,10 +83,14 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
     return tuple(seen)
 
 
-def _observe_one(eager: Session, probe: Probe) -> Observation:
+def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
     with paths.watching() as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
+        except CaptureError as raised:
+            place = paths.divergence(first, way) if first is not None else None
+            where = f"; see {place}" if place else ""
+            raise CaptureError(f"on probe '{probe.name}' {raised.message}{where}", hint=raised.hint) from raised
         except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
             outputs, error = (
                 None,

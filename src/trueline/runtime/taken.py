@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 
 from trueline.runtime import paths
@@ -82,13 +81,12 @@ def unasked(eager: Session, observations: Sequence[Observation], compiled: Colle
 
 
 @contextmanager
-def traced() -> Iterator[list[Place]]:
-    """The lines at which a trace that is made in the block freezes what a size decides: torch warns of each."""
-    places: list[Place] = []
+def traced(places: list[Place]) -> Iterator[None]:
+    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", TracerWarning)
-        yield places
-    told = [one for one in caught if issubclass(one.category, TracerWarning)]
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        yield
+    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
     places += dict.fromkeys(Place(file=one.filename, line=one.lineno) for one in told if paths.is_users(one.filename))
 
 

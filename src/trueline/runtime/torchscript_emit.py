@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 from trueline import files
 from trueline.bundle.signature import TensorSpec
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime import paths, script_archive
+from trueline.runtime import paths, script_archive, taken
 from trueline.runtime.calling import Calling, Flat
 from trueline.runtime.dynamic import resized
+from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
 from trueline.runtime.torchscript import FILE, first, undeprecated
 
@@ -38,16 +39,18 @@ _BRANCHES = (ast.If, ast.IfExp, ast.While, ast.For, ast.Break, ast.Continue, ast
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
-def emit(module: torch.nn.Module, calling: Calling, folder: Path, way: Way) -> tuple[Path, str]:
+def emit(
+    module: torch.nn.Module, calling: Calling, folder: Path, way: Way, *, frozen: list[Place] | None = None
+) -> tuple[Path, str]:
     """Writes `folder/programs/model.ts` made in the given way; returns its path and how it was made.
 
-    `how` counts what was scripted and what was traced. Raises CaptureError with the user's line, where one
-    is known, when the model cannot be had in this way.
+    `frozen` gets the lines at which a trace freezes what a size decides. `how` counts what was scripted and what was
+    traced. Raises CaptureError with the user's line, where one is known, when the model cannot be had in this way.
     """
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with undeprecated(), quiet(), torch.no_grad():
+        with undeprecated(), quiet(), torch.no_grad(), taken.traced([] if frozen is None else frozen):
             made, how = _made(module, calling, way)
             raw = io.BytesIO(made.save_to_buffer())
     except CaptureError:

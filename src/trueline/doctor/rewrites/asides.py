@@ -1,4 +1,5 @@
-"""What a model does beside its answer: it prints, warns, checks its input, keeps by size what it has computed once.
+"""What a model does beside its answer: it prints, warns, checks its input, keeps by size what it has computed once, and
+skips what would change nothing.
 
 A program does none of it, and where values or sizes decide about it, it blocks the exporter. Condition: the answers on
 all calls stay the same; a check raises where there is no answer, so leaving it out changes none.
@@ -26,6 +27,9 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     elif _checks(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"the check `{_first(statement)}` is left out: a program raises nothing, check requests before it"
+    elif _skips(statement):
+        text = scope.replaced([statement], _instead(spot))
+        words = f"`{_first(statement)}: continue` is left out: the rest of the step changes nothing there"
     elif isinstance(statement, ast.If):
         new = _uncached(scope, spot)
         text = scope.replaced(spot.block[spot.index :], new) if new else None
@@ -66,6 +70,11 @@ def _checks(statement: ast.stmt) -> bool:
         and all(_says(one) for one in statement.body[:-1])
         and isinstance(statement.body[-1], ast.Raise)
     )
+
+
+def _skips(statement: ast.stmt) -> bool:
+    """Whether it leaves out the rest of a loop's step: where nothing was selected, as a rule."""
+    return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Continue)
 
 
 def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
