@@ -107,6 +107,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             device=settings.device,
             precision=settings.precision,
             native=settings.allow_code,
+            most_threads=settings.most_threads,
             shared=None if settings.shared_weights is None else Path(settings.shared_weights),
         ),
         max_batch=settings.max_batch,
