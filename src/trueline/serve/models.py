@@ -428,15 +428,16 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
 
 
 def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
-    session = open_program(
-        bundle,
-        way.program,
-        threads=way.threads,
-        native=way.native,
-        device=way.device,
-        precision=way.precision,
-        shared=way.shared,
-    )
+    with machine.opening():
+        session = open_program(
+            bundle,
+            way.program,
+            threads=way.threads,
+            native=way.native,
+            device=way.device,
+            precision=way.precision,
+            shared=way.shared,
+        )
     began = time.perf_counter()
     replayed = replay(bundle, session)
     events.emit(
