@@ -353,15 +353,17 @@ def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], t
 # the folder and the store
 
 
-def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path) -> None:
-    held = place.Place(tmp_path)
-    left = tmp_path / f"{place.PREFIX}left"
+@pytest.mark.parametrize("prefix", [place.PREFIX, place.WEIGHTS])
+def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path, prefix: str) -> None:
+    held = place.Place(tmp_path, prefix=prefix)
+    left = tmp_path / f"{prefix}left"
     (left / "inner").mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    os.symlink(tmp_path / "other", tmp_path / f"{place.PREFIX}link")
+    os.symlink(tmp_path / "other", tmp_path / f"{prefix}link")
     now = time.time()
-    assert place.sweep(tmp_path, now=now) == 0, "one that is young may be just beginning"
-    assert place.sweep(tmp_path, now=now + 100) == 1
+    assert place.sweep(tmp_path, now=now, prefix=prefix) == 0, "one that is young may be just beginning"
+    assert place.sweep(tmp_path, now=now + 100, prefix="another") == 0
+    assert place.sweep(tmp_path, now=now + 100, prefix=prefix) == 1
     assert (held.folder.is_dir(), left.exists(), (tmp_path / "other").is_dir()) == (True, False, True)
     held.remove()
     held.remove()

@@ -16,7 +16,9 @@ from onnx import helper
 from test_serve_follow import eventually
 
 from trueline import serve
-from trueline.bundle import Bundle, Dim, Golden, Signature
+from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
+from trueline.runtime.onnx import OnnxSession
+from trueline.serve.models import Way, load
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +74,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "wide" / "1.bundle", folder / "wide" / "2.bundle")
     wide(folder / "thin" / "1.bundle", 1)
     return folder
+
+
+@pytest.mark.parametrize(("most", "threads"), [(0, 0), (1, 1), (3, 3)])
+def test_a_run_that_is_long_takes_its_process_share_of_the_cores(
+    store: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    loaded = load(open_bundle(store / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
+    assert not loaded.plan.inline_values
+    assert isinstance(loaded.session, OnnxSession)
+    assert loaded.session._session.get_session_options().intra_op_num_threads == threads
 
 
 def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(store: Path) -> None:

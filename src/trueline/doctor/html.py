@@ -17,12 +17,16 @@ h1 { font-size: 1.4rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-t
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; } .cause { display: block; opacity: .8; font-size: .9em; }
+th { font-weight: 600; } .cause { display: block; opacity: .8; font-size: .9em; overflow-wrap: anywhere; }
 code, pre { font-family: ui-monospace, monospace; font-size: .9em; }
 pre { background: var(--faint); border: 1px solid var(--line); border-radius: .4rem; padding: .8rem; overflow-x: auto; }
 .ready { color: var(--good); } .rewritten, .waits { color: var(--warn); } .blocked { color: var(--bad); }
 .bar .ready, .bar .healed { color: inherit; }
 .added { color: var(--good); } .gone { color: var(--bad); }
+@media (max-width: 44rem) { /* what there is to say stands below, and not beyond the edge */
+  tr { display: grid; grid-template-columns: 4fr 4fr 3fr 3fr 3fr; border-bottom: 1px solid var(--line); }
+  th, td { border: 0; padding: .2rem .4rem .2rem 0; min-width: 0; overflow-wrap: anywhere; }
+  th:last-child, td:last-child { grid-column: 1 / -1; } }
 """
 
 

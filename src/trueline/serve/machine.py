@@ -5,13 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _MIB, _GIB = 2**20, 2**30
 _MEMINFO = Path("/proc/meminfo")
 _LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE_BYTES = 4 * 2**20
+_APART_BYTES = 2**20
+_MOST_BYTES = 32 * 2**20
+"""What glibc allows at most."""
+_LOCK = threading.Lock()
+_opening = 0
 
 Readings = dict[str, tuple[str, float]]
 
@@ -37,23 +44,37 @@ def readings() -> Readings:
     return found
 
 
-def keep_weights_apart() -> None:
-    """From now on weights are mapped one by one, so that those of a version that leaves go back to the system whole.
+@contextmanager
+def opening() -> Iterator[None]:
+    """While a program is opened, its weights are mapped one by one, and go back to the system whole when it leaves.
 
-    Left alone, glibc takes what is freed as a measure of what is usual, lays weights of up to 32 MiB among the rest,
-    and keeps as much of them in each of its arenas. Requests are smaller, and stay there. Source: mallopt(3).
+    Left alone, glibc takes what is freed as a measure of what is
+    usual, lays weights of up to 32 MiB among the rest, and keeps as much of them in each of its arenas. Requests are
+    left there: what they free is soon wanted again, and a mapping of its own costs a fault for each page. Elsewhere
+    than with glibc nothing happens. Source: mallopt(3).
     """
+    global _opening
+    with _LOCK:
+        _opening += 1
+        _adjust(_APART_BYTES)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _opening -= 1
+            if not _opening:
+                _adjust(_MOST_BYTES)
+
+
+def _adjust(mapped_from: int) -> None:
     adjust = getattr(_LIBC, "mallopt", None)
     if adjust is not None:
-        adjust(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        adjust(_M_TRIM_THRESHOLD, 4 * _LARGE_BYTES)
+        adjust(_M_MMAP_THRESHOLD, mapped_from)
+        adjust(_M_TRIM_THRESHOLD, 2 * mapped_from)
 
 
 def give_back() -> None:
-    """Hands back to the system what was freed in pieces, which is much after a load. Blocks for some milliseconds.
-
-    Only glibc has it; elsewhere nothing happens.
-    """
+    """Hands back to the system what was freed in pieces. Blocks for less than a millisecond, after a load for some."""
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

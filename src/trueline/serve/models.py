@@ -415,6 +415,8 @@ class Way:
     """Whether machine code may be opened."""
     shared: Path | None = None
     """Where this server's processes lay the weights that they share; None: there is one process."""
+    most_threads: int = 0
+    """Of one run where nobody says how many, so that processes beside each other have the cores once; 0: no bound."""
 
 
 def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:
@@ -426,13 +428,14 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
         )
     entry = bundle.program(way.program or None)
     way = replace(way, program=entry.format)
-    alone = not PLATFORMS[entry.format].startswith("pytorch_") and way.device in ("", "cpu")
-    if alone and way.threads == 0:
+    here = way.device in ("", "cpu")
+    if here and way.threads == 0 and not PLATFORMS[entry.format].startswith("pytorch_"):
         loaded = _load(bundle, replace(way, threads=1), max_batch)
-        if not loaded.plan.inline_values and len(os.sched_getaffinity(0)) > 1:
-            loaded = _load(bundle, way, max_batch)
+        most = way.most_threads or len(os.sched_getaffinity(0))
+        if not loaded.plan.inline_values and most > 1:
+            loaded = _load(bundle, replace(way, threads=way.most_threads), max_batch)
     else:
-        loaded = _load(bundle, way, max_batch)
+        loaded = _load(bundle, replace(way, threads=way.threads or (way.most_threads if here else 0)), max_batch)
     machine.give_back()
     plan = loaded.plan
     events.emit(
@@ -446,15 +449,16 @@ def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None)
 
 
 def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
-    session = open_program(
-        bundle,
-        way.program,
-        threads=way.threads,
-        native=way.native,
-        device=way.device,
-        precision=way.precision,
-        shared=way.shared,
-    )
+    with machine.opening():
+        session = open_program(
+            bundle,
+            way.program,
+            threads=way.threads,
+            native=way.native,
+            device=way.device,
+            precision=way.precision,
+            shared=way.shared,
+        )
     began = time.perf_counter()
     replayed = replay(bundle, session)
     events.emit(

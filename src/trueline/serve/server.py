@@ -27,7 +27,7 @@ from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import NotFound, RegistryError, UsageError, listed
-from trueline.serve import archive, machine, remote, tokens, torchserve, tracing, wanted
+from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.access import AccessLog, Logged
 from trueline.serve.child import revived
 from trueline.serve.fleet import Fleet, Found, How, Refused
@@ -96,7 +96,6 @@ async def run(settings: Settings, announce: Announce) -> None:
 
         await several.run(settings, announce)
         return
-    machine.keep_weights_apart()
     loop = asyncio.get_running_loop()
     store = _store(settings)
     models = Models()
@@ -107,6 +106,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             device=settings.device,
             precision=settings.precision,
             native=settings.allow_code,
+            most_threads=settings.most_threads,
             shared=None if settings.shared_weights is None else Path(settings.shared_weights),
         ),
         max_batch=settings.max_batch,

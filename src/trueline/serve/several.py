@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import socket
 import sys
@@ -74,6 +75,7 @@ def _fixed(settings: Settings) -> Iterator[Settings]:
         weights = Place(prefix=WEIGHTS)
         held.callback(weights.remove)
         fixed["shared_weights"] = str(weights.folder)
+        fixed["most_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.processes)
         yield replace(settings, processes=1, shared=True, lifeline=True, **fixed)
 
 
