@@ -13,6 +13,7 @@ import torch
 from onnxscript import ir
 from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.onnx_opset import opset18
+from torch.onnx._internal.exporter._torchlib.ops import hop
 
 _ATEN = torch.ops.aten
 op: Any = opset18
@@ -126,6 +127,22 @@ def _bins(size: Any, bins: int) -> Any:
     return op.Div(weights, op.Cast(op.Sub(end, start), to=ir.DataType.DOUBLE.value))
 
 
+def _multinomial(self: Any, num_samples: Any, replacement: bool = False) -> Any:
+    """Without replacement the largest of the logarithms of the weights, each with a number of Gumbel's distribution
+    added: ONNX's own operator puts back what it has drawn, which the exporter does not say."""
+    if replacement:
+        return core.aten_multinomial(self, num_samples, replacement)
+    noise = op.Neg(op.Log(op.Neg(op.Log(op.RandomUniformLike(self, low=1e-30, high=1.0)))))
+    count = op.Constant(value_ints=[num_samples]) if isinstance(num_samples, int) else op.Reshape(num_samples, [-1])
+    _, drawn = op.TopK(op.Add(op.Log(self), noise), count, axis=-1)
+    return drawn
+
+
+def _map(body: Any, xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
+    """A loop in which a step leaves nothing for the next."""
+    return hop.higher_order_scan(body, [], xs, pos_args)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.where.self: _where,
     _ATEN.instance_norm.default: _instance_norm,
@@ -135,5 +152,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.prims.prod.default: _prod,
     _ATEN._cdist_forward.default: _cdist,
     _ATEN.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
+    _ATEN.multinomial.default: _multinomial,
+    torch.ops.higher_order.map_impl: _map,
 }
 """Operator of an exported program -> what writes it in ONNX."""
