@@ -58,6 +58,7 @@ def test_a_model_that_loops_over_its_records_is_proven_for_any_batch_in_both_for
     eager = EagerSession(EachRow().eval(), torch.randn(3, 4))
     exported = export.export(eager.module, eager.calling)
     assert exported.signature.dims["batch"].max is None
+    assert "one record after the other" in exported.how
     probes = make_probes(eager.example, signature=exported.signature)
     paths = {"onnx": onnx_emit.emit(exported, tmp_path), "torch_export": export.emit(exported, tmp_path)}
     for format, path in paths.items():

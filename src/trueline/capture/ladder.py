@@ -170,9 +170,9 @@ def _try(
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
     rung = _rung(format, judged, judged.signature, observations, path, folder, size, seconds)
-    if format == "offload":
-        return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
-    return rung
+    parts = str(offload.read(path)) if format == "offload" else ""
+    how = "; ".join(one for one in (exported.how, rung.attempt.how, parts) if one)
+    return replace(rung, attempt=replace(rung.attempt, how=how))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,8 @@ class Exported:
     boundaries: Mapping[str, tuple[int, ...]]
     """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
     weight_bytes: int
+    how: str = ""
+    """What there is to say of how the model was traced."""
 
 
 class Fixed(CaptureError):

@@ -11,6 +11,7 @@ What comes of it is an exported program like any other: it is proven, or refused
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from trueline.runtime.dynamic import resized
 if TYPE_CHECKING:
     from trueline.runtime.export import Exported
 
+BY_RECORDS = "one record after the other: `trueline doctor` may show a rewrite that takes a batch at once"
 Export = Callable[[torch.nn.Module], "Exported"]
 """Exports a module that takes flat tensors and gives them."""
 
@@ -52,7 +54,7 @@ def _by_records(flat: Flat, calling: Calling, export: Export) -> Exported | None
             by_records = records.Records(single(records.Single(flat), calling))
         if not _draws(by_records.program) and not all(_agree(by_records, flat, calling, more) for more in (0, 1)):
             return None  # what the prover would say of it is less than what torch.export said of the model
-        return _told(export(by_records), "one record is traced, and asked for each")
+        return _told(replace(export(by_records), how=BY_RECORDS), BY_RECORDS)
     except Exception as error:  # noqa: BLE001 - whatever the exporter raises: what it said of the whole is what counts
         events.emit("program.unfollowed", by="records", why=f"{type(error).__name__}: {error}")
         return None
