@@ -29,6 +29,7 @@ from trueline.runtime.calling import Flat, as_trained
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.quiet import quiet
 from trueline.runtime.session import USUAL, Format, Session, open_session
+from trueline.runtime.steady import RANDOM_HINT
 
 GRAPHS: tuple[Format, ...] = USUAL
 """What capture makes when it is not told otherwise; both hold no Python."""
@@ -49,8 +50,11 @@ def examined(
 ) -> None:
     """Notes the record of one architecture, stage by stage; programs are left in `work`."""
     note({"name": architecture.name, "group": architecture.group})
-    oracle = Oracle(architecture)
     climbed = captured(architecture, architecture.module(), formats, work / "graphs")
+    if climbed.draws:  # what the refusal says to do about it
+        note({"allow_random": True})
+        climbed = captured(architecture, architecture.module(), formats, work / "random", random=True)
+    oracle = Oracle(architecture, random=climbed.draws)
     rungs = climbed.described()
     timed = {"capture_s": climbed.seconds, "capture_cpu_s": climbed.cpu_s}
     note({"stage": "captured", "rungs": rungs, "refusal": climbed.error, **timed})
@@ -75,6 +79,8 @@ class Climbed:
         self.beginning: dict[str, Array] = {}
         """The state that the model begins with, by input."""
         self.error = ""
+        self.draws = False
+        """Whether the model draws random numbers."""
         self.seconds = 0.0
         self.cpu_s = 0.0
         """Of this process: what neighbours on the machine do does not reach it."""
@@ -107,8 +113,10 @@ def captured(
     work: Path,
     *,
     explicit: bool = False,
+    random: bool = False,
 ) -> Climbed:
-    """As `trueline.capture` does it (with `--state explicit` where that is asked for), without the sealing."""
+    """As `trueline.capture` does it (with `--state explicit` or `--allow-random` where that is asked for), without the
+    sealing."""
     found, started, cpu = Climbed(), time.monotonic(), time.process_time()
     try:
         batches = [architecture.arguments(fresh.example(architecture))]
@@ -116,9 +124,10 @@ def captured(
             module, batches = with_state(module, batches)
         eager = EagerSession(module, batches[0], dynamic_shapes=architecture.dynamic_shapes)
         found.beginning = eager.beginning
-        found.rungs = climb(Subject(module=module, eager=eager, data={}), formats, work)
+        found.rungs = climb(Subject(module=module, eager=eager, data={}, random=random), formats, work)
     except TruelineError as error:
-        found.error = str(error)
+        found.error, found.draws = str(error), error.hint == RANDOM_HINT
+    found.draws = found.draws or any(rung.random for rung in found.rungs)
     found.seconds, found.cpu_s = round(time.monotonic() - started, 2), round(time.process_time() - cpu, 2)
     return found
 

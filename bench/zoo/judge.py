@@ -4,6 +4,9 @@ What eager itself cannot answer, or answers with something else than finite numb
 which the model is ill-conditioned: where rounding its parameters and inputs by one part in ten million moves eager's
 own answer by as much as the program is off, nobody can say which is right. Both are counted.
 
+Where the model draws random numbers, one answer to the same seed is compared first; where it is another, many answers
+of both, by Kolmogorov and Smirnov's test of each element and of some measures of the whole.
+
 A program whose state is explicit is asked in conversations: what it gave of its state goes into the next question, and
 a model that remembers is asked the same beside it.
 """
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from bench.zoo import fresh
 from bench.zoo.entry import Architecture, Array
+from scipy import stats
 from torch.utils import _pytree as pytree
 
 from trueline.errors import RequestError
@@ -33,6 +37,8 @@ ULP = 1e-7
 TRIES = 50
 LONGEST = 12
 """Questions of a conversation before it begins anew."""
+DRAWS, LEVEL = 30, 1e-6
+"""Answers of each to one random question, and the chance that equal distributions are taken for different ones."""
 
 
 @dataclass(slots=True)
@@ -63,11 +69,12 @@ Answer = list[Array] | str
 class Oracle:
     """The eager model, built anew: what capture may have done to its own copy does not reach it."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, *, random: bool = False) -> None:
         self.architecture = architecture
         self.module = architecture.module()
+        self.random = random
         self._shaken: list[torch.nn.Module] = []
-        self._remembers = self._changes()
+        self._remembers = not random and self._changes()
 
     def answer(self, arrays: Mapping[str, Array]) -> Answer:
         """As the model answers first: what it would remember of earlier questions is forgotten."""
@@ -221,6 +228,7 @@ def _inside(
 
 def _put(asked: Session | Conversation, oracle: Oracle, arrays: dict[str, Array], what: str, found: Judgement) -> None:
     talk = asked if isinstance(asked, Conversation) else None
+    torch.manual_seed(found.asked)
     expected = talk.expected(arrays) if talk else oracle.answer(arrays)
     numbers = not isinstance(expected, str) and all(np.isfinite(a).all() for a in expected if a.dtype.kind == "f")
     if isinstance(expected, str) or not numbers:
@@ -228,6 +236,7 @@ def _put(asked: Session | Conversation, oracle: Oracle, arrays: dict[str, Array]
         if talk:
             talk.anew()
         return
+    torch.manual_seed(found.asked)
     found.asked += 1
     try:
         answer = asked.answer(arrays) if isinstance(asked, Conversation) else list(asked.run(arrays).values())
@@ -240,12 +249,41 @@ def _put(asked: Session | Conversation, oracle: Oracle, arrays: dict[str, Array]
     errors = [off(a, b) for a, b in zip(expected, answer, strict=True)]
     if max(errors, default=0.0) <= 1:
         return
+    if oracle.random and not isinstance(asked, Conversation):
+        unlike = _unlike(asked, oracle, arrays)
+        if unlike:
+            _wrong(found, f"{what}: {unlike}")
+        return
     moves = [0.0] if talk else oracle.moved(arrays, expected)  # of a conversation every difference counts
     if not talk and all(error <= 1 or move >= error / 4 for error, move in zip(errors, moves, strict=True)):
         found.asked -= 1
         found.left_out["ill-conditioned"] += 1
         return
     _wrong(found, f"{what}: off by {max(errors):.3g} times the tolerance (eager itself moves by {max(moves):.2g})")
+
+
+def _unlike(session: Session, oracle: Oracle, arrays: Mapping[str, Array]) -> str:
+    """How many answers of the program are drawn otherwise than the model's; empty when no test says so."""
+    ours = [oracle.answer(arrays) for _ in range(DRAWS)]
+    theirs = [list(session.run(arrays).values()) for _ in range(DRAWS)]
+    if any(isinstance(one, str) for one in ours):
+        return ""
+    least, tests = 1.0, 0
+    for at in range(len(ours[0])):
+        found = [np.stack([np.asarray(one[at], dtype=np.float64).ravel() for one in many]) for many in (ours, theirs)]
+        if found[0].shape != found[1].shape or not np.isfinite(found[1]).all():
+            return f"output {at} has another shape, or no numbers"
+        bound = ATOL + RTOL * np.abs(found[0]).max(initial=0.0)
+        a, b = (np.hstack([one, _measures(one)]) for one in found)
+        for moved, way in ((b - bound, "greater"), (b + bound, "less")):  # within the bound nothing counts
+            p = stats.ks_2samp(a, moved, axis=0, method="asymp", alternative=way).pvalue
+            least, tests = min(least, float(np.min(p, initial=1.0))), tests + p.size
+    return f"other distributions (p = {least:.2g} of {tests} tests)" if least < LEVEL / max(tests, 1) else ""
+
+
+def _measures(many: Array) -> Array:
+    """Of each answer: its mean, its extremes, and its middle value."""
+    return np.stack([many.mean(1), many.min(1), many.max(1), np.median(many, 1)], 1)
 
 
 def _wrong(found: Judgement, what: str) -> None:

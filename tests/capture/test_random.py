@@ -41,6 +41,15 @@ class HalfExported(Dropping):
         return self.linear(x) if torch.compiler.is_exporting() else super().forward(x)  # type: ignore[no-any-return]
 
 
+class Backwards(nn.Module):
+    """Its program draws the same number of times, in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = [torch.randn_like(x), torch.randn_like(x)]
+        one, other = reversed(drawn) if torch.compiler.is_exporting() else drawn
+        return x + one + 2 * other
+
+
 class NoisyCounter(nn.Module):
     calls = 0
 
@@ -72,22 +81,32 @@ def test_without_the_option_it_is_refused_with_the_operator_the_line_and_the_opt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_distribution_is_proven_marked_in_the_manifest_and_replayed_as_such(tmp_path: Path) -> None:
+def test_what_draws_alike_from_the_same_seeds_is_proven_one_by_one_marked_and_replayed_as_random(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     model = Dropping()
     capture(recipe(lambda: model), None, tmp_path / "b", formats=["torch_export"], allow_random=True)
     bundle = open_bundle(tmp_path / "b")
     assert bundle.signature.random
-    assert "compared statistically" in bundle.manifest.programs[0].notes
-    assert "compared statistically" in describe(bundle)
+    assert "compared one by one (from the same seeds" in bundle.manifest.programs[0].notes
+    assert "compared one by one" in describe(bundle)
     assert "equal requests get other answers" in describe(bundle)
     compared = [one for one in bundle.evidence() if one.verdict == "agrees"]
     assert len(compared) == draws.PROBES
-    assert all(one.tolerance.startswith("statistical: 100 draws of each") for one in compared)
+    assert all(one.tolerance.startswith("from the same seeds the same answers: 100 draws") for one in compared)
+    assert all(one.max_abs_error is not None and one.max_abs_error < 1e-4 for one in compared)
     session = open_program(bundle)
     assert all(one.agrees for one in replay(bundle, session).values())
     x = np.ones((3, 8), np.float32)
     assert not np.array_equal(session.run({"x": x})["output"], session.run({"x": x})["output"])
+
+
+def test_what_draws_in_another_order_is_proven_by_its_distribution(tmp_path: Path) -> None:
+    captured = capture(recipe(Backwards), None, tmp_path / "b", formats=["torch_export"], allow_random=True)
+    assert "compared statistically (statistical: 100 draws of each" in captured.programs[0].how
+    compared = [one for one in open_bundle(tmp_path / "b").evidence() if one.verdict == "agrees"]
+    assert any(one.tolerance.startswith("statistical: 100 draws of each") for one in compared)
 
 
 def test_a_program_that_left_the_dice_out_is_refused_in_words(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from trueline.recipe.contract import Recipe
 from trueline.runtime import explicit, sequences
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.explicit import Asked, Explicit
-from trueline.runtime.probes import make_probes
+from trueline.runtime.probes import LIMIT, make_probes
 from trueline.runtime.prove import prove
 from trueline.runtime.session import open_program, replay
 
@@ -171,6 +171,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     model = Mean()
     captured = capture(recipe(lambda: model), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
     assert {one.verdict for one in captured.programs} == {"proven"}
+    assert max(one.probes for one in captured.programs) <= LIMIT
     bundle = open_bundle(tmp_path / "b")
     assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}
     assert [spec.role for spec in bundle.signature.inputs] == ["data", "state", "state"]
@@ -182,7 +183,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     assert (model.total == 0).all()
     assert "next.total of an answer is state.total of the next request" in describe(bundle)
     steps = [one for one in bundle.evidence() if one.probe.startswith("sequence ")]
-    assert len({one.probe for one in steps}) == len(steps) / 2 == 18
+    assert len({one.probe for one in steps}) == len(steps) / 2 == 10 + 4
     assert {one.verdict for one in steps} == {"agrees"}
 
 
@@ -256,16 +257,36 @@ def test_a_program_that_drops_or_mixes_up_the_state_is_caught_by_the_sequences_a
 def test_sequences_are_longer_than_the_state_and_end_as_the_model_that_remembers() -> None:
     eager = lifted(Ring(), torch.randn(1, 8))
     assert isinstance(eager.module, Explicit)
-    first, second, third = sequences.sequences(eager, eager.module)
+    first, second = sequences.sequences(eager, eager.module)
     assert len(first) == 10  # the state is 8 wide
-    assert len(second) == len(third) == 4
+    assert len(second) == 4
     fresh = Ring()
     fresh.load_state_dict({**eager.module._users.state_dict()})  # type: ignore[operator]
     for step in first:
         with torch.no_grad():
             fresh.eval()(torch.from_numpy(np.asarray(step.inputs["x"])))
         np.testing.assert_allclose(step.outputs["next.cache"], fresh.cache.numpy(), atol=1e-6)  # type: ignore[operator]
-    assert not np.array_equal(second[0].inputs["x"], third[0].inputs["x"])
+    for one, other in zip(first, second, strict=False):
+        assert not np.array_equal(one.inputs["x"], other.inputs["x"])
+
+
+def test_what_a_sequence_asks_is_not_asked_alone_unless_the_state_changes_with_it() -> None:
+    eager = lifted(Ring(), torch.randn(1, 8))
+    covered = sequences.covering(eager)
+    alone = make_probes(eager.example, signature=eager.signature, covered=covered)
+    everything = make_probes(eager.example, signature=eager.signature)
+    left_out = {one.name for one in everything} - {one.name for one in alone}
+    in_turns = [step.inputs["x"].tobytes() for track in sequences.sequences(eager, eager.module) for step in track]  # type: ignore[arg-type]
+    dropped = [one for one in everything if one.name in left_out]
+    assert dropped
+    assert all(one.inputs["x"].tobytes() in in_turns for one in dropped)
+    asked = {one.name.rpartition(", ")[2] for one in alone}
+    assert asked >= {"as given", "random", "times 1000", "one NaN"}
+    assert alone[0].name == everything[0].name
+    assert sequences.num_calls(eager) == len(in_turns)
+    plain = EagerSession(nn.Linear(8, 4).eval(), torch.randn(3, 8))
+    assert sequences.num_calls(plain) == 0
+    assert not any(map(sequences.covering(plain), everything))
 
 
 def test_a_state_that_grows_begins_empty_and_every_format_follows_the_model(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
-from trueline.runtime import steady, wild
+from trueline.runtime import export, onnx_emit, steady, wild
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import hidden_state, observe
+from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow  # each new shape is compiled
 
@@ -60,3 +63,33 @@ def test_no_branch_hands_what_is_no_number_to_lapack() -> None:
     with wild.Careful(), pytest.raises(ValueError, match="a value that is no number"):
         eager.run({"x": np.full((3, 3), np.nan, np.float32)})
     assert eager.run({"x": np.eye(3, dtype=np.float32)})["output"].tolist() == [1.0, 1.0, 1.0]
+
+
+class Recurrence(nn.Module):
+    """A state space: what is carried is multiplied with what each step brings, in a scan behind layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.reads = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay, reads = self.decay(x).sigmoid().movedim(1, 0), self.reads(x).movedim(1, 0)
+
+        def step(carry: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            kept, read = inputs
+            state = kept[:, :, None] * carry + read[:, None, :]
+            return state, torch.matmul(state, read.unsqueeze(-1))[:, :, 0].clone()
+
+        start = torch.zeros(x.shape[0], 4, 4)
+        _, found = scan(step, start, (decay, reads))
+        return found.movedim(0, 1)
+
+
+def test_a_scan_behind_layers_with_parameters_is_right_as_onnx_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    eager = EagerSession(Recurrence().eval(), torch.randn(3, 5, 4), dynamic_shapes={"x": {1: "length"}})
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    for batch, length in ((1, 5), (3, 2), (4, 11)):
+        x = torch.randn(batch, length, 4).numpy()
+        np.testing.assert_allclose(session.run({"x": x})["output"], eager.run({"x": x})["output"], atol=1e-5)

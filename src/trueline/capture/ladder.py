@@ -55,6 +55,8 @@ EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
     "aotinductor": aoti_emit.emit,
 }
 """All but torchscript, which needs the module and no exported program."""
+ALONE = 12
+"""Probes of single calls that a model with a long memory is asked at least, beside its sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +117,16 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
     A model that draws random numbers is asked fewer probes, each many times.
     """
     eager = subject.eager
-    limit, num_draws = (draws.PROBES, draws.DRAWS) if random else (LIMIT, 0)
+    limit, num_draws = (draws.PROBES, draws.DRAWS) if random else (max(LIMIT - sequences.num_calls(eager), ALONE), 0)
+    covered = sequences.covering(eager)
     try:
         exported = claims.settled(eager, export.export(subject.module, eager.calling))
     except CaptureError as error:
-        probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit)
+        probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
         return error, observe(eager, probes, num_draws=num_draws)
-    probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit)
+    probes = make_probes(
+        eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit, covered=covered
+    )
     observations = observe(eager, probes, num_draws=num_draws)
     return claims.borne_out(exported, observations), observations
 
@@ -178,9 +183,9 @@ def _try(
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
     rung = _placed(_rung(format, judged, judged.signature, observations, path, folder, size, seconds), eager)
-    if format == "offload":
-        return replace(rung, attempt=replace(rung.attempt, how=str(offload.read(path))))
-    return rung
+    parts = str(offload.read(path)) if format == "offload" else ""
+    how = "; ".join(one for one in (exported.how, rung.attempt.how, parts) if one)
+    return replace(rung, attempt=replace(rung.attempt, how=how))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +275,7 @@ def _rung(
         size_bytes=size,
         probes=len(proof.evidence),
         max_abs_error=proof.max_abs_error,
-        how=_statistical(observations),
+        how=_statistical(observations, proof),
         submodule=f"{part}" if part else "",
         defined=part.place if part else "",
     )
@@ -283,14 +288,23 @@ def _rung(
         evidence=proof.evidence,
         versions=versions(),
         disagreeing=_named(observations, proof.disagreeing),
-        random=bool(_statistical(observations)),
+        random=_is_random(observations),
     )
 
 
-def _statistical(observations: Sequence[Observation]) -> str:
+def _is_random(observations: Sequence[Observation]) -> bool:
+    return any(seen.draws for seen in observations)
+
+
+def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
     """How a random model was compared; empty for any other."""
-    count = next((len(next(iter(seen.draws.values()))) for seen in observations if seen.draws), 0)
-    return f"random answers, compared statistically ({draws.tolerance_text(count, draws.LEVEL)})" if count else ""
+    if not _is_random(observations):
+        return ""
+    hows = {one.tolerance for one in proof.evidence if one.verdict == "agrees"}
+    if hows and all(how.startswith(draws.SAME_SEEDS) for how in hows):
+        return f"random answers, compared one by one ({', '.join(sorted(hows))})"
+    how = next((how for how in hows if not how.startswith(draws.SAME_SEEDS)), "no answer could be compared")
+    return f"random answers, compared statistically ({how})"
 
 
 ANOTHER = "capture it in another format (--any tries the usual ones), or ask `trueline doctor` for a rewrite"

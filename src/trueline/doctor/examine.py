@@ -21,7 +21,7 @@ import torch
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
 from trueline.doctor.remembered import Memory, remembered, shapes
-from trueline.runtime import causal, constants, packed, paths, recurrent
+from trueline.runtime import causal, constants, packed, paths, recurrent, size_lists
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
 
@@ -138,7 +138,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
             if in_units and memory is None:
                 program, steps = units.exported(partial(_program, flat, tensors), free, oracle.calls, base)
             else:
-                program = _program(flat, tensors, shapes(free))
+                program = _followed(flat, tensors, shapes(free))
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
     with torch.no_grad(), hushed():
@@ -168,6 +168,20 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
     with torch.no_grad(), hushed(), recurrent.whole(), packed.padded(), causal.masks_as_given():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
+
+
+def _followed(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
+    """As capture traces it: where a size was fixed, once more with lists of numbers that stay functions of it."""
+    try:
+        return _program(flat, tensors, free)
+    except Exception as error:
+        if not _CONSTANT.search(str(error)) or not size_lists.may_help(flat):
+            raise
+        try:
+            with size_lists.kept(flat):
+                return _program(flat, tensors, free)
+        except Exception:  # noqa: BLE001 (blind except): what torch.export said of the module as it stands is raised
+            raise error from None
 
 
 def compared_with(run: Callable[..., Any], oracle: Oracle, steps: units.Steps = units.NONE) -> tuple[str, float, int]:

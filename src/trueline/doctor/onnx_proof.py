@@ -22,7 +22,7 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
     if not oracle.forgetful and finding.memory is None:
         return "ONNX cannot hold the state"
     try:
-        with hushed():
+        with torch.no_grad(), hushed():
             made = torch.onnx.export(finding.program, (), dynamo=True, verbose=False)
             session = _opened(made)
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer

@@ -56,6 +56,8 @@ class Comparison:
     max_rel_error: float
     """Relative to the scale of each record."""
     decisions_changed: int
+    how: str = ""
+    """What was asked, where it was not the tolerance of the dtypes."""
 
 
 def compare(

@@ -1,15 +1,17 @@
 """Do two random programs answer alike? Many answers of each to one request, compared as samples.
 
-Beside each element are compared some sums of elements with random signs, which show draws that hang together
-otherwise (one number for the whole batch instead of one for each record). Each is compared in its mean and in its
-spread (mean distance from the median) by Welch's two-sample t-test; an output of few different integers is compared
-in how often each comes. The level is the chance that one comparison of two programs that are alike says otherwise: it
-is shared out among all tests (Bonferroni). Differences within the tolerance of `compare` count for nothing. torch-free.
+Answers that are the same from the same seeds need no test. Else each element is compared, and beside these some sums
+of elements with random signs, which show draws that hang together otherwise (one number for the whole batch instead of
+one for each record): in mean and in spread (mean distance from the median) by Welch's two-sample t-test; an output of
+few different integers in how often each comes. The level is the chance that one comparison of two programs that are
+alike says otherwise: it is shared out among all tests (Bonferroni). Differences within the tolerance of `compare` count
+for nothing. torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +39,8 @@ ELEMENTS = 256
 SUMS = 8
 PROBES = 16
 """Probes of a model that draws random numbers: each costs many answers."""
+SAME_SEEDS = "from the same seeds the same answers"
+"""How the evidence begins of draws that were compared one by one."""
 CLASSES = 32
 """An output of integers with at most so many different values is compared value by value."""
 
@@ -75,6 +79,17 @@ def compare_draws(expected: Mapping[str, Array], found: Mapping[str, Array], *, 
                 f"{level / num_tests:.2g} is the least to be expected of {num_tests} tests)"
             )
     return Comparison(agrees=not reason, reason=reason, max_abs_error=worst, max_rel_error=0.0, decisions_changed=0)
+
+
+def compare_seeded(expected: Mapping[str, Array], found: Mapping[str, Array], *, level: float = LEVEL) -> Comparison:
+    """As `compare_draws`, of stacks that were drawn from the same seed: where each answer is that of the other within
+    the tolerance of `compare`, there is nothing left to chance.
+    """
+    count = len(next(iter(expected.values())))
+    same = compare.compare(expected, found)
+    if same.agrees:
+        return replace(same, how=f"{SAME_SEEDS}: {count} draws of each, one by one")
+    return replace(compare_draws(expected, found, level=level), how=tolerance_text(count, LEVEL))
 
 
 def golden_draws(answer: Mapping[str, Array]) -> int:

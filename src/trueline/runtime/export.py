@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -32,6 +33,7 @@ from trueline.runtime import (
     pt2,
     ranges,
     recurrent,
+    retraced,
     torch_settings,
     torch_weights,
 )
@@ -66,6 +68,8 @@ class Exported:
     boundaries: Mapping[str, tuple[int, ...]]
     """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
     weight_bytes: int
+    how: str = ""
+    """What there is to say of how the model was traced."""
 
 
 class Fixed(CaptureError):
@@ -77,36 +81,32 @@ class Fixed(CaptureError):
 
 
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
-    """Exports `module` with its free dimensions, some of them in multiples where the model takes no others.
+    """Exports `module` with its free dimensions, some of them in multiples where the model takes no others, or traced
+    otherwise (`retraced`) where torch.export does not follow it.
 
     Raises CaptureError that names the user's line, where one is.
     """
+    flat = Flat(module, calling)
     try:
-        return _export(module, calling, {})
-    except Fixed as error:
-        exported = multiples.tried(error, lambda steps: _export(module, calling, steps))
+        return _export(flat, calling, {})
+    except CaptureError as error:
+        exported = None
+        if isinstance(error, Fixed):
+            exported = multiples.tried(error, lambda steps: _export(flat, calling, steps))
+        exported = exported or retraced.tried(error, module, calling, lambda flat: _export(flat, calling, {}))
         if exported is None:
             raise
         return exported
 
 
-def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -> Exported:
+def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -> Exported:
     """`steps`: symbols whose sizes are taken to be multiples of a number."""
     axes = _free_axes(calling)
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
-    free = _dynamic(calling, axes, steps)
     fixed: Mapping[int, paths.Place] = {}
     try:
-        with (
-            torch.no_grad(),
-            as_trained(),
-            quiet(),
-            recurrent.whole(),
-            packed.padded(),
-            causal.masks_as_given(),
-            constants.watched() as fixed,
-        ):
-            program = torch.export.export(Flat(module, calling), example, dynamic_shapes=(free,), strict=False)
+        with tracing(), constants.watched() as fixed:
+            program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             # in-place writes are listed only once the graph is functional
             mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
             program = custom_ops.as_aten(program)
@@ -123,6 +123,24 @@ def _export(module: torch.nn.Module, calling: Calling, steps: Mapping[str, int])
             hint=f"a served program has no memory. {STATE_HINT}",
         )
     return _described(program, calling, fixed)
+
+
+def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
+    """What torch.export makes of `flat` for one record, in functional form. Raises what it raises."""
+    axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
+    tensors = [resized(tensor, {0: 1}) for tensor in calling.example]
+    example = tuple(_tiled(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
+    with tracing():
+        program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
+        functional: torch.export.ExportedProgram = program.run_decompositions({})
+    return functional
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """What holds while torch.export follows a model."""
+    with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
+        yield
 
 
 def _free_axes(calling: Calling) -> list[list[int]]:

@@ -142,7 +142,8 @@ def translated(
 def _exported(
     program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
 ) -> torch.onnx.ONNXProgram | None:
-    with quiet(), recurrent.whole():
+    # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
+    with torch.no_grad(), quiet(), recurrent.whole():
         return torch.onnx.export(
             program,
             (),

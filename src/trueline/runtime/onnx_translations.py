@@ -15,6 +15,7 @@ from onnxscript import INT64, ir
 from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
+from torch.onnx._internal.exporter._torchlib.ops import hop
 
 _ATEN = torch.ops.aten
 op: Any = opset18
@@ -128,6 +129,22 @@ def _bins(size: Any, bins: int) -> Any:
     return op.Div(weights, op.Cast(op.Sub(end, start), to=ir.DataType.DOUBLE.value))
 
 
+def _multinomial(self: Any, num_samples: Any, replacement: bool = False) -> Any:
+    """Without replacement the largest of the logarithms of the weights, each with a number of Gumbel's distribution
+    added: ONNX's own operator puts back what it has drawn, which the exporter does not say."""
+    if replacement:
+        return core.aten_multinomial(self, num_samples, replacement)
+    noise = op.Neg(op.Log(op.Neg(op.Log(op.RandomUniformLike(self, low=1e-30, high=1.0)))))
+    count = op.Constant(value_ints=[num_samples]) if isinstance(num_samples, int) else op.Reshape(num_samples, [-1])
+    _, drawn = op.TopK(op.Add(op.Log(self), noise), count, axis=-1)
+    return drawn
+
+
+def _map(body: Any, xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
+    """A loop in which a step leaves nothing for the next."""
+    return hop.higher_order_scan(body, [], xs, pos_args)
+
+
 def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequence[float] | None = None) -> Any:
     """To another size, each element the nearest: by the index that torch computes, floor(step * (old / new)) in floats.
     ONNX Runtime divides by (new / old), and where an index is a whole number rounding decides otherwise."""
@@ -162,5 +179,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.upsample_nearest1d.vec: _nearest,
     _ATEN.upsample_nearest2d.vec: _nearest,
     _ATEN.upsample_nearest3d.vec: _nearest,
+    _ATEN.multinomial.default: _multinomial,
+    torch.ops.higher_order.map_impl: _map,
 }
 """Operator of an exported program -> what writes it in ONNX."""

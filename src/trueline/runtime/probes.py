@@ -47,20 +47,25 @@ def make_probes(
     sizes: Iterable[int] | Mapping[str, Iterable[int]] = (),
     seed: int = 0,
     limit: int = LIMIT,
+    covered: Callable[[Probe], bool] = lambda probe: False,
 ) -> tuple[Probe, ...]:
     """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
     `signature` says what is free; only the first dimension of every input is without it. The example itself
-    comes first, and again last: a model that answers it differently then has a hidden state.
+    comes first, and again last: a model that answers it differently then has a hidden state. What is `covered` by
+    other questions is left out, and makes room.
     """
     maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
     wanted = sizes if isinstance(sizes, Mapping) else {next(iter(maker.base)): sizes}
-    head = [maker.probe({}, "as given"), *maker.reordered()]
+    given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
+    more = [probe for probe in maker.reordered() if not covered(probe)]
     valued = _distinct([*maker.valued({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
-    room = limit - len(head) - len(valued) - 1
+    valued = [probe for probe in valued if not covered(probe)]
+    last = [] if covered(again) else [again]
+    room = limit - 1 - len(more) - len(valued) - len(last)
     sized = list(maker.sized({symbol: tuple(found) for symbol, found in wanted.items()}, max(room, 6)))
-    probes = [head[0], *sized, *head[1:], *valued]
-    return (*probes[: limit - 1], maker.probe({}, "as given, again"))
+    probes = [given, *sized, *more, *valued]
+    return (*probes[: limit - len(last)], *last)
 
 
 def _distinct(probes: Iterable[Probe]) -> list[Probe]:

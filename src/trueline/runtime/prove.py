@@ -8,12 +8,13 @@ will refuse it in the same words. Nothing here knows a program format.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from trueline.bundle.schema import Evidence
 from trueline.errors import CaptureError, RequestError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trueline.bundle.signature import Array
     from trueline.runtime.paths import Event, Place
 
+SEED = 0
 Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
 
@@ -77,7 +79,7 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
         same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
         one = one if same is None else replace(one, way=same)  # most go one way: keep it once
         if num_draws and one.outputs is not None:
-            with care(probe):
+            with care(probe), _seeded():
                 one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
         seen.append(one)
     return tuple(seen)
@@ -195,7 +197,7 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str], le
         reason=reason,
         max_abs_error=found.max_abs_error if found else None,
         max_rel_error=found.max_rel_error if found else None,
-        tolerance=_tolerance(seen) if found else "",
+        tolerance=(found.how or _tolerance(seen)) if found else "",
         versions=versions,
     )
 
@@ -213,8 +215,9 @@ def _asked(program: Session, probe: Probe, question: Callable[[], compare.Compar
 def _compared(program: Session, seen: Observation, level: float) -> compare.Comparison:
     if seen.draws is None:
         return _once(program, seen.probe, seen.outputs or {})
-    answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
-    found = draws.compare_draws(seen.draws, answers, level=level)
+    with _seeded():
+        answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
+    found = draws.compare_seeded(seen.draws, answers, level=level)
     misfit = _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if found.agrees else ""
     return compare.refusal(misfit) if misfit else found
 
@@ -238,9 +241,15 @@ def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
     return ""
 
 
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """What torch draws on the CPU in the block begins with the same numbers each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield
+
+
 def _tolerance(seen: Observation) -> str:
-    if seen.draws is not None:
-        return draws.tolerance_text(len(next(iter(seen.draws.values()))), draws.LEVEL)
     dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
     return ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
 

@@ -28,7 +28,7 @@ _RAW = re.compile(
 _SAMPLE = "data/sample_inputs/model.pt"
 _TARGET = re.compile(
     r"torch\.ops\.(aten|prims)\.(?!from_file)\w+(\.\w+)?"
-    r"|torch\.ops\.higher_order\.(cond|while_loop|scan|associative_scan|wrap_with_set_grad_enabled)"
+    r"|torch\.ops\.higher_order\.(cond|while_loop|scan|map_impl|associative_scan|wrap_with_set_grad_enabled)"
     r"|_operator\.(eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|mod|pow|truediv|and_|or_|[lr]shift|getitem)"
     r"|torch\.sym_(not|int|float|ite|max|min|sqrt)|math\.trunc"
 )

@@ -1,0 +1,85 @@
+"""Other ways to trace a model that torch.export does not follow as it stands, each tried only then.
+
+| what stands in the way | what is done |
+|---|---|
+| a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
+| code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
+
+What comes of it is an exported program like any other: it is proven, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import GraphModule
+
+from trueline import events
+from trueline.errors import CaptureError
+from trueline.runtime import compare, records, size_lists
+from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
+from trueline.runtime.dynamic import resized
+
+if TYPE_CHECKING:
+    from trueline.runtime.export import Exported
+
+BY_RECORDS = "one record after the other: `trueline doctor` may show a rewrite that takes a batch at once"
+Export = Callable[[torch.nn.Module], "Exported"]
+"""Exports a module that takes flat tensors and gives them."""
+
+
+def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export: Export) -> Exported | None:
+    """The program that another way of tracing gives, after torch.export raised `error`; None when none does."""
+    from trueline.runtime.export import Fixed
+
+    flat = Flat(module, calling)
+    if isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module):
+        try:
+            with size_lists.kept(module):
+                return _told(export(flat), "lists of numbers stay functions of a size")
+        except CaptureError:
+            pass  # what is raised is what torch.export said of the model as it stands
+    return None if calling.signature.state else _by_records(flat, calling, export)
+
+
+def _by_records(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+    """A program that asks for each record, if it answers the example as the model does, and one record more."""
+    from trueline.runtime.export import single
+
+    try:
+        with size_lists.kept(flat.module):
+            by_records = records.Records(single(records.Single(flat), calling))
+        if not _draws(by_records.program) and not all(_agree(by_records, flat, calling, more) for more in (0, 1)):
+            return None  # what the prover would say of it is less than what torch.export said of the model
+        return _told(replace(export(by_records), how=BY_RECORDS), BY_RECORDS)
+    except Exception as error:  # noqa: BLE001 - whatever the exporter raises: what it said of the whole is what counts
+        events.emit("program.unfollowed", by="records", why=f"{type(error).__name__}: {error}")
+        return None
+
+
+def _told(exported: Exported, how: str) -> Exported:
+    events.emit("program.retraced", how=how)
+    return exported
+
+
+def _draws(program: GraphModule) -> bool:
+    """Whether it draws random numbers."""
+    graphs = (one.graph for one in program.modules() if isinstance(one, GraphModule))
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        for graph in graphs
+        for node in graph.nodes
+    )
+
+
+def _agree(one: torch.nn.Module, other: torch.nn.Module, calling: Calling, more: int) -> bool:
+    tensors = [resized(tensor, {0: tensor.shape[0] + more}) for tensor in calling.example]
+    with torch.no_grad(), as_trained():
+        answers = [
+            {str(at): tensor.numpy() for at, tensor in enumerate(asked(*(tensor.clone() for tensor in tensors)))}
+            for asked in (one, other)
+        ]
+    return compare.compare(*answers).agrees
