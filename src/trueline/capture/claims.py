@@ -25,6 +25,8 @@ from trueline.runtime.prove import Observation
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+LARGEST = 4096
+"""An end of a range beyond it (torch.quantile takes 16,777,216 numbers) is not probed: it would take minutes."""
 FAR = 64
 """Up to twice the example, and at least this size, a length is tried on the eager model; see `settled`."""
 
@@ -47,7 +49,7 @@ def settled(eager: EagerSession, exported: Exported) -> Exported:
 
 def _edges(dim: Dim) -> tuple[int, ...]:
     ends = [dim.max, None if dim.max is None else dim.max + 1, dim.min if dim.min > 1 else None]
-    return tuple(size for size in ends if size is not None)
+    return tuple(size for size in ends if size is not None and size <= LARGEST)
 
 
 def _answered(eager: EagerSession, claim: Signature, symbol: str) -> tuple[int, int | None]:

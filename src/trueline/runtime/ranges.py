@@ -247,11 +247,12 @@ def _last(holds: object, low: int, high: int) -> int:
 def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Iterable[dict[str, int]]:
     """The smallest sizes of each symbol, and large ones: `batch * length <= 5000` excludes none of the small."""
     each = max(4, int(TUPLES ** (1 / len(symbols))))
+    more = max(1, int((2.5 * TUPLES) ** (1 / len(symbols))) - each)
     choices = []
     for symbol in symbols:
         step = dims[symbol].multiple_of
         small = itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each)
-        large = (size * step for power in range(5, 21, max(1, 20 // each)) if (size := 2**power))
+        large = (step * 2**power for power in range(20, 4, -max(1, 16 // more)))
         choices.append([*small, *(size for size in large if dims[symbol].allows(size))])
     return (dict(zip(symbols, sizes, strict=True)) for sizes in itertools.product(*choices))
 
