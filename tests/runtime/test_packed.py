@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import _get_current_function_mode_stack
 
 from trueline.errors import CaptureError
 from trueline.runtime import export, onnx_emit
@@ -85,6 +86,7 @@ def test_an_answer_as_long_as_the_longest_sequence_is_refused_with_its_line() ->
     with pytest.raises(CaptureError, match="how long its answer is depends on values") as refused:
         export.export(eager.module, eager.calling)
     assert "# as long" in refused.value.hint
+    assert _get_current_function_mode_stack() == []  # what is traced next is traced as it stands
 
 
 def test_the_layers_of_torch_are_as_before_after_an_export() -> None:

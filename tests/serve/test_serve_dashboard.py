@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser
 import httpx
 import pytest
 import serve_worlds as worlds
 from test_serve_fleet import Office
 
+import browser
 from trueline import serve
 from trueline.serve import dashboard
 from trueline.serve.fleet import Found

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 import torch
 from torch.export.passes import move_to_device_pass
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
@@ -139,8 +140,15 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 @contextmanager
 def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
-    with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
-        yield
+    before = len(_get_current_function_mode_stack())
+    try:
+        with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
+            yield
+    finally:
+        # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
+        # in this process afterwards would go through it
+        while len(_get_current_function_mode_stack()) > before:
+            _pop_mode()
 
 
 def _free_axes(calling: Calling) -> list[list[int]]:
