@@ -140,15 +140,15 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 @contextmanager
 def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
-    before = len(_get_current_function_mode_stack())
+    before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
             yield
     finally:
         # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
         # in this process afterwards would go through it
-        while len(_get_current_function_mode_stack()) > before:
-            _pop_mode()
+        while len(_get_current_function_mode_stack()) > before:  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
 
 
 def _free_axes(calling: Calling) -> list[list[int]]:
