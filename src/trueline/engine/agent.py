@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from trueline.engine import lifeline, orphans
+from trueline.engine import child, lifeline, orphans
 from trueline.engine.contract import Kind, ProcessSpec, Seen
 
 
@@ -150,27 +150,18 @@ class Agent:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._become(spec)
+            child.ends_with(lambda: self._become(spec))
         orphans.record(self.births, spec.ref, pid)
         self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
 
-    def _become(self, spec: ProcessSpec) -> None:
-        """The child's whole life; never returns."""
-        code = 1
-        try:
-            self._let_go()
-            orphans.record(self.births, spec.ref, os.getpid())
-            _take_over(spec)
-            module, _, function = spec.entry.partition(":")
-            code = getattr(importlib.import_module(module), function)() or 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001  the process boundary: report all, then end
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    def _become(self, spec: ProcessSpec) -> int | None:
+        """The child's whole life; returns its exit code."""
+        self._let_go()
+        orphans.record(self.births, spec.ref, os.getpid())
+        _take_over(spec)
+        module, _, function = spec.entry.partition(":")
+        code: int | None = getattr(importlib.import_module(module), function)()
+        return code
 
     def _let_go(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -22,11 +22,11 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from trueline.engine import lifeline
+from trueline.engine import child, lifeline
 
 START = b"start "
 MODULES = (
@@ -120,7 +120,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os.close(own_end)
-            _become([*sys.argv[1:], *arguments])
+            child.ends_with(partial(_become, [*sys.argv[1:], *arguments]))
         code = _ended(pid, life)
         if code is None:
             break
@@ -151,25 +151,16 @@ def _ended(pid: int, life: int) -> int | None:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _become(arguments: list[str]) -> None:
-    """The master's whole life; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        os.dup2(2, 1)  # both go to its log
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        sys.argv[1:] = arguments
-        sys.modules["trueline.train.master"].main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001  the process boundary: report all, then end
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _become(arguments: list[str]) -> int | None:
+    """The master's whole life."""
+    os.setsid()
+    os.dup2(2, 1)  # both go to its log
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.argv[1:] = arguments
+    code: int | None = sys.modules["trueline.train.master"].main()
+    return code
 
 
 if __name__ == "__main__":
