@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
 import importlib
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +23,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if EXPORTING & {item.path.parent.name for item in session.items}:
         for module in ("onnxscript", "onnxruntime", "torch._dynamo"):
             importlib.import_module(module)
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """A mode of torch that a test leaves on would change what later ones trace."""
+    yield
+    overrides = sys.modules.get("torch.overrides")
+    if overrides is not None:
+        assert overrides._get_current_function_mode_stack() == []
