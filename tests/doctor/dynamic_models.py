@@ -100,8 +100,8 @@ class Length(nn.Module):
         self.seed = nn.Parameter(torch.randn(1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = int(x.shape[1])
-        rows = self.seed.expand(len(x), -1)  # len
+        steps = int(x.shape[1])  # int
+        rows = self.seed.expand(len(x), -1)
         return x * rows[:, None] / steps
 
 

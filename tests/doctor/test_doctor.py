@@ -102,7 +102,7 @@ def test_a_size_that_python_makes_a_number_of_stays_free() -> None:
     row = whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
     assert row.cause is not None
-    assert (row.cause.kind, row.cause.line) == ("fixed size", models.line_of("len"))
+    assert (row.cause.kind, row.cause.line) == ("fixed size", models.line_of("int"))
     assert row.rewrite is not None
     assert "+        rows = self.seed.expand(x.shape[0], -1)" in row.rewrite.diff
     assert "+        steps = x.shape[1]" in row.rewrite.diff

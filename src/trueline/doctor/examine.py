@@ -225,7 +225,8 @@ def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, Place]) -> Findi
     partings = oracle.partings()
     sizes = [int(size) for size in _CONSTANT.findall(str(error))]
     places = [place, *partings] if place is not None else [*partings]
-    constant = tuple(dict.fromkeys(fixed[size] for size in sizes if size in fixed))
+    # torch names the dimensions in any order
+    constant = tuple(sorted({fixed[size] for size in sizes if size in fixed}, key=lambda one: (one.file, one.line)))
     return Finding(reason=reason, places=tuple(dict.fromkeys([*places, *constant])), loud=True, fixed=constant)
 
 
