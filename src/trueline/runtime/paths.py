@@ -9,6 +9,7 @@ is watched.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import sys
@@ -46,12 +47,15 @@ class Place:
 def watching() -> Iterator[list[Event]]:
     """Notes the way that user code takes in this thread while the block runs."""
     events: list[Event] = []
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection may come at any step, and who hears of it (gc.callbacks) would stand on the way
     sys.settrace(_tracer(events))
     try:
         yield events
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
 
 
 def _tracer(events: list[Event]) -> Callable[[FrameType, str, Any], Any]:

@@ -1,0 +1,32 @@
+"""The way that a model's code takes is that of its own steps alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from trueline.runtime import paths
+
+
+def heard(phase: str, info: dict[str, int]) -> None:
+    """Of a library that wants to know of collections."""
+
+
+@pytest.fixture
+def often() -> Iterator[Callable[[], list[list[int]]]]:
+    before = gc.get_threshold()
+    gc.callbacks.append(heard)
+    gc.set_threshold(1)
+    yield lambda: [[one] for one in range(2000)]
+    gc.set_threshold(*before)
+    gc.callbacks.remove(heard)
+
+
+def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[list[int]]]) -> None:
+    with paths.watching() as way:
+        often()
+    assert way
+    assert heard.__code__ not in {code for _, code, _ in way}
+    assert gc.isenabled()
