@@ -137,7 +137,8 @@ def group_for_each(path: Path, reads: int) -> None:
 
 
 def parquet(folder: Path, count: int) -> dict[str, float]:
-    """Both sides take turns. `first` is the first epoch over a file with checksums, which Trueline compares once."""
+    """Both sides take turns, in batches of 256 records; `larger` in such of 1,024 more records share what a batch
+    costs by itself. `first` is the first epoch over a file with checksums, which Trueline compares once."""
     path, summed = folder / "pictures.parquet", folder / "summed.parquet"
     pq.write_table(pictures(count), path, row_group_size=_GROUP)
     pq.write_table(pictures(count), summed, row_group_size=_GROUP, write_page_checksum=True)
@@ -150,6 +151,7 @@ def parquet(folder: Path, count: int) -> dict[str, float]:
         batches=lambda: in_batches(path, 256),
         checked=lambda: plain(summed, checked=True),
         ours=lambda: in_order(open_records(path), 256),
+        larger=lambda: in_order(open_records(path), 1024),
         first=lambda: in_order(open_records(summed), 256),
         shuffled=lambda: shuffled(open_records(path), 256),
         ranges=lambda: epoch(open_records(path), 64),
@@ -158,6 +160,7 @@ def parquet(folder: Path, count: int) -> dict[str, float]:
     naive = rate(64 * 100, lambda: group_for_each(path, 100), turns=1)
     return {
         "parquet_ratio": found["ours"] / found["plain"],
+        "parquet_1024_ratio": found["larger"] / found["plain"],
         "parquet_batches_ratio": found["ours"] / found["batches"],
         "parquet_first_ratio": found["first"] / found["plain"],
         "parquet_checked_ratio": found["first"] / found["checked"],
