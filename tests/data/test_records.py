@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from worlds import FILES, WORLDS, Rows, World
 
@@ -309,3 +311,10 @@ def test_reading_records_of_any_format_imports_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_without_records_still_says_its_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": pa.array([], pa.int64())}), tmp_path / "none.parquet")
+    records = open_records(tmp_path / "none.parquet")
+    assert not records.units
+    assert records.schema == pa.schema({"id": pa.int64()})

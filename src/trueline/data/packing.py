@@ -1,11 +1,13 @@
 """A table of records as the bytes of a whole file, in each format that can be written.
 
 A format that cannot hold a column says so by name. RecordIO and ArrayRecord hold bytes: a table of one binary or string
-column gives its values, any other one JSON object for each record.
+column gives its values, any other one JSON object for each record, in which binary values are base64, as in JSON of
+protocol buffers (https://protobuf.dev/programming-guides/json).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import tempfile
@@ -100,7 +102,7 @@ PACKERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
 
 def _values(table: pa.Table) -> Iterator[bytes]:
     if table.num_columns != 1 or not (_is_bytes(table.schema.field(0).type) or _is_text(table.schema.field(0).type)):
-        yield from _json_lines(table)
+        yield from _json_lines(table, base64_bytes=True)
         return
     name = table.column_names[0]
     for number, value in enumerate(table[name].to_pylist()):
@@ -109,12 +111,13 @@ def _values(table: pa.Table) -> Iterator[bytes]:
         yield value.encode() if isinstance(value, str) else value
 
 
-def _json_lines(table: pa.Table) -> Iterator[bytes]:
+def _json_lines(table: pa.Table, *, base64_bytes: bool = False) -> Iterator[bytes]:
+    plain = _plain_or_base64 if base64_bytes else _plain
     for number, row in enumerate(table.to_pylist()):
         try:
-            yield json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain).encode()
+            yield json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain).encode()
         except (TypeError, ValueError) as error:
-            wrong = [name for name, value in row.items() if _unsayable(value)]
+            wrong = [name for name, value in row.items() if _unsayable(value, () if base64_bytes else bytes)]
             where = f"'{wrong[0]}' of record {number}" if wrong else f"record {number}"
             raise DataError(f"JSON cannot hold {where}: {error}", hint="write Parquet or Arrow") from error
 
@@ -127,12 +130,15 @@ def _plain(value: Any) -> str:
     raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
-def _unsayable(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_unsayable, value.values()))
-    if isinstance(value, list):
-        return any(map(_unsayable, value))
-    return isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value))
+def _plain_or_base64(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else _plain(value)
+
+
+def _unsayable(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a number without a form in JSON, or a value of one of `kinds`, is anywhere in it."""
+    if isinstance(value, dict | list):
+        return any(_unsayable(one, kinds) for one in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, kinds) or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _is_bytes(kind: Any) -> bool:

@@ -163,6 +163,7 @@ class FileRecords:
         self._parts: list[tuple[File, int, Part]] = []
         self._units: list[Unit] = []
         self._schema: pa.Schema | None = None
+        self._empty: pa.Schema | None = None
         self._first: File | None = None
         self.local = all(file.path is not None for file in files)
         """Whether all of them are files of this machine."""
@@ -183,7 +184,8 @@ class FileRecords:
 
     @property
     def schema(self) -> pa.Schema:
-        return self._schema if self._schema is not None else pa.schema([])
+        found = self._schema if self._schema is not None else self._empty
+        return found if found is not None else pa.schema([])
 
     @property
     def ranged(self) -> bool:
@@ -286,7 +288,8 @@ class FileRecords:
         if len(set(names)) != len(names):
             raise DataError(f"{file.uri} has two columns of one name: {', '.join(names)}")
         if not any(part.count for part in found.parts):
-            return  # what it would hold does not matter
+            self._empty = self._empty or found.schema.remove_metadata()
+            return  # its columns matter only where no file has records
         if self._schema is None:
             self._schema = found.schema.remove_metadata()
             self._first = file
