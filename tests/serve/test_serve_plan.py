@@ -14,7 +14,7 @@ from serve_worlds import spec
 
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import BundleError, NotProven
-from trueline.serve.models import Way, load
+from trueline.serve.loading import Way, load
 from trueline.serve.plan import batch_symbol, draw_up, fit, neighbours_matter
 
 

@@ -18,7 +18,7 @@ from test_serve_follow import eventually
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.runtime.onnx import OnnxSession
-from trueline.serve.models import Way, load
+from trueline.serve.loading import Way, load
 
 pytestmark = pytest.mark.slow
 

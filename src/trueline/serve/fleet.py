@@ -28,8 +28,11 @@ from trueline.serve import archive, machine, wanted
 from trueline.serve.batcher import Policy
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import MAX_LANES, Loaded, Models, Version, Way, load, public_reason
+from trueline.serve.loading import Way, load
+from trueline.serve.models import Models
+from trueline.serve.reasons import public_reason
 from trueline.serve.split import Split
+from trueline.serve.version import MAX_LANES, Loaded, Version
 from trueline.serve.wanted import Wanted, WantedModel, WantedVersion
 
 

@@ -23,11 +23,12 @@ from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
 from trueline.serve.http import Request, Response, query_of
-from trueline.serve.models import UnknownVersion, Version
+from trueline.serve.models import UnknownVersion
 from trueline.serve.store import Store, check_name
 from trueline.serve.tokens import Keys
 from trueline.serve.torchserve import whole
 from trueline.serve.traffic import Traffic
+from trueline.serve.version import Version
 from trueline.serve.workflows import face as workflow_face
 from trueline.serve.workflows.register import Workflows
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models import Version
+from trueline.serve.version import Version
 
 Document = dict[str, Any]
 MANY = 64

@@ -36,8 +36,9 @@ from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.http import App, Request, Response
+from trueline.serve.loading import Way
 from trueline.serve.management import Management
-from trueline.serve.models import Models, Way
+from trueline.serve.models import Models
 from trueline.serve.ports import Field, Ports
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
@@ -166,7 +167,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, store, record)
             await stop.asked.wait()
-        routes.draining = True
+        routes.asking.draining = True
         await _drain(ports, stop, settings.drain_s)
     finally:
         for chore in chores:

@@ -25,7 +25,7 @@ from trueline.serve.workflows.run import UnknownWorkflow
 if TYPE_CHECKING:
     from trueline.serve.asking import Answer, Asking
     from trueline.serve.handlers.outcome import Answer as Outcome
-    from trueline.serve.models import Outputs
+    from trueline.serve.version import Outputs
 
 _PREDICT_METHODS = ("POST", "PUT", "GET")
 

@@ -25,7 +25,7 @@ from trueline.errors import RequestError, TruelineError, UsageError, listed
 from trueline.recipe.load import load_recipe
 from trueline.runtime.session import open_program, replay
 from trueline.serve import plan, records
-from trueline.serve.models import without_paths
+from trueline.serve.reasons import without_paths
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -28,8 +28,8 @@ from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.sequences import Part
 from trueline.serve.handlers.worker import Ask, Launch, Limits
-from trueline.serve.models import NO_WORKER, Loaded, Version
 from trueline.serve.pieces import Pieces
+from trueline.serve.version import NO_WORKER, Loaded, Version
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 

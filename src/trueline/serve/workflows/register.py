@@ -26,7 +26,7 @@ from trueline.serve.fleet import CodeNotAllowed, Conflict, Fleet, Found, Refused
 from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.version import HandlerVersion, InThread
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import public_reason
+from trueline.serve.reasons import public_reason
 from trueline.serve.store import NotInStore, Store, check_name
 from trueline.serve.wanted import WantedWorkflow
 from trueline.serve.workflows import war
