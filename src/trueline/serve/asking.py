@@ -89,7 +89,7 @@ class Asking:
         face = face_of(path)
         if isinstance(error, RequestError):
             if face == "torchserve":
-                return torchserve.error(error, extra(error), strict=self.strict)
+                return torchserve.error(error, extra(error), strict=self.strict, scoring=path == "/invocations")
             hint = f"; {error.hint}" if error.hint else ""
             return json(error.status, {"error": error.message + hint}, extra(error))
         where = traceback.format_exception(error)[-1].strip()

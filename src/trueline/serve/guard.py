@@ -13,7 +13,7 @@ def is_open(path: str) -> bool:
     """Whether a path is answered without a token: what says that the server lives and is ready, and the pages,
     which hold nothing.
     """
-    return path in ("/ping", "/dashboard", "/try") or path.startswith("/v2/health/")
+    return path in ("/ping", "/health", "/dashboard", "/try") or path.startswith("/v2/health/")
 
 
 class Guarded:

@@ -116,6 +116,12 @@ class Routes:
             case ["metrics"]:
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return self._metrics(request)
+            case ["health"]:
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return self._health()
+            case ["version"]:
+                allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
+                return Response(200, self._server_version.encode(), b"text/plain")
             case ["dashboard", *rest] if rest in ([], ["state"]):
                 allow(request, ("GET", "HEAD"), torchserve.NO_METHOD)
                 return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
@@ -133,6 +139,10 @@ class Routes:
                 raise Method(torchserve.NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
             case _:
                 return self._torchserve.answer(request, parts[1:])
+
+    def _health(self) -> Response:
+        """As MLflow's scoring server says it."""
+        return Response(200 if self.models.ready and not self.asking.draining else 503, b"\n")
 
     def _document(self) -> openapi.Document:
         workflows = self.asking.workflows
