@@ -102,5 +102,5 @@ def _load(bundle: Bundle, way: Way, max_batch: int) -> Loaded:
         digest=bundle.digest,
         platform=PLATFORMS[way.program],
         golden_cases=len(replayed),
-        plan=draw_up(session, bundle.golden(), max_batch=max_batch),
+        plan=draw_up(session, bundle.golden(), max_batch=max_batch, by_record=bundle.program(way.program).by_record),
     )
