@@ -26,6 +26,7 @@ import msgspec
 from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
+from trueline.bundle.signing import Trusted
 from trueline.errors import NotFound, RegistryError, UsageError, listed
 from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.access import AccessLog, Logged
@@ -56,14 +57,15 @@ T = TypeVar("T")
 Announce = Callable[[dict[str, Field]], None]
 
 
-def find(source: str, tracking_uri: str | None) -> Found:
-    """The bundle behind `source`: a path, a URL, or a registry's name.
+def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Found:
+    """The bundle behind `source`: a path, a URL, or a registry's name; `signed`: with what vouches for it.
 
     A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
     """
     if remote.is_url(source):
         bundle = remote.fetched(source, files.user_cache() / "served")
-        return Found(path=bundle.path, digest=bundle.digest)
+        signature = remote.signature(source) if signed else None
+        return Found(path=bundle.path, digest=bundle.digest, signature=signature)
     if not source.startswith("models:/"):
         return Found(path=Path(source))
     command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
@@ -80,7 +82,11 @@ def find(source: str, tracking_uri: str | None) -> Found:
         if done.returncode:
             raise revived(reply["error"], reply)
         return Found(
-            path=Path(reply["path"]), name=reply["name"], version=str(reply["version"]), digest=reply["digest"]
+            path=Path(reply["path"]),
+            name=reply["name"],
+            version=str(reply["version"]),
+            digest=reply["digest"],
+            signature=reply.get("signature"),
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = done.stderr.strip().splitlines()
@@ -114,6 +120,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         max_delay_s=settings.max_delay_s,
         max_queue=settings.max_queue,
         shared=settings.shared,
+        trusted=None if settings.trusted_keys is None else Trusted.read(Path(settings.trusted_keys)),
         usual=_usual(settings),
     )
     state = Path(settings.state) if settings.state is not None else None
@@ -282,6 +289,7 @@ class _Sources:
 
     def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
         self._uri = settings.tracking_uri
+        self._signed = settings.trusted_keys is not None
         self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
         self._store = store
         self._loop = loop
@@ -290,12 +298,12 @@ class _Sources:
         """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
         if self._store is not None and not source.startswith(("/", "models:/")) and not remote.is_url(source):
             return Found(path=self._store.find(source))
-        return await _in_thread(self._loop, lambda: find(source, self._uri))
+        return await _in_thread(self._loop, lambda: find(source, self._uri, signed=self._signed))
 
     async def allowed(self, url: str) -> Found:
         """Raises NotFound for what no client may load."""
         if url.startswith("models:/") and self._registry:
-            return await _in_thread(self._loop, lambda: find(url, self._uri))
+            return await _in_thread(self._loop, lambda: find(url, self._uri, signed=self._signed))
         if self._store is None or ":" in url:
             raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
         return Found(path=self._store.find(url))

@@ -212,7 +212,8 @@ class Pool:
         gpus = self.launch.plan.gpus
         gpu = gpus[slot.number % len(gpus)] if gpus else None
         try:
-            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics)
+            together = len(self._slots) > 1
+            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics, together=together)
         except OSError as error:
             raise StartFailed(f"no process could be started: {error.strerror}") from error
         slot.worker = worker
