@@ -85,6 +85,8 @@ class Routes:
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
         self.stats.by_status[status] += 1
+        if self._strict and status == 413 and face_of(path) == "torchserve" and path:
+            return Response(413, b"", b"", close=True)  # as bare as TorchServe's
         if face_of(path) == "oip" or not path:
             return json(status, {"error": message})
         return torchserve.refusal(status, message)

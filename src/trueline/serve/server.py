@@ -146,14 +146,15 @@ async def run(settings: Settings, announce: Announce) -> None:
         workflows=workflows,
         strict=settings.torchserve_strict,
     )
+    strict = settings.torchserve_strict
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
-    management = Management(fleet, store, sources.allowed, loop, keys, workflows)
+    management = Management(fleet, store, sources.allowed, loop, keys, workflows, strict=strict)
     tracer = None if settings.traces is None else tracing.exporting(settings.traces)
     faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
     apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
-        "data": (_guarded(faced, keys, "inference"), settings.port),
-        "management": (_guarded(management, keys, "management"), settings.management_port),
-        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
+        "data": (_guarded(faced, keys, "inference", strict=strict), settings.port),
+        "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
+        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
     }
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
@@ -235,8 +236,8 @@ def handlers_of(settings: Settings) -> HandlerLimits | None:
     return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
-def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
-    return app if keys is None else Guarded(app, keys, kind)
+def _guarded(app: App, keys: Keys | None, kind: Kind, *, strict: bool) -> App:
+    return app if keys is None else Guarded(app, keys, kind, strict=strict)
 
 
 def _store(settings: Settings) -> Store | None:

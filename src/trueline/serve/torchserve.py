@@ -15,9 +15,10 @@ import msgspec
 
 from trueline import events
 from trueline.errors import Overloaded, RequestError
-from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, Hung
 from trueline.serve.http import JSON, Response
 from trueline.serve.models import UnknownModel, UnknownVersion
+from trueline.serve.tokens import Forbidden, Unauthorized
 
 _NO_CACHE = (
     b"pragma: no-cache\r\n"
@@ -45,6 +46,7 @@ _SCORING = {
 }
 PAGE = 100
 NO_METHOD = "Requested method is not allowed, please refer to API document."
+NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 
 
@@ -115,8 +117,12 @@ def _told(found: RequestError, *, strict: bool) -> tuple[int, str, str | None]:
     if isinstance(found, HandlerFailed):
         code = 500 if strict and found.message == DIED else found.status
         return code, found.message, "InternalServerException"
+    if strict and isinstance(found, Hung):
+        return 500, DIED, "InternalServerException"
     if strict and isinstance(found, Overloaded):
         return 503, found.message, None
+    if strict and isinstance(found, Unauthorized | Forbidden):
+        return 400, NO_KEY, "InvalidKeyException"
     if isinstance(found, UnknownModel):
         return 404, f"Model not found: {found.model}", "ModelNotFoundException"
     if isinstance(found, UnknownVersion):

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trueline.errors import DeadlineExceeded
 from trueline.serve.handlers import frames
-from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, Hung, StartFailed
 from trueline.serve.handlers.plan import Plan
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
@@ -168,6 +167,7 @@ class Worker:
             "handler": launch.plan.handler,
             "config_file": launch.config_file,
             "envelope": launch.plan.envelope,
+            "decode": launch.plan.decode,
             "batch_size": launch.plan.batch_size,
             "gpu": self._gpu,
             "server_version": metadata.version("trueline"),
@@ -224,7 +224,7 @@ class Worker:
 
     def _late(self, timeout_s: float, what: str) -> None:
         text = f"{what} within {timeout_s:g} s"
-        self._fail(text, DeadlineExceeded(f"the handler {text}; its worker was ended"))
+        self._fail(text, Hung(f"the handler {text}; its worker was ended"))
         self.kill(text)
 
     def _fail(self, why: str, error: Exception) -> None:
