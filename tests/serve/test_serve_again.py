@@ -24,13 +24,16 @@ from onnx import helper
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.access import Logged
 from trueline.serve.batcher import Policy
-from trueline.serve.connection import Connection, Server
+from trueline.serve.connection import Connection
 from trueline.serve.http import Answer, App, Later, Request, Response
+from trueline.serve.http_server import Server
 from trueline.serve.limits import Limits
-from trueline.serve.models import Models, Version, Way, load
+from trueline.serve.loading import Way, load
+from trueline.serve.models import Models
 from trueline.serve.routes import Routes
 from trueline.serve.shadow import Shadow
 from trueline.serve.split import Split
+from trueline.serve.version import Version
 
 
 def looked_up(out: Path) -> Bundle:

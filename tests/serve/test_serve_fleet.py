@@ -20,12 +20,14 @@ from trueline.errors import NotFound, StorageError, UsageError
 from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.http import Request, Response
+from trueline.serve.loading import Way
 from trueline.serve.management import Management
-from trueline.serve.models import Loaded, Models, Way
+from trueline.serve.models import Models
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.split import Split, place
 from trueline.serve.store import Store
+from trueline.serve.version import Loaded
 
 
 class Office:

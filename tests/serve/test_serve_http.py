@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.serve.connection import Connection, Server
+from trueline.serve.connection import Connection
 from trueline.serve.heads import MAX_HEADS, Heads
 from trueline.serve.http import Request, Response, path_of
+from trueline.serve.http_server import Server
 from trueline.serve.limits import Limits, Waits, judge
 
 LIMITS = Limits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)

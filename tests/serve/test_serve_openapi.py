@@ -54,7 +54,8 @@ def is_refusal(path: str, body: Any) -> bool:
     """Whether an error has the form of its face, and says something."""
     if path.startswith(("/v1", "/v2")):
         return set(body) == {"error"} and isinstance(body["error"], str) and bool(body["error"])
-    return set(body) == {"code", "type", "message"} and isinstance(body["message"], str) and bool(body["message"])
+    words = {"code", "type", "message"} | ({"error_code"} if path.startswith("/invocations") else set())
+    return set(body) == words and isinstance(body["message"], str) and bool(body["message"])
 
 
 def check(case: Any, response: Any) -> None:

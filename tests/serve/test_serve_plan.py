@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import serve_worlds as worlds
 from serve_worlds import spec
 
-from trueline.bundle import Dim, Golden, Signature
+from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.errors import BundleError, NotProven
-from trueline.serve.models import Way, load
+from trueline.runtime import retraced
+from trueline.serve.loading import Way, load
+from trueline.serve.measure import curve_of
 from trueline.serve.plan import batch_symbol, draw_up, fit, neighbours_matter
 
 
@@ -92,3 +95,15 @@ def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
 def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="the registry names"):
         load(worlds.double_plus(tmp_path / "b"), Way(), max_batch=64, digest="0" * 64)
+
+
+def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for_company(tmp_path: Path) -> None:
+    plain = worlds.double_plus(tmp_path / "plain")
+    entry = msgspec.structs.replace(plain.program(), notes=retraced.BY_RECORDS)
+    told = Bundle(path=plain.path, manifest=msgspec.structs.replace(plain.manifest, programs=(entry,)))
+    alone, together = (load(bundle, Way(), max_batch=64).plan for bundle in (told, plain))
+    assert together.batch
+    assert not alone.batch
+    assert "one record after the other" in alone.why
+    seconds, why = curve_of(told, load(told, Way(), max_batch=64).session, max_batch=64, by_record=True)
+    assert (list(seconds), why) == ([1], alone.why)

@@ -20,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batcher import Policy
 from trueline.serve.http import Head, Request, Response
-from trueline.serve.models import Models, Version, Way, load
+from trueline.serve.loading import Way, load
+from trueline.serve.models import Models
 from trueline.serve.routes import Routes
+from trueline.serve.version import Version
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 

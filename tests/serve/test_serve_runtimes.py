@@ -17,7 +17,7 @@ from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import BundleError, NotProven, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.serve.models import Way, load
+from trueline.serve.loading import Way, load
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 

@@ -22,7 +22,7 @@ from serve_worlds import Array, bundle, graph, spec
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.errors import TruelineError
 from trueline.runtime.compare import compare
-from trueline.serve.models import Way, load
+from trueline.serve.loading import Way, load
 
 pytestmark = pytest.mark.slow  # hundreds of servers' starts
 

@@ -18,7 +18,8 @@ from test_serve_follow import eventually
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.runtime.onnx import OnnxSession
-from trueline.serve.models import Way, load
+from trueline.serve.loading import Way, load
+from trueline.serve.recipe_archive import archive
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +135,48 @@ def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
         assert httpx.delete(f"{running.management_url}/models/wide", timeout=120).status_code == 200
         eventually(lambda: len(list(folder.iterdir())) == 2)
     assert not list(tmp_path.glob("trueline-weights-*"))
+
+
+RECIPE = """
+def model(): ...
+def loss(outputs, labels): ...
+def optimizer(params): ...
+def dataset(mode): ...
+"""
+
+
+def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_replaced(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    archive(store / "wide" / "1.bundle", recipe, tmp_path / "store" / "wide.mar", any_recipe=True)
+    asked = {"json": [[0.5] * WIDTH], "timeout": 120}
+
+    def workers(running: serve.RunningServer) -> list[int]:
+        described = httpx.get(f"{running.management_url}/models/wide", timeout=120).json()[0]
+        return [worker["pid"] for worker in described["workers"] if worker["status"] == "READY"]
+
+    with serve.start(
+        None, model_store=str(tmp_path / "store"), load="wide=wide.mar", allow_code=True, management_port=0
+    ) as running:
+        (alone,) = workers(running)
+        answer = httpx.post(f"{running.url}/predictions/wide", **asked).content
+        copy = memory([alone])
+        (weights,) = tmp_path.glob("trueline-archive-*/weights")
+        assert not list(weights.iterdir()), "a lone worker writes nothing"
+        assert httpx.delete(f"{running.management_url}/models/wide", timeout=120).status_code == 200
+
+        again = f"{running.management_url}/models?url=wide.mar&model_name=wide&initial_workers=3"
+        assert httpx.post(again, timeout=120).status_code == 200
+        (weights,) = tmp_path.glob("trueline-archive-*/weights")
+        three = workers(running)
+        assert [mapped(pid, weights) for pid in three] == [1, 1, 1]
+        assert memory(three) <= 3 * copy - 1.6 * WEIGHT_BYTES, "three copies would be three times one"
+        assert {httpx.post(f"{running.url}/predictions/wide", **asked).content for _ in range(6)} == {answer}
+
+        psutil.Process(three[0]).kill()
+        eventually(lambda: len(workers(running)) == 3 and three[0] not in workers(running))
+        assert [mapped(pid, weights) for pid in workers(running)] == [1, 1, 1]
+    assert not list(tmp_path.glob("trueline-archive-*"))

@@ -42,6 +42,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: int
 
 
+BY_RECORD = "one record after the other"
+"""In a program's notes: it goes through a batch record by record, and takes it no faster than single requests."""
+
+
 class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One way to run the model. Its digest stands in the files table under `file`."""
 
@@ -58,6 +62,11 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How it was made and what speaks against it, where that is not the same for every program of its format."""
     rows: dict[str, Rows] = {}
     """Masks that have to show something for this program, see `TensorSpec.rows`; others may do without."""
+
+    @property
+    def by_record(self) -> bool:
+        """Whether requests gain nothing from one another's company."""
+        return BY_RECORD in self.notes
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,8 +23,8 @@ from trueline.errors import TruelineError, closest
 
 VERBS = (
     "init", "train", "run", "jobs", "status", "logs", "scale", "halt", "resume", "chaos",
-    "data", "evaluate", "predict", "doctor", "capture", "import", "verify", "inspect", "export-cpp", "register",
-    "archive", "serve", "bench-serve", "ship",
+    "data", "evaluate", "predict", "doctor", "capture", "import", "verify", "inspect", "export-cpp", "sign",
+    "register",    "archive", "serve", "bench-serve", "ship",
 )  # fmt: skip
 """In the order of the line; `trueline.cli.NAME` holds the `command` of each, with _ for -."""
 

@@ -1,9 +1,9 @@
 """`python -m trueline.registry resolve|watch URI [--tracking-uri U]`: lines of JSON, for processes that hold no
 mlflow.
 
-A line is `{"path", "name", "version", "digest"}` or `{"error", "message", "hint"}`. `resolve` says one, with exit code
-1 for an error. `watch` looks every so many seconds and says one whenever it is another than before; it ends with its
-standard input.
+A line is `{"path", "name", "version", "digest"}`, with a `"signature"` where there is one, or `{"error", "message",
+"hint"}`. `resolve` says one, with exit code 1 for an error. `watch` looks every so many seconds and says one whenever
+it is another than before; it ends with its standard input.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _resolved(uri: str, tracking_uri: str | None) -> Line:
         found = resolve(uri, tracking_uri=tracking_uri)
     except TruelineError as error:
         return {"error": error.code, "message": error.message, "hint": error.hint}
-    return {"path": str(found.path), "name": found.name, "version": found.version, "digest": found.digest}
+    told: Line = {"path": str(found.path), "name": found.name, "version": found.version, "digest": found.digest}
+    return told | ({"signature": found.signature} if found.signature else {})
 
 
 def _ended(every_s: float) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trueline import events
+from trueline.bundle import signing
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.errors import UsageError
 from trueline.registry import store
@@ -52,7 +53,8 @@ def register(
     `alias` to it.
 
     `mlflow.pyfunc.load_model("models:/NAME@champion")` answers through the bundle's proven program from then
-    on. Raises BundleError before anything is written, RegistryError, UsageError.
+    on. A signature beside it (`trueline sign`) goes with it. Raises BundleError before anything is written,
+    RegistryError, UsageError.
     """
     bundle = open_bundle(Path(bundle_path))
     model = bundle.name if name is None else name
@@ -66,7 +68,7 @@ def register(
             experiment = experiment_of(client, model)
             run_id = _begin_run(client, experiment, bundle, run or RunFacts())
         try:
-            version = _add_version(client, experiment, run_id, model, bundle)
+            version = _add_version(client, experiment, run_id, model, bundle, signing.beside(Path(bundle_path)))
             if alias:
                 client.set_registered_model_alias(model, alias, version)
         except BaseException:
@@ -149,13 +151,15 @@ def _tags(bundle: Bundle) -> dict[str, str]:
     }
 
 
-def _add_version(client: MlflowClient, experiment: str, run_id: str, model: str, bundle: Bundle) -> str:
+def _add_version(
+    client: MlflowClient, experiment: str, run_id: str, model: str, bundle: Bundle, signature: str | None
+) -> str:
     from mlflow.entities import LoggedModelOutput
     from mlflow.entities.logged_model_status import LoggedModelStatus
 
     from trueline.registry import flavor
 
-    tags = _tags(bundle)
+    tags = _tags(bundle) | ({} if signature is None else {store.SIGNATURE_TAG: signature.strip()})
     logged = client.create_logged_model(experiment, bundle.name, run_id, tags, model_type="trueline")
     with tempfile.TemporaryDirectory(prefix="trueline-model-") as folder:
         flavor.describe_model(

@@ -36,6 +36,8 @@ class ModelVersion:
     aliases: tuple[str, ...]
     created: str
     run_id: str
+    signature: str = ""
+    """What was beside the bundle when it was registered; who trusts whom, a server says."""
 
     @property
     def uri(self) -> str:
@@ -50,6 +52,7 @@ class Resolved:
     name: str
     version: int
     digest: str
+    signature: str = ""
 
 
 def versions(name: str, *, tracking_uri: str | None = None) -> list[ModelVersion]:
@@ -85,7 +88,13 @@ def resolve(uri: str, *, tracking_uri: str | None = None) -> Resolved:
             f"the registry has {version.digest[:12]}",
             hint="register the bundle again, and find out who changed the store",
         )
-    return Resolved(path=path, name=version.name, version=version.version, digest=version.digest)
+    return Resolved(
+        path=path,
+        name=version.name,
+        version=version.version,
+        digest=version.digest,
+        signature=version.signature,
+    )
 
 
 def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
@@ -120,6 +129,7 @@ def to_version(found: Any) -> ModelVersion:
         aliases=tuple(found.aliases),
         created=created.replace(microsecond=0).isoformat(),
         run_id=found.run_id or "",
+        signature=found.tags.get(store.SIGNATURE_TAG, ""),
     )
 
 

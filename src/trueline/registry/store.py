@@ -36,6 +36,7 @@ _SQLITE = "sqlite:///"
 
 DIGEST_TAG = "trueline.bundle_digest"
 RECIPE_TAG = "trueline.recipe_digest"
+SIGNATURE_TAG = "trueline.signature"
 BUNDLE_FOLDER = "bundle"
 """Where, inside the logged model, the bundle lies."""
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from trueline import events
+from trueline.bundle.schema import BY_RECORD
 from trueline.errors import CaptureError
 from trueline.runtime import compare, records, size_lists
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
@@ -26,7 +27,7 @@ from trueline.runtime.dynamic import resized
 if TYPE_CHECKING:
     from trueline.runtime.export import Exported
 
-BY_RECORDS = "one record after the other: `trueline doctor` may show a rewrite that takes a batch at once"
+BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
 Export = Callable[[torch.nn.Module], "Exported"]
 """Exports a module that takes flat tensors and gives them."""
 

@@ -23,12 +23,13 @@ from trueline.serve.batcher import USUAL
 from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Request, Response
-from trueline.serve.models import Models, Version
+from trueline.serve.models import Models
 from trueline.serve.refusals import extra, face_of
 from trueline.serve.stats import ServerStats
+from trueline.serve.version import Version
 
 if TYPE_CHECKING:
-    from trueline.serve.models import Outputs
+    from trueline.serve.version import Outputs
     from trueline.serve.workflows.register import Workflows
 
     Answer = Response | asyncio.Future[Response]
@@ -72,6 +73,8 @@ class Asking:
         self.workflows = workflows
         self.stats = stats
         self.strict = strict
+        self.draining = False
+        """Whether the server takes nothing new any more."""
         self._loop = loop
         self._standing: tuple[Overloaded, Response] | None = None
 
@@ -86,7 +89,7 @@ class Asking:
         face = face_of(path)
         if isinstance(error, RequestError):
             if face == "torchserve":
-                return torchserve.error(error, extra(error), strict=self.strict)
+                return torchserve.error(error, extra(error), strict=self.strict, scoring=path == "/invocations")
             hint = f"; {error.hint}" if error.hint else ""
             return json(error.status, {"error": error.message + hint}, extra(error))
         where = traceback.format_exception(error)[-1].strip()

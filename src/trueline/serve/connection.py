@@ -1,8 +1,8 @@
 """HTTP/1.1 over one connection: bytes in, requests out, answers back in order.
 
-An `asyncio.Protocol` on httptools (llhttp). It knows framing, limits, keep-alive and pipelining, and nothing of models:
-an App answers each request, at once or by a future. Why not a ready-made server: docs/decisions/0004-http-stack.md.
-Sources: RFC 9110, RFC 9112.
+An `asyncio.Protocol`. It knows keep-alive, pipelining and who waits for whom, and nothing of models: an App answers
+each request, at once or by a future; how requests are read is `receiving`'s. Why not a ready-made server:
+docs/decisions/0004-http-stack.md. Sources: RFC 9110, RFC 9112.
 
 A client that closes its side is taken to be gone, and what it waits for is cancelled.
 """
@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-import httptools
-
-from trueline.serve.heads import Heads
-from trueline.serve.http import Answer, App, Later, Request, Response, date_line, path_of, plain, render
-from trueline.serve.limits import Limits, Waits, judge
+from trueline.serve.http import Answer, Later, Request, Response, path_of, plain, render
+from trueline.serve.limits import Waits, judge
 from trueline.serve.pieces import Pieces
+from trueline.serve.receiving import Receiver, Refused, Upgraded
+
+if TYPE_CHECKING:
+    from trueline.serve.http_server import Server
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-class _Refused(Exception):
-    """Stops the parser in the middle of a request that will not be received."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Connection(asyncio.Protocol):
@@ -37,28 +30,17 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_answering",
         "_app",
-        "_body",
-        "_chunks",
         "_closes",
-        "_continue_due",
         "_current",
         "_done_reading",
-        "_fresh",
-        "_head_bytes",
-        "_headers",
         "_heads",
         "_idle_since",
-        "_in_body",
         "_lingering_since",
         "_loop",
-        "_parser",
         "_reading_paused",
-        "_received_bytes",
-        "_receiving_since",
+        "_receiver",
         "_server",
-        "_silent_bytes",
         "_streaming",
-        "_target",
         "_transport",
         "_waiting",
         "_writing_since",
@@ -69,9 +51,8 @@ class Connection(asyncio.Protocol):
         self._app = server.app
         self._loop = server.loop
         self._heads = server.heads
-        self._fresh = b""
-        self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Request | Response] = deque()
+        self._receiver = Receiver(server.limits, server.heads, server.loop.time, self._waiting.append)
         self._current: Request | None = None
         self._answering: asyncio.Future[Response] | Later | None = None
         self._streaming: Pieces | None = None
@@ -79,22 +60,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._done_reading = False
         self._reading_paused = False
-        self._continue_due = False
-        self._silent_bytes = 0
-        self._received_bytes = 0
-        self._receiving_since: float | None = None
         self._writing_since: float | None = None
         self._lingering_since: float | None = None
         self._idle_since = server.loop.time()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._target = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._body: bytes | bytearray = b""
-        self._chunks = 0
-        self._head_bytes = 0
-        self._in_body = False
 
     # transport
 
@@ -115,8 +83,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._done_reading:
             return
-        self._fresh = b""
-        if self._receiving_since is None and not self._silent_bytes:  # between two requests
+        receiver = self._receiver
+        if receiver.since is None and not receiver.silent_bytes:  # between two requests
             request = self._heads.find(data)
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
@@ -131,18 +99,14 @@ class Connection(asyncio.Protocol):
                 self._waiting.append(request)
                 self._advance()
                 return
-            self._fresh = data
-        self._silent_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
+            receiver.feed(data)
+        except Upgraded:
             self._done_reading = True
             if self._waiting and isinstance(self._waiting[-1], Request):
                 self._waiting[-1].keep_alive = False
-        except httptools.HttpParserError as error:
-            self._refuse_for(error)
-        if self._silent_bytes > self._server.limits.head_bytes and not self._done_reading:
-            self._refuse(431, f"a header is over the {self._server.limits.head_bytes} bytes that this server takes")
+        except Refused as refused:
+            self._refuse(refused.status, str(refused))
         self._advance()
 
     def eof_received(self) -> None:
@@ -157,88 +121,6 @@ class Connection(asyncio.Protocol):
             self._flow()
         self._advance()
 
-    # parser
-
-    def on_message_begin(self) -> None:
-        self._reset()
-        self._received_bytes = 0
-        self._receiving_since = self._loop.time()
-
-    def on_url(self, piece: bytes) -> None:
-        self._target += piece
-        self._count_head(len(piece))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
-        if not self._in_body:  # trailers are counted and dropped
-            self._headers[name.lower()] = value
-
-    def _count_head(self, size: int) -> None:
-        self._silent_bytes = 0
-        self._head_bytes += size
-        if self._head_bytes > self._server.limits.head_bytes:
-            raise _Refused(431, f"headers are over the {self._server.limits.head_bytes} bytes that this server takes")
-
-    def on_headers_complete(self) -> None:
-        self._silent_bytes = 0
-        self._in_body = True
-        headers = self._headers
-        if b"host" not in headers and self._parser.get_http_version() == "1.1":
-            raise _Refused(400, "HTTP/1.1 requests need a Host header")
-        length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
-        if length is not None and int(length) > self._server.limits.body_bytes:
-            raise self._too_large(f"{int(length)} bytes")
-        if coding is not None and coding.lower() != b"chunked":
-            raise _Refused(415, "bodies are read plain or chunked, in no other transfer coding")
-        if (length is not None or coding is not None) and self._parser.should_upgrade():
-            raise _Refused(400, "an Upgrade with a body is not answered here; send plain HTTP/1.1")
-        expect = headers.get(b"expect")
-        if expect is not None:
-            self._expect(expect)
-
-    def _expect(self, expect: bytes) -> None:
-        if expect.lower() != b"100-continue":
-            raise _Refused(417, "this server meets no expectation but 100-continue")
-        self._continue_due = True
-
-    def _too_large(self, size: str) -> _Refused:
-        return _Refused(413, f"the body has {size}, this server takes at most {self._server.limits.body_bytes}")
-
-    def on_chunk_header(self) -> None:
-        self._chunks += 1
-        if self._chunks > self._server.limits.chunks:
-            raise _Refused(413, f"the body comes in more than {self._server.limits.chunks} chunks; send larger ones")
-
-    def on_body(self, piece: bytes) -> None:
-        self._silent_bytes = 0
-        self._received_bytes += len(piece)
-        if self._received_bytes > self._server.limits.body_bytes:
-            raise self._too_large(f"more than {self._server.limits.body_bytes} bytes")
-        if not self._body:
-            self._body = piece
-        else:
-            if not isinstance(self._body, bytearray):
-                self._body = bytearray(self._body)
-            self._body += piece
-
-    def on_message_complete(self) -> None:
-        self._silent_bytes = 0
-        self._receiving_since = None
-        self._continue_due = False
-        request = Request(
-            self._parser.get_method().decode("ascii"),
-            self._target,
-            self._headers,
-            self._body,
-            self._parser.should_keep_alive(),
-            self._parser.get_http_version() == "1.0",
-        )
-        self._reset()
-        if self._fresh:
-            self._heads.keep(self._fresh, request)
-            self._fresh = b""
-        self._waiting.append(request)
-
     # answers
 
     def _advance(self) -> None:
@@ -250,8 +132,8 @@ class Connection(asyncio.Protocol):
                 self._linger()
                 return
             self._begin(item)
-        if self._continue_due and self._current is None and self._transport and not self._waiting:
-            self._continue_due = False
+        if self._receiver.continue_due and self._current is None and self._transport and not self._waiting:
+            self._receiver.continue_due = False
             self._transport.write(_CONTINUE)
         self._pace_reading()
 
@@ -281,7 +163,7 @@ class Connection(asyncio.Protocol):
             return
         if self._current is not None and self._current.head is not None:
             self._finish_plain(answer.result())
-            if not self._waiting and self._receiving_since is None:
+            if not self._waiting and self._receiver.since is None:
                 return
         else:
             self._finish(answer.result())
@@ -349,21 +231,11 @@ class Connection(asyncio.Protocol):
 
     # refusals
 
-    def _refuse_for(self, error: Exception) -> None:
-        cause = error.__context__
-        if isinstance(cause, _Refused):
-            self._refuse(cause.status, str(cause))
-        elif isinstance(error, httptools.HttpParserCallbackError):
-            raise error
-        else:
-            self._refuse(400, f"malformed HTTP request: {error}")
-
     def _refuse(self, status: int, message: str) -> None:
         """Queues the refusal behind what is still to be answered; nothing more is read."""
         self._done_reading = True
-        self._continue_due = False
-        self._receiving_since = None
-        self._waiting.append(self._app.refuse(path_of(self._target), status, message))
+        self._receiver.stop()
+        self._waiting.append(self._app.refuse(path_of(self._receiver.target), status, message))
         self._advance()
 
     def _linger(self) -> None:
@@ -379,13 +251,13 @@ class Connection(asyncio.Protocol):
         """Ends what has taken too long by `now`."""
         if self._transport is None:
             return
-        receiving = None if self._reading_paused or self._current is not None else self._receiving_since
-        quiet = self._current is None and not self._waiting and self._receiving_since is None
+        receiving = None if self._reading_paused or self._current is not None else self._receiver.since
+        quiet = self._current is None and not self._waiting and self._receiver.since is None
         waits = Waits(
             writing=self._writing_since,
             lingering=self._lingering_since,
             receiving=receiving,
-            received_bytes=self._received_bytes,
+            received_bytes=self._receiver.num_bytes,
             idle=self._idle_since if quiet else None,
         )
         verdict = judge(waits, now, self._server.limits)
@@ -398,54 +270,6 @@ class Connection(asyncio.Protocol):
 
     def drain(self) -> None:
         """Closes now when nothing is under way; else the next answer is the last."""
-        quiet = self._current is None and not self._waiting and self._receiving_since is None
+        quiet = self._current is None and not self._waiting and self._receiver.since is None
         if quiet and self._transport is not None:
             self._transport.close()
-
-
-class Server:
-    """All connections of one App: their bounds, their sweeping, their end."""
-
-    def __init__(self, app: App, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
-        self.app = app
-        self.limits = limits
-        self.loop = loop
-        self.draining = False
-        self.heads = Heads()
-        self.date = date_line()
-        self._connections: set[Connection] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def __call__(self) -> Connection:
-        """A protocol factory for `loop.create_server`."""
-        return Connection(self)
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
-    def admit(self, connection: Connection) -> bool:
-        """Counts the connection in; False when there are too many, and it is then to be refused."""
-        self._connections.add(connection)
-        self._empty.clear()
-        return len(self._connections) <= self.limits.connections
-
-    def forget(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-        if not self._connections:
-            self._empty.set()
-
-    def sweep(self) -> None:
-        """Ends every connection that has taken too long; call it about once a second."""
-        self.date = date_line()
-        now = self.loop.time()
-        for connection in tuple(self._connections):
-            connection.sweep(now)
-
-    async def drain(self) -> None:
-        """Returns when every request that had begun is answered and every connection closed."""
-        self.draining = True
-        for connection in tuple(self._connections):
-            connection.drain()
-        await self._empty.wait()

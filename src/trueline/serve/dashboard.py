@@ -16,8 +16,9 @@ import msgspec
 
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.http import JSON, Response
-from trueline.serve.models import Models, Version
+from trueline.serve.models import Models
 from trueline.serve.stats import BOUNDS_S, ServerStats
+from trueline.serve.version import Version
 
 HTML = b"text/html; charset=utf-8"
 # The page is one file with its style and script inside; it may talk to the server it came from, and to nobody else.

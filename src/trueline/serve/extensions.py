@@ -12,7 +12,7 @@ from trueline.bundle.signature import Signature, TensorSpec
 from trueline.serve import oip
 from trueline.serve.batcher import PRIORITIES, USUAL
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models import Version
+from trueline.serve.version import Version
 
 EXTENSIONS = (
     "binary_tensor_data",

@@ -22,14 +22,19 @@ from typing import Annotated, Any
 import msgspec
 
 from trueline import events
+from trueline.bundle import signing
 from trueline.bundle.read import open_bundle
+from trueline.bundle.signing import Trusted
 from trueline.errors import NotReady, RequestError, TruelineError
 from trueline.serve import archive, machine, wanted
 from trueline.serve.batcher import Policy
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import MAX_LANES, Loaded, Models, Version, Way, load, public_reason
+from trueline.serve.loading import Way, load
+from trueline.serve.models import Models
+from trueline.serve.reasons import public_reason
 from trueline.serve.split import Split
+from trueline.serve.version import MAX_LANES, Loaded, Version
 from trueline.serve.wanted import Wanted, WantedModel, WantedVersion
 
 
@@ -63,6 +68,13 @@ class Found:
     name: str | None = None
     version: str | None = None
     digest: str | None = None
+    signature: str | None = None
+    """What vouches for it; None: what lies beside it, if anything does."""
+
+    def check(self, trusted: Trusted | None, digest: str) -> None:
+        """Raises BundleError unless a trusted key has signed what is here, and has `digest`."""
+        if trusted is not None:
+            trusted.check(f"'{self.path.name}'", digest, self.signature or signing.beside(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +90,8 @@ class How:
     """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
     shared: bool = False
     """Whether other processes answer on the same ports."""
+    trusted: Trusted | None = None
+    """Whose signatures are asked for; None: nobody's. Of the server: what a single version says does not count."""
     usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
     name for every archive."""
@@ -225,12 +239,14 @@ class Fleet:
             digest or found.digest,
             usual=usual,
             shared=self.how.shared,
+            weights=self.how.way.shared,
+            check=lambda found_digest: found.check(self.how.trusted, found_digest),
         )
         return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(how.given))
 
     async def _prove(self, made: Version, found: Found, how: How, digest: str | None) -> WantedVersion:
         """Makes a bundle's program ready. Raises BundleError, NotProven."""
-        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest))
+        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest, self.how.trusted))
         self._open(made, loaded, how)
         return WantedVersion(
             source=made.source,
@@ -424,9 +440,10 @@ class _DefaultVersion(RequestError):
     status = 403
 
 
-def _load(found: Found, how: How, digest: str | None) -> Loaded:
+def _load(found: Found, how: How, digest: str | None, trusted: Trusted | None) -> Loaded:
     """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
     bundle = open_bundle(found.path)
+    found.check(trusted, bundle.digest)
     loaded = load(bundle, how.way, max_batch=how.max_batch, digest=digest or found.digest)
     if how.max_delay_s:  # the operator wants requests to wait for company
         return replace(loaded, plan=replace(loaded.plan, inline_values=0))

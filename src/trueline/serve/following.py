@@ -225,6 +225,10 @@ class AliasFollower:
             events.emit("follow.failed", why=revived(reply["error"], reply).message)
             return
         found = Found(
-            path=Path(reply["path"]), name=reply["name"], version=str(reply["version"]), digest=reply["digest"]
+            path=Path(reply["path"]),
+            name=reply["name"],
+            version=str(reply["version"]),
+            digest=reply["digest"],
+            signature=reply.get("signature"),
         )
         await self.moved(found)

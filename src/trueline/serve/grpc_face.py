@@ -22,9 +22,9 @@ from trueline.serve import binary, calls, extensions, oip, tensors
 from trueline.serve.access import AccessLog
 from trueline.serve.asking import KEY_HEADER, PRIORITY_HEADER
 from trueline.serve.calls import Context, header
-from trueline.serve.models import Version
 from trueline.serve.routes import Routes
 from trueline.serve.tokens import Keys, Kind
+from trueline.serve.version import Version
 from trueline.wire import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -177,11 +177,11 @@ class Face:
         return pb.ServerLiveResponse(live=True)
 
     async def _ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.draining)
+        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.asking.draining)
 
     async def _model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         found = self._models.find(request.name, request.version or None)
-        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.draining)
+        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.asking.draining)
 
     async def _server_metadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from trueline.errors import RequestError
+from trueline.serve import torchserve
 from trueline.serve.http import Answer, App, Request, Response
+from trueline.serve.refusals import face_of
 from trueline.serve.tokens import Keys, Kind, Unauthorized
 
 _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
@@ -13,14 +15,16 @@ def is_open(path: str) -> bool:
     """Whether a path is answered without a token: what says that the server lives and is ready, and the pages,
     which hold nothing.
     """
-    return path in ("/ping", "/dashboard", "/try") or path.startswith("/v2/health/")
+    return path in ("/ping", "/health", "/dashboard", "/try") or path.startswith("/v2/health/")
 
 
 class Guarded:
     """`app` for who has the token of `kind`. What renews tokens, and what acts under /v2/repository, has its own."""
 
-    def __init__(self, app: App, keys: Keys, kind: Kind) -> None:
+    def __init__(self, app: App, keys: Keys, kind: Kind, *, strict: bool = False) -> None:
+        """`strict`: TorchServe's paths are refused with its status, which is another."""
         self._app = app
+        self._strict = strict
         self._keys = keys
         self._kind = kind
 
@@ -31,12 +35,18 @@ class Guarded:
         try:
             self._keys.check(self._wanted(request.path), request.headers.get(b"authorization"))
         except RequestError as error:
-            hint = f"; {error.hint}" if error.hint else ""
-            refusal = self._app.refuse(request.path, error.status, error.message + hint)
-            if isinstance(error, Unauthorized):
-                refusal.headers += _CHALLENGE
-            return refusal
+            return self._refusal(request.path, error)
         return self._app.answer(request)
+
+    def _refusal(self, path: str, error: RequestError) -> Response:
+        theirs = self._kind == "management" or face_of(path) == "torchserve"
+        hint = f"; {error.hint}" if error.hint else ""
+        refusal = self._app.refuse(path, 400 if theirs and self._strict else error.status, error.message + hint)
+        if theirs:
+            refusal = torchserve.error(error, strict=self._strict)
+        if isinstance(error, Unauthorized):
+            refusal.headers += _CHALLENGE
+        return refusal
 
     def _wanted(self, path: str) -> Kind:
         if path == "/token":

@@ -23,11 +23,12 @@ from trueline.serve.fleet import Fleet, Found, How
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
 from trueline.serve.http import Request, Response, query_of
-from trueline.serve.models import UnknownVersion, Version
+from trueline.serve.models import UnknownVersion
 from trueline.serve.store import Store, check_name
 from trueline.serve.tokens import Keys
 from trueline.serve.torchserve import whole
 from trueline.serve.traffic import Traffic
+from trueline.serve.version import Version
 from trueline.serve.workflows import face as workflow_face
 from trueline.serve.workflows.register import Workflows
 
@@ -45,6 +46,16 @@ class _Later:
     work: Coroutine[Any, Any, Response]
 
 
+class _Negative(RequestError):
+    """Fewer workers than none; to TorchServe a failure of its own."""
+
+    code = "negative_workers"
+
+    def __init__(self, message: str, *, strict: bool) -> None:
+        super().__init__(message)
+        self.status = 500 if strict else 400
+
+
 class Management:
     """The App of the management port."""
 
@@ -56,10 +67,13 @@ class Management:
         loop: asyncio.AbstractEventLoop,
         keys: Keys | None = None,
         workflows: Workflows | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
         """`find` turns a source that the operator allows into a bundle's place; `keys` are what /token renews;
-        `workflows` are managed too, if there are any to be.
+        `workflows` are managed too, if there are any to be; `strict`: TorchServe's statuses also where ours are better.
         """
+        self._strict = strict
         self._workflows = workflows
         self._keys = keys
         self._traffic = Traffic(fleet, loop)
@@ -94,7 +108,7 @@ class Management:
             message = f"Model version {error.version} does not exist for model {error.model}"
             return torchserve.refusal(404, message, kind="ModelVersionNotFoundException")
         if isinstance(error, RequestError):
-            return torchserve.error(error)
+            return torchserve.error(error, strict=self._strict)
         return torchserve.unexpected(request.path, error)
 
     def _route(self, request: Request) -> Response | _Later:
@@ -209,7 +223,7 @@ class Management:
         least = whole(query.get("min_worker"), 1)
         most = whole(query.get("max_worker"), least)
         if least < 0 or most < 0:
-            raise RequestError(f"min_worker and max_worker are 0 or more; got {least} and {most}")
+            raise _Negative(f"min_worker and max_worker are 0 or more; got {least} and {most}", strict=self._strict)
         if most < least:
             raise RequestError("max_worker cannot be less than min_worker.")
         workers = self._fleet.scale(model, version, most)

@@ -17,7 +17,7 @@ from trueline.errors import UsageError
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.batcher import Policy
 from trueline.serve.pace import Curve
-from trueline.serve.plan import batch_symbol, fit, median_s, neighbours_matter
+from trueline.serve.plan import BY_RECORD, batch_symbol, fit, median_s, neighbours_matter
 from trueline.serve.rehearse import Load, Outcome, Setting, grid, ratio, rehearse
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -61,7 +61,8 @@ def bench_serve(
     bundle = open_bundle(Path(source))
     session = open_program(bundle, program or None, threads=threads)
     replay(bundle, session)
-    seconds, why_alone = curve_of(bundle, session, max_batch=max_batch)
+    by_record = bundle.program(program or None).by_record
+    seconds, why_alone = curve_of(bundle, session, max_batch=max_batch, by_record=by_record)
     bound = max(seconds)
     known = Curve(seconds)
 
@@ -79,14 +80,16 @@ def bench_serve(
     )
 
 
-def curve_of(bundle: Bundle, session: Session, *, max_batch: int) -> tuple[dict[int, float], str]:
+def curve_of(
+    bundle: Bundle, session: Session, *, max_batch: int, by_record: bool = False
+) -> tuple[dict[int, float], str]:
     """Median seconds by rows, and why requests of this model do not run together (empty when they do)."""
     cases = bundle.golden()
     symbol, why = batch_symbol(session.signature)
     if symbol is None:
         return {1: median_s(session, cases[0].inputs, budget_s=0.5)}, why
     dim = session.signature.dims[symbol]
-    apart = neighbours_matter(session, cases, dim)
+    apart = BY_RECORD if by_record else neighbours_matter(session, cases, dim)
     seconds: dict[int, float] = {}
     for wanted in (1,) if apart else _SIZES:
         rows = fit(wanted, dim)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from trueline.serve import machine
 from trueline.serve.gpus import NAMES, Gpus
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models import Models, Version
+from trueline.serve.models import Models
 from trueline.serve.stats import Histogram, ServerStats
+from trueline.serve.version import Version
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -11,7 +11,7 @@ from typing import Any
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models import Version
+from trueline.serve.version import Version
 
 Document = dict[str, Any]
 MANY = 64
@@ -45,9 +45,12 @@ def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[st
         "/v1/models": _get("Names of the models", {"type": "object"}),
         "/ping": {"get": _operation("Health, as TorchServe says it", _TS_STATUS, _TS_ERROR, also=("500",))},
     }
-    for one in versions:
-        if one.state == "ready":
-            paths |= _model(one)
+    ready = [one for one in versions if one.state == "ready"]
+    for one in ready:
+        paths |= _model(one)
+    bundles = [one for one in ready if not isinstance(one, HandlerVersion)]
+    if bundles:
+        paths["/invocations"] = {"post": _invocation(bundles)}
     for name in workflows:
         asked = _operation(f"Asks the workflow {name}", {}, _TS_ERROR, body={}, also=("500", "503"))
         paths[f"/wfpredict/{name}"] = {"post": asked}
@@ -90,6 +93,24 @@ def _model(version: Version) -> Document:
         f"/predictions/{name}": {"post": predict},
         f"/predictions/{name}/{version.version}": {"post": predict},
     }
+
+
+def _invocation(versions: Sequence[Version]) -> Document:
+    """What SageMaker and MLflow ask; each model takes what it takes at /predictions, too."""
+    named = _parameter("model_name", "query")
+    named["schema"]["enum"] = list(dict.fromkeys(one.model for one in versions))
+    rows = {"columns": {"type": "array", "items": {"type": "string"}}, "data": {"type": "array"}}
+    forms = {
+        "inputs": {},
+        "instances": {"type": "array"},
+        "dataframe_records": {"type": "array", "items": {"type": "object"}},
+        "dataframe_split": {"type": "object", "required": ["data"], "properties": rows},
+    }
+    example = {"instances": [_instance(versions[0].signature)]}
+    body = {"type": "object", "properties": forms, "maxProperties": 1, "example": example}
+    summary = "Asks a model, as SageMaker and MLflow do"
+    error = {**_TS_ERROR, "properties": {**_TS_ERROR["properties"], "error_code": {"type": "string"}}}
+    return _operation(summary, {}, error, body=body, parameters=[named])
 
 
 def _handler(version: HandlerVersion) -> Document:

@@ -78,8 +78,13 @@ def fit(rows: int, dim: Dim) -> int | None:
     return None if dim.max is not None and size > dim.max else size
 
 
-def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int) -> Plan:
-    """Measures `session` with golden examples that it has already answered rightly."""
+BY_RECORD = "the program goes through a batch one record after the other: alone a request is answered sooner"
+
+
+def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int, by_record: bool = False) -> Plan:
+    """Measures `session` with golden examples that it has already answered rightly. `by_record`: its maker says that it
+    takes a batch no faster than single requests.
+    """
     signature = session.signature
     symbol, why = batch_symbol(signature)
     if symbol is None:
@@ -87,7 +92,7 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int) -> Pla
         inline = _values(cases[0].inputs) if latency[1] < INLINE_S else 0
         return Plan(batch=False, why=why, max_batch=1, inline_values=inline, latency_s=latency)
     dim = signature.dims[symbol]
-    neighbours = neighbours_matter(session, cases, dim)
+    neighbours = BY_RECORD if by_record else neighbours_matter(session, cases, dim)
     bound = max_batch if dim.max is None else min(max_batch, dim.max)
     latency, inline = _curve(session, cases[0].inputs, dim)
     return Plan(

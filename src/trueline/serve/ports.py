@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from trueline import events
 from trueline.serve import tls
-from trueline.serve.connection import Server
 from trueline.serve.http import App
+from trueline.serve.http_server import Server
 from trueline.serve.limits import Limits
 from trueline.serve.listen import check_reach, listen
 from trueline.serve.settings import Settings

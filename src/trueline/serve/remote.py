@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline import files
-from trueline.bundle import schema
+from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder
 from trueline.bundle.unpack import unpack
 from trueline.errors import BundleError, UsageError
@@ -78,6 +78,22 @@ def fetched(source: str, cache: Path) -> Bundle:
             hint="the stored bundle was exchanged; upload the right one, or name the new digest",
         )
     return found
+
+
+def signature(source: str) -> str | None:
+    """What vouches for the bundle at `source`: what lies there as its name and `.sig`; None when nothing does. Blocks.
+
+    Raises UsageError, StorageError.
+    """
+    import fsspec
+
+    place = f"{parted(source)[0].rstrip('/')}{signing.SUFFIX}"
+    with told(place, "reading"):
+        fs, root = fsspec.url_to_fs(place)
+        if not fs.isfile(root):
+            return None
+        found: bytes = fs.cat_file(root, start=0, end=signing.MAX_BYTES)
+    return found.decode("ascii", "replace")
 
 
 def _packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:

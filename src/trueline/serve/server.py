@@ -26,6 +26,7 @@ import msgspec
 from trueline import events, files
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
+from trueline.bundle.signing import Trusted
 from trueline.errors import NotFound, RegistryError, UsageError, listed
 from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.access import AccessLog, Logged
@@ -36,8 +37,9 @@ from trueline.serve.following import AliasFollower, StoreFollower, every
 from trueline.serve.guard import Guarded
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.http import App, Request, Response
+from trueline.serve.loading import Way
 from trueline.serve.management import Management
-from trueline.serve.models import Models, Way
+from trueline.serve.models import Models
 from trueline.serve.ports import Field, Ports
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
@@ -55,14 +57,15 @@ T = TypeVar("T")
 Announce = Callable[[dict[str, Field]], None]
 
 
-def find(source: str, tracking_uri: str | None) -> Found:
-    """The bundle behind `source`: a path, a URL, or a registry's name.
+def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Found:
+    """The bundle behind `source`: a path, a URL, or a registry's name; `signed`: with what vouches for it.
 
     A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
     """
     if remote.is_url(source):
         bundle = remote.fetched(source, files.user_cache() / "served")
-        return Found(path=bundle.path, digest=bundle.digest)
+        signature = remote.signature(source) if signed else None
+        return Found(path=bundle.path, digest=bundle.digest, signature=signature)
     if not source.startswith("models:/"):
         return Found(path=Path(source))
     command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
@@ -79,7 +82,11 @@ def find(source: str, tracking_uri: str | None) -> Found:
         if done.returncode:
             raise revived(reply["error"], reply)
         return Found(
-            path=Path(reply["path"]), name=reply["name"], version=str(reply["version"]), digest=reply["digest"]
+            path=Path(reply["path"]),
+            name=reply["name"],
+            version=str(reply["version"]),
+            digest=reply["digest"],
+            signature=reply.get("signature"),
         )
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = done.stderr.strip().splitlines()
@@ -113,6 +120,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         max_delay_s=settings.max_delay_s,
         max_queue=settings.max_queue,
         shared=settings.shared,
+        trusted=None if settings.trusted_keys is None else Trusted.read(Path(settings.trusted_keys)),
         usual=_usual(settings),
     )
     state = Path(settings.state) if settings.state is not None else None
@@ -138,14 +146,15 @@ async def run(settings: Settings, announce: Announce) -> None:
         workflows=workflows,
         strict=settings.torchserve_strict,
     )
+    strict = settings.torchserve_strict
     keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
-    management = Management(fleet, store, sources.allowed, loop, keys, workflows)
+    management = Management(fleet, store, sources.allowed, loop, keys, workflows, strict=strict)
     tracer = None if settings.traces is None else tracing.exporting(settings.traces)
     faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
     apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
-        "data": (_guarded(faced, keys, "inference"), settings.port),
-        "management": (_guarded(management, keys, "management"), settings.management_port),
-        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference"), settings.metrics_port),
+        "data": (_guarded(faced, keys, "inference", strict=strict), settings.port),
+        "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
+        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
     }
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
@@ -166,7 +175,7 @@ async def run(settings: Settings, announce: Announce) -> None:
             announce({"event": "server.ready", **ports.places(), **record})
             chores += _following(settings, fleet, store, record)
             await stop.asked.wait()
-        routes.draining = True
+        routes.asking.draining = True
         await _drain(ports, stop, settings.drain_s)
     finally:
         for chore in chores:
@@ -227,8 +236,8 @@ def handlers_of(settings: Settings) -> HandlerLimits | None:
     return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
-def _guarded(app: App, keys: Keys | None, kind: Kind) -> App:
-    return app if keys is None else Guarded(app, keys, kind)
+def _guarded(app: App, keys: Keys | None, kind: Kind, *, strict: bool) -> App:
+    return app if keys is None else Guarded(app, keys, kind, strict=strict)
 
 
 def _store(settings: Settings) -> Store | None:
@@ -281,6 +290,7 @@ class _Sources:
 
     def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
         self._uri = settings.tracking_uri
+        self._signed = settings.trusted_keys is not None
         self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
         self._store = store
         self._loop = loop
@@ -289,12 +299,12 @@ class _Sources:
         """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
         if self._store is not None and not source.startswith(("/", "models:/")) and not remote.is_url(source):
             return Found(path=self._store.find(source))
-        return await _in_thread(self._loop, lambda: find(source, self._uri))
+        return await _in_thread(self._loop, lambda: find(source, self._uri, signed=self._signed))
 
     async def allowed(self, url: str) -> Found:
         """Raises NotFound for what no client may load."""
         if url.startswith("models:/") and self._registry:
-            return await _in_thread(self._loop, lambda: find(url, self._uri))
+            return await _in_thread(self._loop, lambda: find(url, self._uri, signed=self._signed))
         if self._store is None or ":" in url:
             raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
         return Found(path=self._store.find(url))

@@ -32,6 +32,8 @@ class Settings:
     """PEM file of its key, if that is not in the same file."""
     client_ca: str | None = None
     """PEM file of the authority whose certificates clients have to show."""
+    trusted_keys: str | None = None
+    """PEM file of Ed25519 public keys: only what one of them has signed is served, bundle or archive."""
     program: str = ""
     """Format of the program to run, of those that a bundle has; empty: the one that it says. `aotinductor` is machine
     code and needs `allow_code`."""
@@ -117,6 +119,7 @@ class Options(TypedDict, total=False):
     certificate: str | None
     private_key: str | None
     client_ca: str | None
+    trusted_keys: str | None
     program: str
     device: str
     precision: str

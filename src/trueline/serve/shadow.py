@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trueline import events
 from trueline.errors import RequestError
 from trueline.runtime.compare import compare
-from trueline.serve.models import Version
+from trueline.serve.version import Version
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -38,6 +38,7 @@ class Forbidden(RequestError):
 
     code = "forbidden"
     status = 403
+    torchserve_type = "InvalidKeyException"
 
 
 class _Entry(msgspec.Struct, rename={"expires": "expiration time"}, omit_defaults=True):

@@ -15,9 +15,10 @@ import msgspec
 
 from trueline import events
 from trueline.errors import Overloaded, RequestError
-from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, Hung
 from trueline.serve.http import JSON, Response
 from trueline.serve.models import UnknownModel, UnknownVersion
+from trueline.serve.tokens import Forbidden, Unauthorized
 
 _NO_CACHE = (
     b"pragma: no-cache\r\n"
@@ -29,6 +30,7 @@ _TYPES = {
     403: "InvalidModelVersionException",
     404: "ResourceNotFoundException",
     405: "MethodNotAllowedException",
+    408: "RequestTimeoutException",
     409: "ConflictStatusException",
     429: "ServiceUnavailableException",
     500: "InternalServerException",
@@ -36,8 +38,15 @@ _TYPES = {
     507: "InternalServerException",
     504: "RequestTimeoutException",
 }
+_SCORING = {
+    404: "RESOURCE_DOES_NOT_EXIST",
+    429: "REQUEST_LIMIT_EXCEEDED",
+    503: "TEMPORARILY_UNAVAILABLE",
+    504: "TEMPORARILY_UNAVAILABLE",
+}
 PAGE = 100
 NO_METHOD = "Requested method is not allowed, please refer to API document."
+NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 
 
@@ -78,10 +87,12 @@ def status(word: str, code: int = 200) -> Response:
     return reply(code, pretty({"status": word}))
 
 
-def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = b"") -> Response:
-    """TorchServe's error body."""
-    name = kind or _TYPES.get(code, "BadRequestException")
-    return reply(code, pretty({"code": code, "type": name, "message": message}), extra)
+def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = b"", scoring: bool = False) -> Response:
+    """TorchServe's error body; `scoring`: with MLflow's word for it, whose clients ask on the same path."""
+    told = {"code": code, "type": kind or _TYPES.get(code, "BadRequestException"), "message": message}
+    if scoring:
+        told["error_code"] = _SCORING.get(code, "INTERNAL_ERROR" if code >= 500 else "BAD_REQUEST")
+    return reply(code, pretty(told), extra)
 
 
 def handled(answer: Answer) -> Response:
@@ -95,21 +106,30 @@ def handled(answer: Answer) -> Response:
     return made
 
 
-def error(found: RequestError, extra: bytes = b"", *, strict: bool = False) -> Response:
+def error(found: RequestError, extra: bytes = b"", *, strict: bool = False, scoring: bool = False) -> Response:
     """The answer for a refused request; `strict`: with TorchServe's status where ours is another."""
+    code, message, kind = _told(found, strict=strict)
+    return refusal(code, message, kind=kind, extra=extra, scoring=scoring)
+
+
+def _told(found: RequestError, *, strict: bool) -> tuple[int, str, str | None]:
+    """Status, message and exception of a refused request."""
     if isinstance(found, HandlerFailed):
         code = 500 if strict and found.message == DIED else found.status
-        return refusal(code, found.message, kind="InternalServerException", extra=extra)
+        return code, found.message, "InternalServerException"
+    if strict and isinstance(found, Hung):
+        return 500, DIED, "InternalServerException"
     if strict and isinstance(found, Overloaded):
-        return refusal(503, found.message, extra=extra)
+        return 503, found.message, None
+    if strict and isinstance(found, Unauthorized | Forbidden):
+        return 400, NO_KEY, "InvalidKeyException"
     if isinstance(found, UnknownModel):
-        return refusal(404, f"Model not found: {found.model}", kind="ModelNotFoundException")
+        return 404, f"Model not found: {found.model}", "ModelNotFoundException"
     if isinstance(found, UnknownVersion):
         message = f"Model version: {found.version} does not exist for model: {found.model}"
-        return refusal(404, message, kind="ModelVersionNotFoundException")
+        return 404, message, "ModelVersionNotFoundException"
     hint = f"; {found.hint}" if found.hint else ""
-    kind: str | None = getattr(found, "torchserve_type", None)
-    return refusal(found.status, found.message + hint, kind=kind, extra=extra)
+    return found.status, found.message + hint, getattr(found, "torchserve_type", None)
 
 
 def unexpected(path: str, error: Exception) -> Response:

@@ -31,10 +31,10 @@ from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
 from trueline.serve.http import Request, Response
 from trueline.serve.management import Management
-from trueline.serve.models import Version
 from trueline.serve.pieces import Torn
 from trueline.serve.routes import Routes
 from trueline.serve.tokens import Keys, Kind
+from trueline.serve.version import Version
 from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"

@@ -1,4 +1,4 @@
-"""TorchServe's paths of the data port, and SageMaker's among them.
+"""TorchServe's paths of the data port, and SageMaker's among them; of those /invocations is MLflow's too.
 
     /ping
     /predictions/{m}[/{ver}[/more/path]], /explanations/{m}[/{ver}]
@@ -10,11 +10,13 @@ Source: TorchServe 0.12's InferenceRequestHandler, as the contract page has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve import records, torchserve
+from trueline.serve import records, scoring, torchserve, v1
 from trueline.serve.asking import PRIORITY_HEADER
 from trueline.serve.handlers import body as bodies
 from trueline.serve.handlers.version import HandlerVersion
@@ -25,7 +27,7 @@ from trueline.serve.workflows.run import UnknownWorkflow
 if TYPE_CHECKING:
     from trueline.serve.asking import Answer, Asking
     from trueline.serve.handlers.outcome import Answer as Outcome
-    from trueline.serve.models import Outputs
+    from trueline.serve.version import Outputs
 
 _PREDICT_METHODS = ("POST", "PUT", "GET")
 
@@ -81,16 +83,23 @@ class TorchServePaths:
         return self._asking.later(request.path, found.predict(ask, strict=self._asking.strict), _of_workflow)
 
     def _invoke(self, request: Request) -> Answer:
-        """SageMaker's route: the model is named in the query, or the only one."""
+        """SageMaker's route, and MLflow's: the model is named in the query, or the only one."""
         allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
         names = self._asking.models.names()
         model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
         if not model:
             raise RequestError("Parameter model_name is required.")
-        return self._predict(request, model, None, older=True)
+        return self._predict(request, model, None, older=True, scored=True)
 
     def _predict(
-        self, request: Request, model: str, version: str | None, rest: str = "", *, older: bool = False
+        self,
+        request: Request,
+        model: str,
+        version: str | None,
+        rest: str = "",
+        *,
+        older: bool = False,
+        scored: bool = False,
     ) -> Answer:
         allow(request, _PREDICT_METHODS, torchserve.NO_METHOD)
         began = perf_counter()
@@ -99,12 +108,23 @@ class TorchServePaths:
             return self._asking.handled(request, found, rest=rest, query=older)
         check_media(request)
         self._asking.check_room(request, found)
-        given = records.decode(request.body, found.signature)
+        media = request.headers.get(b"content-type", b"")
+        rows = scoring.decode(request.body, media, found.signature) if scored else None
+        encode: Callable[[Outputs], Response]
+        if rows is not None:
+            inputs, encode = rows.inputs, partial(_predictions, rows)
+        else:
+            given = records.decode(request.body, found.signature)
+            inputs, encode = given.inputs, partial(_answers, given)
+        return self._asking.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 
-        def encode(outputs: Outputs) -> Response:
-            return torchserve.reply(200, records.encode(outputs, single=given.single))
 
-        return self._asking.ask(request, found, given.inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
+def _answers(given: records.Records, outputs: Outputs) -> Response:
+    return torchserve.reply(200, records.encode(outputs, single=given.single))
+
+
+def _predictions(rows: v1.Rows, outputs: Outputs) -> Response:
+    return Response(200, v1.encode(outputs, rows))
 
 
 def _of_workflow(answer: Outcome) -> Response:

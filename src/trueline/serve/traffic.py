@@ -14,8 +14,8 @@ from trueline import events
 from trueline.errors import NotFound, RequestError, TruelineError
 from trueline.serve.canary import Rule, Sample, Verdict, judge, sample
 from trueline.serve.fleet import Conflict, Fleet
-from trueline.serve.models import Version
 from trueline.serve.shadow import Shadow
+from trueline.serve.version import Version
 
 TICK_S = 0.2
 """How often canaries are looked at."""

@@ -41,6 +41,7 @@ class Service:
     def __init__(self, told: Mapping[str, Any], sock: socket.socket) -> None:
         """Loads and initializes. Raises whatever the handler raises."""
         self._sock = sock
+        self._decode = told["decode"]
         self._open: list[int] = []
         """Of the batch under way, which requests the handler is called with."""
         folder = Path(told["folder"])
@@ -70,7 +71,7 @@ class Service:
             given: dict[str, Any] = {}
             headers: dict[str, Any] = {}
             for name, kind in request["parts"]:
-                given[name] = _decoded(parts[at], kind)
+                given[name] = _decoded(parts[at], kind) if self._decode else parts[at]
                 headers[name] = {"content-type": kind}
                 at += 1
             data.append(given)

@@ -23,9 +23,10 @@ from trueline.bundle.read import open_bundle
 from trueline.bundle.signature import Signature
 from trueline.errors import RequestError, TruelineError, UsageError, listed
 from trueline.recipe.load import load_recipe
-from trueline.runtime.session import open_program, replay
-from trueline.serve import plan, records
-from trueline.serve.models import without_paths
+from trueline.serve import records
+from trueline.serve.handlers.worker import SHARED_WEIGHTS
+from trueline.serve.loading import Way, load
+from trueline.serve.reasons import without_paths
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -43,11 +44,11 @@ class RecipeHandler:
         self._folder = Path(context.system_properties["model_dir"])
         self._recipe = load_recipe(self._folder / RECIPE)
         self._bundle = open_bundle(self._folder / BUNDLE)
-        self._session = open_program(self._bundle, threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
-        replay(self._bundle, self._session)
-        self._signature = self._session.signature
-        drawn = plan.draw_up(self._session, self._bundle.golden(), max_batch=MAX_BATCH)
-        self._together = drawn.max_batch if drawn.batch else 0
+        shared = os.environ.get(SHARED_WEIGHTS)
+        way = Way(threads=int(os.environ.get("OMP_NUM_THREADS", "1")), shared=None if shared is None else Path(shared))
+        loaded = load(self._bundle, way, max_batch=MAX_BATCH)
+        self._session, self._signature = loaded.session, loaded.session.signature
+        self._together = loaded.plan.max_batch if loaded.plan.batch else 0
         self._explainer: Any = None
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trueline.errors import RequestError, TruelineError
+from trueline.errors import DeadlineExceeded, RequestError, TruelineError
 from trueline.serve.pieces import Pieces
 
 DIED = "Worker died."
@@ -34,6 +34,10 @@ class HandlerFailed(RequestError):
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
         self.status = status if 400 <= status <= 599 else 500
+
+
+class Hung(DeadlineExceeded):
+    """The handler gave no answer in its time, and its process was ended."""
 
 
 class StartFailed(TruelineError):

@@ -58,6 +58,8 @@ class Plan:
     queue_size: int = 100
     envelope: str = ""
     """What is around the data (`envelopes`); empty: nothing."""
+    decode: bool = True
+    """Whether the handler gets JSON as its value and text as str; else it gets bytes."""
     gpus: tuple[int, ...] = ()
     """Worker i gets gpus[i % len(gpus)]; none: the processor."""
     sequences: Terms | None = None
@@ -90,6 +92,7 @@ def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, s
         client_timeout_s=_number(config, "clientTimeoutInMills", 0) / 1e3,
         queue_size=max(1, int(_number(config, "jobQueueSize", 100))),
         envelope=_envelope(manifest.envelope or config.get("serviceEnvelope") or ""),
+        decode=config.get("decodeInputRequest", True) is not False,
         gpus=_gpus(config, gpus),
         sequences=_terms(config),
     )

@@ -24,7 +24,7 @@ from trueline.serve.handlers.outcome import Answer, NoSequence, StartFailed
 from trueline.serve.handlers.plan import MAX_WORKERS, backoff_s, gather
 from trueline.serve.handlers.sequences import Dropped, Part, Sequences
 from trueline.serve.handlers.worker import Ask, Launch, Worker
-from trueline.serve.models import NO_WORKER
+from trueline.serve.version import NO_WORKER
 
 MAX_QUEUE_BYTES = 256 * 2**20
 """Of what waits for one model; a lone request is let in whatever its size."""
@@ -212,7 +212,8 @@ class Pool:
         gpus = self.launch.plan.gpus
         gpu = gpus[slot.number % len(gpus)] if gpus else None
         try:
-            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics)
+            together = len(self._slots) > 1
+            worker = Worker(self.launch, self._loop, gpu=gpu, on_metrics=self._on_metrics, together=together)
         except OSError as error:
             raise StartFailed(f"no process could be started: {error.strerror}") from error
         slot.worker = worker

@@ -28,9 +28,11 @@ from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.sequences import Part
 from trueline.serve.handlers.worker import Ask, Launch, Limits
-from trueline.serve.models import NO_WORKER, Loaded, Version
 from trueline.serve.pieces import Pieces
+from trueline.serve.version import NO_WORKER, Loaded, Version
 
+_ARCHIVE = "archive"
+_WEIGHTS = "weights"
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -120,21 +122,27 @@ class HandlerVersion(Version):
         *,
         usual: Mapping[str, Any] | None = None,
         shared: bool = False,
+        weights: Path | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> str:
         """Lays the archive out, starts its workers, and returns its digest. The archive's configuration goes before
-        `usual`, and `given` before both. `shared`: other processes answer on the same ports.
+        `usual`, and `given` before both. `shared`: other processes answer on the same ports, and lay what they share at
+        `weights`. `check` gets the digest and raises what keeps its code from being run.
 
         Raises ArchiveError (also when the archive is not the one of `digest`), NotStarted; nothing is then left.
         """
         place = await in_thread(Place)
         try:
-            found: Archive = await in_thread(functools.partial(archive.unpack, path, place.folder))
+            found: Archive = await in_thread(functools.partial(_laid_out, path, place.folder))
             if digest is not None and digest != found.digest:
                 raise archive.ArchiveError(
                     f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
                     hint="it was exchanged; register it again",
                 )
-            await self.begin_in(found, given, loop, usual=usual, shared=shared)
+            if check is not None:
+                check(found.digest)
+            own = weights or place.folder / _WEIGHTS
+            await self.begin_in(found, given, loop, usual=usual, shared=shared, weights=own)
         except BaseException:
             place.remove()
             raise
@@ -149,19 +157,30 @@ class HandlerVersion(Version):
         *,
         usual: Mapping[str, Any] | None = None,
         shared: bool = False,
+        weights: Path | None = None,
     ) -> None:
-        """The same for what lies in a folder already, which stays its owner's. Raises ArchiveError, NotStarted."""
+        """The same for what lies in a folder already, which stays its owner's; without `weights` each worker has its
+        own copy of what it loads. Raises ArchiveError, NotStarted.
+        """
         plan = plans.draw_up(found.manifest, {**(usual or {}), **found.config}, given, gpus())
         if shared and plan.sequences is not None:
             raise archive.ArchiveError(
                 "the model is stateful: one worker remembers a sequence, and of several processes any may get its "
                 "next request; serve it with --processes 1"
             )
-        await self._start(found, plan, loop)
+        await self._start(found, plan, loop, weights, beside=shared)
         self.archive, self.since = found, time.time()
         self.state = "ready"
 
-    async def _start(self, found: Archive, plan: plans.Plan, loop: asyncio.AbstractEventLoop) -> None:
+    async def _start(
+        self,
+        found: Archive,
+        plan: plans.Plan,
+        loop: asyncio.AbstractEventLoop,
+        weights: Path | None,
+        *,
+        beside: bool,
+    ) -> None:
         ignored = plans.ignored(found.config, plan)
         if ignored or found.manifest.requirements_file:
             events.emit(
@@ -178,6 +197,8 @@ class HandlerVersion(Version):
             config_file=found.manifest.config_file,
             plan=plan,
             limits=self.limits,
+            weights=weights,
+            beside=beside,
         )
         pool = Pool(launch, loop, on_batch=self._count, on_metrics=self.measures.add)
         try:
@@ -372,6 +393,13 @@ class _Told:
 
     def _named(self, answer: Answer) -> Answer:
         return replace(answer, headers={**self._own, **answer.headers}) if self._own else answer
+
+
+def _laid_out(path: Path, place: Path) -> Archive:
+    """The archive at `path` under `place`, with an empty folder beside it for what its workers share. Blocks."""
+    for name in (_ARCHIVE, _WEIGHTS):
+        (place / name).mkdir()
+    return archive.unpack(path, place / _ARCHIVE)
 
 
 def _resident(pid: int) -> int:

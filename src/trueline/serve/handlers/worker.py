@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trueline.errors import DeadlineExceeded
 from trueline.serve.handlers import frames
-from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, Hung, StartFailed
 from trueline.serve.handlers.plan import Plan
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
+SHARED_WEIGHTS = "TRUELINE_SHARED_WEIGHTS"
+"""The variable that tells a handler of ours where the weights are that it shares with others of its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class Launch:
     config_file: str
     plan: Plan
     limits: Limits = field(default_factory=Limits)
+    weights: Path | None = None
+    """Where workers lay the weights that they share; None: each has its own."""
+    beside: bool = False
+    """Whether workers of other servers lay theirs there too."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -91,8 +96,11 @@ class Worker:
         *,
         gpu: int | None = None,
         on_metrics: Callable[[Any], None] | None = None,
+        together: bool = False,
     ) -> None:
-        """Starts the process. Raises OSError when the machine has no room for one."""
+        """Starts the process, `together` with others of its model or alone. Raises OSError when the machine has no room
+        for one.
+        """
         self.since = time.time()
         self.ended: asyncio.Future[str] = loop.create_future()
         """Why it ended."""
@@ -104,6 +112,7 @@ class Worker:
         self._loop = loop
         self._gpu = gpu
         self._on_metrics = on_metrics
+        self._shares = launch.weights if together or launch.beside else None
         self._why = ""
         self._starting: asyncio.Future[None] = loop.create_future()
         self._answering: asyncio.Future[list[Answer]] | None = None
@@ -139,7 +148,9 @@ class Worker:
     def _environment(self) -> dict[str, str]:
         """The processor is shared out among the workers, unless the operator has said how."""
         cores = len(os.sched_getaffinity(0))
-        return {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))} | environment(os.environ)
+        usual = {"OMP_NUM_THREADS": str(max(1, cores // max(1, self._launch.plan.workers)))}
+        ours = {} if self._shares is None else {SHARED_WEIGHTS: str(self._shares)}
+        return usual | environment(os.environ) | ours
 
     @property
     def _frame_bytes(self) -> int:
@@ -156,6 +167,7 @@ class Worker:
             "handler": launch.plan.handler,
             "config_file": launch.config_file,
             "envelope": launch.plan.envelope,
+            "decode": launch.plan.decode,
             "batch_size": launch.plan.batch_size,
             "gpu": self._gpu,
             "server_version": metadata.version("trueline"),
@@ -212,7 +224,7 @@ class Worker:
 
     def _late(self, timeout_s: float, what: str) -> None:
         text = f"{what} within {timeout_s:g} s"
-        self._fail(text, DeadlineExceeded(f"the handler {text}; its worker was ended"))
+        self._fail(text, Hung(f"the handler {text}; its worker was ended"))
         self.kill(text)
 
     def _fail(self, why: str, error: Exception) -> None:

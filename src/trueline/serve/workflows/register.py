@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from trueline import events
-from trueline.errors import NotFound, NotReady, RequestError, TruelineError
+from trueline.errors import BundleError, NotFound, NotReady, RequestError, TruelineError
 from trueline.serve import archive, wanted
 from trueline.serve.archive import Archive, ArchiveError
 from trueline.serve.fleet import CodeNotAllowed, Conflict, Fleet, Found, Refused
 from trueline.serve.handlers.place import Place
 from trueline.serve.handlers.version import HandlerVersion, InThread
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import public_reason
+from trueline.serve.reasons import public_reason
 from trueline.serve.store import NotInStore, Store, check_name
 from trueline.serve.wanted import WantedWorkflow
 from trueline.serve.workflows import war
@@ -145,6 +145,7 @@ class Workflows:
         place = await self._in_thread(Place)
         try:
             found: War = await self._in_thread(partial(_unpacked, path, place.folder, told.digest))
+            self._check(Found(path=path), found.digest)
             name = check_name("workflow", name or found.name)
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if name in self._served and not replace_it:
@@ -216,7 +217,8 @@ class Workflows:
                 whole = Archive(folder=found.folder, manifest=own, config={}, digest=found.digest)
                 await made.begin_in(whole, told.given, self._loop, usual=usual)
                 return made
-            path = (await self._find(_stored(node.url))).path
+            stored = await self._find(_stored(node.url))
+            path = stored.path
             if not archive.is_archive(path):
                 raise Refused(f"'{node.url[:128]}' is no model archive; nodes of a workflow are archives or functions")
             version = (await self._in_thread(partial(archive.peek, path))).version
@@ -228,12 +230,27 @@ class Workflows:
                 limits=self._handlers,
             )
             given = {**told.given, **dict(_given(node))}
-            await made.begin(path, given, self._in_thread, self._loop, told.models.get(node.name), usual=usual)
+            await made.begin(
+                path,
+                given,
+                self._in_thread,
+                self._loop,
+                told.models.get(node.name),
+                usual=usual,
+                check=partial(self._check, stored),
+            )
             return made
         except TruelineError as error:
             if isinstance(error, RequestError):
                 raise
             raise Refused(public_reason(error)) from error
+
+    def _check(self, found: Found, digest: str) -> None:
+        """Raises Refused for what no trusted key has signed."""
+        try:
+            found.check(self._fleet.how.trusted, digest)
+        except BundleError as error:
+            raise Refused(error.message, hint=error.hint) from error
 
     def _show(self, made: Workflow) -> None:
         """Shows a workflow in place of the one of its name. Raises Conflict, StorageError; all is then as it was."""

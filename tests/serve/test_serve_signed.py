@@ -1,0 +1,170 @@
+"""Where keys are trusted, what none of them has signed is not served, wherever it comes from."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import httpx
+import pytest
+import serve_worlds as worlds
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
+
+from trueline import serve
+from trueline.bundle import open_bundle, signing
+from trueline.bundle.pack import pack
+from trueline.bundle.signing import Trusted
+from trueline.errors import BundleError, UsageError
+from trueline.serve.server import find
+from trueline.serve.signed import sign
+
+
+def key(folder: Path, name: str) -> Path:
+    """A private key, `name.pem`, and the public one beside it, `name.pub`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    private = Ed25519PrivateKey.generate()
+    path = folder / f"{name}.pem"
+    path.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    path.with_suffix(".pub").write_bytes(
+        private.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    return path
+
+
+def mar(path: Path, text: str = "def handle(data, context):\n    return data and [1] * len(data)\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifest = {"runtime": "python", "model": {"modelName": path.stem, "modelVersion": "1.0", "handler": "h.py"}}
+    with zipfile.ZipFile(path, "w") as parts:
+        parts.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+        parts.writestr("h.py", text)
+    return path
+
+
+def test_a_signature_is_of_one_digest_by_one_key(tmp_path: Path) -> None:
+    ours, others = key(tmp_path, "ours"), key(tmp_path, "others")
+    both = tmp_path / "both.pub"
+    both.write_bytes(ours.with_suffix(".pub").read_bytes() + others.with_suffix(".pub").read_bytes())
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    good = signing.signed("ab" * 32, ours)
+    trusted.check("it", "ab" * 32, good)
+    Trusted.read(both).check("it", "ab" * 32, signing.signed("ab" * 32, others))
+    with pytest.raises(BundleError, match="not one of its digest"):
+        trusted.check("it", "cd" * 32, good)
+    with pytest.raises(BundleError, match="signed by no key that is trusted here"):
+        trusted.check("it", "ab" * 32, signing.signed("ab" * 32, others))
+    with pytest.raises(BundleError, match="is not signed"):
+        trusted.check("it", "ab" * 32, None)
+    form, name, text = good.split()
+    for torn in ("", "x", f"{form} {name}", f"{form} {name} {text[:-8]}", f"{form} {name} %%%", f"other {name} {text}"):
+        with pytest.raises(BundleError):
+            trusted.check("it", "ab" * 32, torn)
+
+
+def test_what_is_no_key_is_said_with_how_one_is_made(tmp_path: Path) -> None:
+    ours = key(tmp_path, "ours")
+    rsa = tmp_path / "rsa.pub"
+    rsa.write_bytes(
+        generate_private_key(65537, 2048)
+        .public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    for path in (tmp_path / "missing", ours, rsa):
+        with pytest.raises(UsageError) as found:
+            Trusted.read(path)
+        assert "openssl genpkey" in found.value.hint
+    for path in (tmp_path / "missing", ours.with_suffix(".pub")):
+        with pytest.raises(UsageError, match="private key"):
+            signing.signed("ab", path)
+
+
+def test_what_was_changed_is_not_signed_and_a_bundle_has_one_signature_packed_or_not(tmp_path: Path) -> None:
+    ours = key(tmp_path, "ours")
+    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    packed = pack(bundle.path, tmp_path / "tiny.tlb")
+    assert sign(bundle.path, ours).read_text() == sign(packed, ours).read_text()
+    assert open_bundle(bundle.path).digest == bundle.digest, "it lies beside, not inside"
+    (bundle.path / "lineage.json").write_bytes(b"{}")
+    with pytest.raises(BundleError):
+        sign(bundle.path, ours)
+
+
+def test_a_url_brings_the_signature_that_lies_beside_its_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ours = key(tmp_path, "ours")
+    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    packed = pack(bundle.path, tmp_path / "tiny.tlb")
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/signed/tiny.tlb", packed.read_bytes())
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    unsigned = find("memory://signed/tiny.tlb", None, signed=True)
+    with pytest.raises(BundleError, match="is not signed"):
+        unsigned.check(trusted, bundle.digest)
+    memory.pipe_file("/signed/tiny.tlb.sig", sign(packed, ours).read_bytes())
+    find(f"memory://signed/tiny.tlb#sha256:{bundle.digest}", None, signed=True).check(trusted, bundle.digest)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`good`, signed; `bare`, not; `theirs`, signed by others; `moved`, with the signature of `good`; two archives."""
+    root = tmp_path_factory.mktemp("signed")
+    ours, others = key(root, "ours"), key(root, "others")
+    folder = root / "store"
+    for name in ("good", "bare", "theirs", "moved"):
+        worlds.double_plus(folder / f"{name}.bundle", max_rows=len(name))
+    sign(folder / "good.bundle", ours)
+    sign(folder / "theirs.bundle", others)
+    signing.place_of(folder / "moved.bundle").write_bytes(signing.place_of(folder / "good.bundle").read_bytes())
+    sign(mar(folder / "handled.mar"), ours)
+    mar(folder / "wild.mar", f"open({str(root / 'ran')!r}, 'w')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[serve.RunningServer]:
+    with serve.start(
+        model_store=str(store),
+        load="good",
+        management_port=0,
+        allow_code=True,
+        trusted_keys=str(store.parent / "ours.pub"),
+    ) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bare", "theirs", "moved"])
+def test_a_client_cannot_load_what_no_trusted_key_has_signed(server: serve.RunningServer, name: str) -> None:
+    for url in (f"{server.management_url}/models?url={name}.bundle", f"{server.url}/v2/repository/models/{name}/load"):
+        refused = httpx.post(url, timeout=120)
+        assert refused.status_code == 400
+        assert "the bundle was refused" in refused.text
+        assert "/" not in refused.json().get("message", refused.json().get("error", "")).replace("://", "")
+    assert httpx.get(f"{server.url}/v2/models/{name}/ready", timeout=120).status_code == 404
+    assert httpx.get(f"{server.url}/v2/models/good/ready", timeout=120).status_code == 200
+
+
+@pytest.mark.slow
+def test_an_archive_that_is_not_signed_runs_nothing(server: serve.RunningServer, store: Path) -> None:
+    refused = httpx.post(f"{server.management_url}/models?url=wild.mar&initial_workers=1", timeout=120)
+    assert refused.status_code == 400
+    assert not (store.parent / "ran").exists()
+    good = httpx.post(f"{server.management_url}/models?url=handled.mar&initial_workers=1", timeout=120)
+    assert good.status_code == 200
+    assert httpx.post(f"{server.url}/predictions/handled", content=b"x", timeout=120).text == "1"
+
+
+@pytest.mark.slow
+def test_a_server_does_not_start_with_what_is_not_signed(store: Path) -> None:
+    with pytest.raises(BundleError, match="is not signed"):
+        serve.start(store / "bare.bundle", trusted_keys=str(store.parent / "ours.pub"))
