@@ -90,6 +90,28 @@ def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path
     assert state == whole.state(0.0)
 
 
+@pytest.mark.parametrize("slice_bytes", [7, 1 << 16])
+def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "SLICE_BYTES", slice_bytes)
+    told = list(worlds.beginning())
+    folder = worlds.job_folder(tmp_path / "job", told[:1])
+    whole = (worlds.job_folder(tmp_path / "whole", told) / "events.jsonl").read_bytes()
+
+    async def scenario():
+        page = Page(folder, "token")
+        for event in told[1:]:  # the master hears of it and appends it to the file that is being read
+            page.hear(*event)
+        (folder / "events.jsonl").write_bytes(whole)
+        await page.open()
+        await page._tasks[0]
+        await page.close()
+        return page.board
+
+    board = asyncio.run(scenario())
+    assert board.changes == len(told)
+    assert [text for _, _, text, _ in board.said].count("worker-0.0 starts") == 1
+
+
 def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "INTERVAL_S", 30.0)  # so that only the end itself can be the reason for a second state
     folder = worlds.job_folder(tmp_path / "job", [])

@@ -25,10 +25,12 @@ from trueline import events
 from trueline.data.drawn import drawn_by
 from trueline.data.readers import reader_of
 from trueline.data.source import Batch, Source, as_source
-from trueline.errors import RecordsMiscounted, TrainError, UsageError
+from trueline.errors import TrainError, UsageError
 from trueline.train import belongings, devices, nature
 from trueline.train import ledger as books
 from trueline.train.advance import Advance, check_optimizer
+from trueline.train.commit import Commit
+from trueline.train.evaluations import Evaluations
 from trueline.train.faults import Faults
 from trueline.train.fellowship import Fellowship
 from trueline.train.group import GlooGroup, start_store
@@ -44,7 +46,7 @@ from trueline.train.replica import Replica, is_collective
 from trueline.train.report import Report
 from trueline.train.settings import Fault
 from trueline.train.trials import Trials
-from trueline.train.validation import Validation, as_message
+from trueline.train.validation import Validation
 from trueline.wire import train_pb2 as pb
 
 
@@ -105,7 +107,9 @@ class Elastic:
         self._link = link
         self._intake = Intake(self._plan, self._reader, self._fellows, self._pace, seed, kind.draws or shard > 0)
         self._healing = Healing(self._replica, self._fellows, self._faults)
-        self._keeper, self._validation = keeper, validation
+        self._keeper = keeper
+        self._evaluations = Evaluations(validation, self._plan, self._replica, self._fellows, link, keeper)
+        self._commit = Commit(self._plan, self._replica, self._fellows, self._evaluations)
         self._trials = Trials(link, self._plan, source, self._reader, self._replica)
         self._host_waits = devices.of_model(model).type == "cpu"
         """A device computes on when all is on its way, and the hook that says so is not in the main thread."""
@@ -114,7 +118,6 @@ class Elastic:
         self._part = Part()
         self._report = Report(link, self._fellows, self._pace, self._plan)
         self._wishes = 0
-        self._measured_at = -1
 
     # What users see. -------------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class Elastic:
         while True:
             if self._wishes:
                 self._regroup()
-            elif self._validation_due():
+            elif self._evaluations.due(self._at):
                 self._validate()
             elif self._at >= self.total_steps or self._replica.ledger.stopped:
                 if self._finished():
@@ -297,38 +300,20 @@ class Elastic:
 
     def _apply(self, summed: list[float]) -> bool:
         step = self.steps
-        sums = self._checked(summed, step)
+        sums = self._commit.checked(summed)
         if not math.isfinite(sums.loss):
             self._blame_loss(step)
             return False
-        if not self._replica.apply(sums, self._last_value(), left_out=self._plan.left_out(step)):
+        if not self._commit.apply(sums):
             self._report.redone += 1
             events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
             return False
-        certificate = self._certificate(step)
+        certificate = self._commit.certificate()
         self._faults.at("applied", step)
         self._report.applied(step, sums, certificate)
         if self._keeper is not None and self._fellows.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
         return True
-
-    def _checked(self, summed: list[float], step: int) -> books.Sums:
-        try:
-            return books.check(
-                summed,
-                records=len(self._plan.records(step)),
-                plan_digest=self._plan.digest(step),
-                generation=self._fellows.generation,
-                step=step,
-            )
-        except RecordsMiscounted:
-            self._replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
-            raise
-
-    def _certificate(self, step: int) -> dict[str, Any] | None:
-        if not self._plan.ends_epoch(step):
-            return None
-        return self._replica.ledger.close_epoch(self._plan.epoch_of(step))
 
     def _observe(self, summed: list[float]) -> None:
         """This worker took part without a state: keep the sums, and apply them once the state is there."""
@@ -344,60 +329,27 @@ class Elastic:
             missed = self._healing.take()
         except RuntimeError as error:
             return self._abandon(str(error))
-        for one in missed:
-            if isinstance(one, list):
-                self._enter_evaluation(one)
-            else:
-                self._replica.begin()
-                self._replica.recall(one)
-                sums = self._checked(one.words, self.steps)
-                if not math.isfinite(sums.loss):
-                    continue  # nobody applied it
-                if self._replica.apply(sums, self._last_value(), left_out=self._plan.left_out(self.steps)):
-                    self._certificate(self.steps - 1)
+        self._commit.catch_up(missed)
         events.emit("worker.caught_up", step=self.steps, missed=len(missed))
         return True
 
-    # Evaluation. -----------------------------------------------------------------------------------------------
-
-    def _validation_due(self) -> bool:
-        validation, at = self._validation, self._at
-        if validation is None or self._measured_at == at:
-            return False
-        return validation.rule.due(at, self._plan.epoch_steps, self.total_steps)
-
     def _validate(self) -> None:
-        assert self._validation is not None
         at, holds = self._at, self._healing.holds
         self._link.doing("evaluating")
         self._faults.at("evaluating", at)
         try:
-            totals = self._validation.reduced(self._fellows, self._replica if holds else None)
+            totals = self._evaluations.measure(at, holds=holds)
         except RuntimeError as error:
             if not is_collective(error):
                 raise
             self._abandon(str(error))
             return
-        self._measured_at = at
         if holds:
-            self._enter_evaluation(totals)
+            self._evaluations.enter(totals)
             return
         self._healing.keep_evaluation(totals)
         self._healing.wait()  # whether this was the last one follows from the state
         self._catch_up()
-
-    def _last_value(self) -> float | None:
-        """What the evaluation of the state at hand gave; None: there was none."""
-        found = self._replica.ledger.evaluations[-1:]
-        fresh = self._validation is not None and found and found[0]["step"] == self.steps
-        return self._validation.rule.value(found[0]) if self._validation is not None and fresh else None
-
-    def _enter_evaluation(self, totals: list[float]) -> None:
-        assert self._validation is not None
-        evaluation = self._validation.entered(self._replica, totals)
-        self._link.evaluated(as_message(evaluation))
-        if self._keeper is not None and self._fellows.rank == 0 and evaluation["best"]:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=False, best=True)
 
     # Regroup. --------------------------------------------------------------------------------------------------
 
@@ -415,7 +367,8 @@ class Elastic:
         steps = self.steps if self._healing.held else -1
         self._fellows.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
         self._report.regrouped()
-        self._wishes, self._measured_at = 0, -1
+        self._evaluations.again()
+        self._wishes = 0
 
     def _heal(self) -> None:
         self._plan.leave_out(list(self._fellows.view.set_aside))
@@ -430,7 +383,9 @@ class Elastic:
             return False
         self._link.doing("finishing")
         self._faults.at("finishing", self.steps)
-        self._close_stopped_epoch()
+        stopped_within = self._commit.certify_part()
+        if stopped_within and self._keeper is not None and self._fellows.rank == 0:
+            self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
         self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
         self._link.flush()
         if self._keeper is not None and self._fellows.rank == 0:
@@ -439,15 +394,6 @@ class Elastic:
             return True
         self._regroup()
         return False
-
-    def _close_stopped_epoch(self) -> None:
-        """A job that an evaluation stopped ends within an epoch: its certificate is of that part."""
-        ledger = self._replica.ledger
-        if not ledger.stopped or not ledger.epoch_steps:
-            return
-        ledger.close_epoch(self._plan.epoch_of(self.steps), partial=True)
-        if self._keeper is not None and self._fellows.rank == 0:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
 
     # Records that fail. ----------------------------------------------------------------------------------------
 
@@ -459,19 +405,8 @@ class Elastic:
         if records is None:
             records = self._batch.records if self._batch is not None else np.empty(0, np.int64)
         self._batch = None
-        if devices.is_lost(error):
-            raise error  # nothing can be tried here; the master has it tried by who takes this place
-        if isinstance(error, torch.OutOfMemoryError):
-            raise TrainError(
-                f"the device's memory does not hold what {len(records)} records take at once: {error}",
-                hint="set micro_batch to fewer records, or have more workers with a device of their own",
-            ) from error
-        found = self._trials.to_blame(self._at, records)
-        if not found:
-            raise error
-        for one in found:
-            self._link.suspect(self._at, one.record, one.why, one.where)
-        self._abandon(f"records {sorted(one.record for one in found)} failed")
+        accused = self._trials.accuse(error, self._at, records)
+        self._abandon(f"records {accused} failed")
 
     def _blame_loss(self, step: int) -> None:
         """The step's loss is not finite: whoever contributed that looks for the records; nobody applies the step."""

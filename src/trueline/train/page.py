@@ -134,10 +134,14 @@ class Page:
         (self.job_dir / "page.token").unlink(missing_ok=True)
 
     async def _replay(self) -> None:
-        """What earlier lives of the master wrote, in slices, so that the job's decisions need not wait."""
+        """What was written before this page was made, in slices, so that the job's decisions need not wait. No further:
+        what comes after it is heard.
+        """
         with contextlib.suppress(OSError), self._log.open("rb") as log:
-            while log.tell() < self._past:
-                for line in log.readlines(min(SLICE_BYTES, self._past - log.tell())):
+            torn = b""
+            while piece := log.read(min(SLICE_BYTES, self._past - log.tell())):
+                *lines, torn = (torn + piece).split(b"\n")
+                for line in lines:
                     _take(self.board, line)
                 await asyncio.sleep(0)
         early, self._early = self._early or [], None

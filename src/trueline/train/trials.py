@@ -20,7 +20,8 @@ from trueline.data.drawn import place_of
 from trueline.data.readers import ReaderLost, Readers
 from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, Source
-from trueline.errors import RecipeError
+from trueline.errors import RecipeError, TrainError
+from trueline.train import devices
 from trueline.train.link import Link
 from trueline.train.plan import Ints, JobPlan
 from trueline.train.replica import Replica
@@ -70,6 +71,25 @@ class Trials:
         self._link, self._plan, self._source, self._reader, self._replica = link, plan, source, reader, replica
         self.loss_of: Callable[[Batch], torch.Tensor] | None = None
         """Computes the loss of a batch; without it only reading is tried."""
+
+    def accuse(self, error: Exception, step: int, ids: Ints) -> list[int]:
+        """Tells the master which records among this worker's `ids` of `step` have made it raise `error`; returns them.
+
+        Raises `error` again when it was not some of the records, TrainError when they are too many for the device.
+        """
+        if devices.is_lost(error):
+            raise error  # nothing can be tried here; the master has it tried by who takes this place
+        if isinstance(error, torch.OutOfMemoryError):
+            raise TrainError(
+                f"the device's memory does not hold what {len(ids)} records take at once: {error}",
+                hint="set micro_batch to fewer records, or have more workers with a device of their own",
+            ) from error
+        found = self.to_blame(step, ids)
+        if not found:
+            raise error
+        for one in found:
+            self._link.suspect(step, one.record, one.why, one.where)
+        return sorted(one.record for one in found)
 
     def to_blame(self, step: int, ids: Ints) -> list[Blamed]:
         """The records among this worker's `ids` of `step` that fail alone."""
