@@ -31,6 +31,7 @@ from trueline.errors import NotFound, RegistryError, UsageError, listed
 from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.access import AccessLog, Logged
 from trueline.serve.child import revived
+from trueline.serve.cors import Cors, Rule
 from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.follow import Follower
 from trueline.serve.following import AliasFollower, StoreFollower, every
@@ -156,6 +157,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
     }
+    rule = Rule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
@@ -164,7 +166,8 @@ async def run(settings: Settings, announce: Announce) -> None:
     try:
         for what, (app, number) in apps.items():
             if number is not None:
-                await ports.open(what, app if log is None else Logged(app, what, log), number)
+                shown = app if rule is None or what == "metrics" else Cors(app, rule)
+                await ports.open(what, shown if log is None else Logged(shown, what, log), number)
         await _open_grpc(ports, settings, routes, management, keys, log)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
