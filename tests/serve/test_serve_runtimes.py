@@ -21,6 +21,7 @@ from trueline.errors import BundleError, NotProven, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.serve.loading import Way, load
 from trueline.serve.plan import BY_RECORD
+from trueline.serve.recipe_archive import archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 
@@ -163,3 +164,33 @@ def test_machine_code_is_served_where_the_operator_allows_code_and_nowhere_else(
         assert told["platform"] == "pytorch_aotinductor"
         answer = httpx.post(f"{server.url}/predictions/scaled", json=x.tolist(), timeout=60).json()
         np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-6)
+
+
+RECIPE = """
+def model(): ...
+def loss(outputs, labels): ...
+def optimizer(params): ...
+def dataset(mode): ...
+"""
+
+
+def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(tmp_path: Path) -> None:
+    pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
+    bundle = sealed(tmp_path / "scaled.bundle", ["onnx", "torch_export"])
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    made = archive(bundle, tmp_path / "recipe.py", tmp_path / "scaled.mar", any_recipe=True)
+    x = np.array([[0.5, -1.0, 2.0]], np.float32)
+    with torch.no_grad():
+        at, zero = scaled()(torch.from_numpy(x))[0], scaled()(torch.zeros(1, 3))[0]
+    with serve.start(made, allow_code=True) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+        for path in ("/explanations/scaled", "/v1/models/scaled:explain", "/v2/models/scaled/explain"):
+            found = client.post(path, json=x.tolist(), headers={"target": "1"})
+            assert found.status_code == 200, found.text
+            told = found.json()
+            assert told["target"] == 1
+            (values,) = told["attributions"].values()
+            assert np.shape(values) == (1, 3)
+            assert np.sum(values) == pytest.approx(float(at[1] - zero[1]), abs=1e-2), "they add up to the difference"
+        wrong = client.post("/explanations/scaled", json=x.tolist(), headers={"target": "7"})
+        assert (wrong.status_code, "target 7 is outside" in wrong.json()["message"]) == (400, True)
+        assert client.post("/predictions/scaled", json=x.tolist()).status_code == 200
