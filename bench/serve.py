@@ -129,7 +129,10 @@ def overhead(bench: Bench) -> Figures:
                 answer_bytes = first_answer(client, request)
             with floor(len(request), answer_bytes) as (pid, port):
                 floor_us = cpu_us(pid, port, request, bench.seconds / 2)
+            with floor(len(request), answer_bytes, bundle.program_path()) as (pid, port):
+                bare_us = cpu_us(pid, port, request, bench.seconds, 1)
             found |= {f"overhead_us_{name}": round(spent_us[8] - raw_us, 1), f"floor_us_{name}": round(floor_us, 1)}
+            found |= {f"bare_us_{name}_c1": round(bare_us - raw_us, 1)}
             found |= {f"overhead_us_{name}_c{clients}": round(spent_us[clients] - raw_us, 1) for clients in (1, 32)}
     return found
 

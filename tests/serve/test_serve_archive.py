@@ -10,9 +10,11 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import httpx
 import mar_worlds as worlds
 import pytest
 
+from trueline import serve
 from trueline.cli import app
 from trueline.files import sha256_file
 from trueline.serve import archive
@@ -212,3 +214,46 @@ def test_an_archive_without_a_program_is_told_how_to_become_a_bundle(
 def test_a_configuration_outside_the_archive_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="which the archive does not hold"):
         unpacked(worlds.mar(tmp_path / "a.mar", configFile="../../etc/hosts"), tmp_path)
+
+
+SCORED = """
+    import torch
+
+    class Handler:
+        def initialize(self, context):
+            folder = context.system_properties["model_dir"]
+            self.model = torch.jit.load(folder + "/model.pt")
+
+        def handle(self, data, context):
+            with torch.no_grad():
+                return [self.model(torch.tensor([row["body"]])).tolist()[0] for row in data]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:.*torch\.jit")
+def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).eval()
+    torch.jit.save(torch.jit.trace(model, torch.randn(2, 3)), tmp_path / "model.pt")
+    program = {"model.pt": (tmp_path / "model.pt").read_bytes()}
+    store = tmp_path / "store"
+    store.mkdir()
+    made = worlds.mar(store / "noop.mar", SCORED, extra=program, serializedFile="model.pt")
+    asked = ["import", str(made), "--out", str(tmp_path / "noop.bundle")]
+    assert app.run(asked) == 2
+    assert "--example" in capsys.readouterr().err
+    assert app.run([*asked, "--example", "input=FP32[batch,3]"]) == 0
+    assert "left behind: the handler 'noop.py'" in capsys.readouterr().out
+    row = [0.5, -1.0, 2.0]
+    answers = []
+    for source, options in ((tmp_path / "noop.bundle", {}), (made, {"allow_code": True})):
+        with serve.start(source, **options) as server:  # type: ignore[arg-type]
+            found = httpx.post(f"{server.url}/predictions/{server.model}", json=row, timeout=120)
+            assert found.status_code == 200, found.text
+            answers.append(found.json())
+    assert answers[0] == pytest.approx(answers[1], rel=1e-6)

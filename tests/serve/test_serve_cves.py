@@ -1,8 +1,9 @@
 """What was done to other model servers, done to this one: one replay for each published hole that could be here.
 
-Holes without a counterpart here are left out: shared-memory names (CVE-2025-23319 and its chain, CVE-2023-31036's
-plugins), since no request names memory, and pickles between services (CVE-2024-2912, CVE-2025-27520, CVE-2025-32375),
-of which the request path is replayed below.
+Holes without a counterpart here are left out: shared-memory names (CVE-2025-23319, CVE-2025-23320, CVE-2025-23334,
+CVE-2023-31036's plugins), since no request names memory (that there is no such path is asked below), and pickles
+between services (CVE-2024-2912, CVE-2024-9070, CVE-2025-27520, CVE-2025-32375), of which the request path is replayed.
+CVE-2025-23317 and CVE-2025-23327 are bodies that lie about their size, as those of CVE-2025-33201.
 """
 
 from __future__ import annotations
@@ -193,3 +194,36 @@ def test_cve_2024_2912_and_2025_32375_a_pickle_in_a_request_is_bytes_and_no_obje
     assert not (tmp_path / "mark").exists()
     pickle.loads(evil)
     assert (tmp_path / "mark").exists(), "the pickle was no threat"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v2/systemsharedmemory/status"),
+        ("POST", "/v2/systemsharedmemory/region/a/register"),
+        ("POST", "/v2/cudasharedmemory/region/a/register"),
+        ("POST", "/v2/trace/setting"),
+        ("POST", "/v2/logging"),
+    ],
+)
+def test_cve_2025_23319_no_path_names_memory_and_no_error_tells_one(
+    server: RunningServer, method: str, path: str
+) -> None:
+    body = {"key": "/triton_python_backend_shm_region_1", "offset": 0, "byte_size": 8}
+    found = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+    assert (found.status_code, found.json()) == (404, {"error": "Not Found"})
+    tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"shared_memory_region": "a"}}
+    refused = httpx.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": [tensor]}, timeout=60)
+    assert refused.status_code == 400
+    assert "shm" not in refused.text
+
+
+def test_cve_2025_54381_an_address_that_comes_as_data_is_not_fetched(server: RunningServer) -> None:
+    called = Listener()
+    for path in ("/predictions/tiny", "/invocations", "/v1/models/tiny:predict"):
+        form = httpx.post(f"{server.url}{path}", files={"data": ("x", called.url.encode())}, timeout=60)
+        assert form.status_code == 415
+        for body in ({"instances": [called.url]}, {"x": called.url}, called.url):
+            assert httpx.post(f"{server.url}{path}", json=body, timeout=60).status_code == 400
+    assert not called.was_called()
+    called.socket.close()

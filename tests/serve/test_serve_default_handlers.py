@@ -175,3 +175,25 @@ def test_an_explanation_without_captum_says_what_is_missing(tmp_path: Path, monk
     handler.initialize(context(tmp_path, serializedFile=scripted(tmp_path, Means())))
     with pytest.raises(PredictionException, match="need the package captum"):
         handler.handle([{"body": png((1, 2, 3))}], context(tmp_path, explain=True))
+
+
+def test_an_image_is_explained_by_what_each_of_its_values_adds_to_the_class(tmp_path: Path) -> None:
+    pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
+    handler = ImageClassifier()
+    told = context(tmp_path, serializedFile=scripted(tmp_path, Means()))
+    handler.initialize(told)
+    (scores,) = handler.inference(handler.preprocess([{"body": png((10, 200, 30))}]))
+    asked = {"body": png((10, 200, 30)), "target": b"1"}
+    found = torch.tensor(handler.handle([asked], context(tmp_path, explain=True))[0])
+    assert found.shape[-3:] == (3, 224, 224)
+    by_channel = found.reshape(3, -1).sum(dim=1)
+    assert by_channel[1] == pytest.approx(float(scores[1]), rel=1e-3), "the mean of the channel is its values' sum"
+    assert not by_channel[0]
+    assert not by_channel[2]
+
+
+def test_a_handler_that_explains_nothing_says_so(tmp_path: Path) -> None:
+    handler = BaseHandler()
+    with pytest.raises(PredictionException, match="explains nothing") as refused:
+        handler.get_insights(None, None, 0)
+    assert refused.value.error_code == 501

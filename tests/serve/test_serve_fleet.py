@@ -307,6 +307,51 @@ def test_a_bundle_that_was_exchanged_since_is_not_restored_and_not_forgotten(she
     second.close()
 
 
+def test_a_bundle_that_vanishes_from_the_store_is_served_on_and_missed_where_it_is_asked_for(
+    shelf: Path, tmp_path: Path
+) -> None:
+    folder, state = tmp_path / "store", tmp_path / "served.json"
+    shutil.copytree(shelf / "tiny.bundle", folder / "tiny.bundle")
+    office = Office(folder, state=state)
+    assert office.manage("POST", "/models?url=tiny.bundle&initial_workers=1")[0] == 200
+    shutil.rmtree(folder / "tiny.bundle")
+    assert office.ask("POST", "/predictions/tiny", b"[1, 2, 3]") == (200, [3.0, 5.0, 7.0])
+    status, said = office.manage("POST", "/models?url=tiny.bundle&model_version=2&initial_workers=1")
+    assert (status, said["message"]) == (404, "Model not found at: tiny.bundle")
+    assert office.ask("POST", "/v2/repository/models/tiny/load")[0] == 404
+    assert office.ask("POST", "/predictions/tiny", b"[1, 2, 3]") == (200, [3.0, 5.0, 7.0])
+    office.close()
+    later = Office(folder, state=state)
+    missing = later.run(later.fleet.restore(wanted.read(state), later.find))
+    assert missing == ["tiny version 1: Model not found at: tiny.bundle"]
+    assert later.ask("GET", "/v2/health/ready")[0] == 503
+    assert later.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 503
+    assert later.fleet.wanted() == wanted.read(state), "it is wanted on"
+    later.close()
+
+
+def test_the_default_version_stays_while_there_are_others(office: Office) -> None:
+    for version in ("1", "2"):
+        assert office.manage("POST", f"/models?url=pair/{version}.bundle&model_name=pair&initial_workers=1")[0] == 200
+    status, said = office.manage("DELETE", "/models/pair/1")
+    assert (status, said["type"]) == (403, "InvalidModelVersionException")
+    assert said["message"] == "Cannot remove default version for model pair"
+    assert office.manage("DELETE", "/models/pair/2")[0] == 200
+    assert office.manage("DELETE", "/models/pair/1")[0] == 200
+
+
+def test_models_are_listed_by_name_in_pages(office: Office) -> None:
+    for name in ("c", "a", "b"):
+        assert office.manage("POST", f"/models?url=tiny.bundle&model_name={name}")[0] == 200
+    first = office.manage("GET", "/models?limit=2")[1]
+    assert [one["modelName"] for one in first["models"]] == ["a", "b"]
+    second = office.manage("GET", f"/models?limit=2&next_page_token={first['nextPageToken']}")[1]
+    assert [one["modelName"] for one in second["models"]] == ["c"]
+    assert "nextPageToken" not in second
+    for odd in ("limit=0", "limit=500", "limit=x&next_page_token=y", "next_page_token=-3"):
+        assert len(office.manage("GET", f"/models?{odd}")[1]["models"]) == 3
+
+
 def test_an_act_that_cannot_be_written_down_is_undone(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

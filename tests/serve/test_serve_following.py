@@ -21,8 +21,8 @@ from trueline.registry.add import register
 from trueline.serve import remote, start
 from trueline.serve.fleet import Found
 from trueline.serve.following import Act, AliasFollower, Ledger, StoreFollower, stamp
-from trueline.serve.server import find
 from trueline.serve.settings import Settings, from_arguments, to_arguments
+from trueline.serve.sources import find
 
 ROWS = json.dumps([[1, 2, 3]]).encode()
 

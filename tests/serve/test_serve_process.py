@@ -24,7 +24,7 @@ from trueline import serve
 from trueline.bundle import pack
 from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, UsageError
 from trueline.serve import RunningServer
-from trueline.serve.server import find
+from trueline.serve.sources import find
 
 pytestmark = pytest.mark.slow
 

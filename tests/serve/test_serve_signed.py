@@ -20,8 +20,8 @@ from trueline.bundle import open_bundle, signing
 from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, UsageError
-from trueline.serve.server import find
 from trueline.serve.signed import sign
+from trueline.serve.sources import find
 
 
 def key(folder: Path, name: str) -> Path:

@@ -10,8 +10,8 @@ from trueline.cli._progress import progress
 from trueline.cli.options import json_option, quiet_option, say, verb
 
 _EXAMPLES = """
-trueline import resnet.mar --out resnet.bundle
-    the archive's TorchScript or ONNX program becomes a bundle, proven against the file itself
+trueline import resnet.mar --out resnet.bundle --example "x=FP32[batch,3,224,224]"
+    the archive's TorchScript becomes a bundle, proven against the file itself; an ONNX file says its own inputs
 
 trueline import archives/densenet --overwrite
     the same of an archive that is a folder, in place of densenet.bundle
@@ -21,13 +21,23 @@ trueline import archives/densenet --overwrite
 @verb("import", examples=_EXAMPLES)
 @click.argument("archive")
 @click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; NAME.bundle if left out.")
+@click.option(
+    "--example",
+    "inputs",
+    multiple=True,
+    metavar="INPUT",
+    help="What TorchScript takes: NAME=FP32[batch,3,9] or a file.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that exists.")
 @json_option
 @quiet_option
-def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet: bool) -> None:
+def command(
+    archive: str, out: str | None, inputs: tuple[str, ...], overwrite: bool, as_json: bool, quiet: bool
+) -> None:
     """Turn a TorchServe archive into a bundle.
 
-    Its TorchScript or ONNX file is wrapped as `trueline capture FILE` does. The handler's code stays behind: a
+    Its TorchScript or ONNX file is wrapped as `trueline capture FILE` does; TorchScript does not say the shapes of its
+    inputs, so that --example does. The handler's code stays behind: a
     bundle takes tensors and gives tensors. An archive of weights and a model.py holds no program, and is told
     how to become one; nothing of its code is run. ARCHIVE is a .mar, a .tar.gz or a folder.
     """
@@ -59,7 +69,7 @@ def command(archive: str, out: str | None, overwrite: bool, as_json: bool, quiet
 
         name = told.model if NAME.fullmatch(told.model) else stem(Path(archive).name)  # it may be a path to elsewhere
         target = Path(out or f"{name}.bundle")
-        captured = capture_file(program, target, overwrite=overwrite)
+        captured = capture_file(program, target, overwrite=overwrite, inputs=inputs)
     lines = [f"{one.format}: {one.verdict}" for one in captured.programs]
     lines += [f"bundle: {captured.path}", f"left behind: the handler '{told.handler}' and its labels; send tensors"]
     facts = {"path": str(captured.path), "digest": captured.digest, "handler": told.handler, "archive": found.digest}

@@ -47,6 +47,7 @@ trueline serve --ts-config config.properties --allow-code
 @click.option("--private-key", metavar="FILE", help="Its key, if that is in a file of its own.")
 @click.option("--client-ca", metavar="FILE", help="Ask clients for a certificate of this authority.")
 @click.option("--trusted-keys", metavar="FILE", help="Serve only what one of these public keys has signed.")
+@click.option("--cors-origin", default="", metavar="ORIGIN", help="Let pages of this origin, or *, read answers.")
 @click.option("--program", default="", metavar="FORMAT", help="Run this of a bundle's programs, not the one it names.")
 @click.option("--device", default="", metavar="DEVICE", help="cuda, cuda:1, or OpenVINO's GPU; the CPU if left out.")
 @click.option("--precision", default="", metavar="NAME", help="bf16 or fp16, where the runtime computes in it.")

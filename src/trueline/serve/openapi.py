@@ -19,7 +19,7 @@ MANY = 64
 _JSON_TYPES = {"F": "number", "I": "integer", "U": "integer", "B": "boolean"}
 """By the first letter of a datatype."""
 _OIP_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-_TS_ERROR = {
+_TS_ERROR: Document = {
     "type": "object",
     "required": ["code", "type", "message"],
     "properties": {"code": {"type": "integer"}, "type": {"type": "string"}, "message": {"type": "string"}},

@@ -8,29 +8,23 @@ and long runs happen in threads; the event loop never waits for them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import json
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from trueline import events, files
+from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signing import Trusted
-from trueline.errors import NotFound, RegistryError, UsageError, listed
+from trueline.errors import UsageError, listed
 from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
 from trueline.serve.access import AccessLog, Logged
-from trueline.serve.child import revived
+from trueline.serve.cors import Cors, Rule
 from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.follow import Follower
 from trueline.serve.following import AliasFollower, StoreFollower, every
@@ -44,6 +38,7 @@ from trueline.serve.ports import Field, Ports
 from trueline.serve.repository import Repository
 from trueline.serve.routes import Routes
 from trueline.serve.settings import Settings
+from trueline.serve.sources import Sources, in_thread
 from trueline.serve.stop import Stop
 from trueline.serve.store import Entry, Store, check_name
 from trueline.serve.tokens import Keys, Kind
@@ -51,49 +46,8 @@ from trueline.serve.workflows.register import Workflows
 
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
-_RESOLVE_S = 300.0
 
-T = TypeVar("T")
 Announce = Callable[[dict[str, Field]], None]
-
-
-def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Found:
-    """The bundle behind `source`: a path, a URL, or a registry's name; `signed`: with what vouches for it.
-
-    A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
-    """
-    if remote.is_url(source):
-        bundle = remote.fetched(source, files.user_cache() / "served")
-        signature = remote.signature(source) if signed else None
-        return Found(path=bundle.path, digest=bundle.digest, signature=signature)
-    if not source.startswith("models:/"):
-        return Found(path=Path(source))
-    command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
-    if tracking_uri is not None:
-        command += ["--tracking-uri", tracking_uri]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RegistryError(f"the registry did not resolve {source} within {_RESOLVE_S:g} s") from error
-    try:
-        reply = json.loads(done.stdout.strip().splitlines()[-1])
-        if done.returncode:
-            raise revived(reply["error"], reply)
-        return Found(
-            path=Path(reply["path"]),
-            name=reply["name"],
-            version=str(reply["version"]),
-            digest=reply["digest"],
-            signature=reply.get("signature"),
-        )
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        said = done.stderr.strip().splitlines()
-        last = f"; it said: {said[-1]}" if said else ""
-        raise RegistryError(
-            f"the registry's answer for {source} is not understood (exit code {done.returncode}){last}"
-        ) from error
 
 
 async def run(settings: Settings, announce: Announce) -> None:
@@ -125,13 +79,13 @@ async def run(settings: Settings, announce: Announce) -> None:
     )
     state = Path(settings.state) if settings.state is not None else None
     fleet = Fleet(
-        models, loop, lambda work: _in_thread(loop, work), how=how, state=state, handlers=handlers_of(settings)
+        models, loop, lambda work: in_thread(loop, work), how=how, state=state, handlers=handlers_of(settings)
     )
-    sources = _Sources(settings, store, loop)
+    sources = Sources(settings, store, loop)
     workflows = Workflows(
         fleet,
         loop,
-        lambda work: _in_thread(loop, work),
+        lambda work: in_thread(loop, work),
         sources.allowed,
         store=_workflow_store(settings, store),
         state=state,
@@ -156,6 +110,7 @@ async def run(settings: Settings, announce: Announce) -> None:
         "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
     }
+    rule = Rule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
@@ -164,7 +119,8 @@ async def run(settings: Settings, announce: Announce) -> None:
     try:
         for what, (app, number) in apps.items():
             if number is not None:
-                await ports.open(what, app if log is None else Logged(app, what, log), number)
+                shown = app if rule is None or what == "metrics" else Cors(app, rule)
+                await ports.open(what, shown if log is None else Logged(shown, what, log), number)
         await _open_grpc(ports, settings, routes, management, keys, log)
         record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
@@ -285,31 +241,6 @@ class _MetricsOnly:
         return torchserve.refusal(status, message)
 
 
-class _Sources:
-    """What a source leads to: for the operator anything, for a client what the operator allows."""
-
-    def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
-        self._uri = settings.tracking_uri
-        self._signed = settings.trusted_keys is not None
-        self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
-        self._store = store
-        self._loop = loop
-
-    async def operator(self, source: str) -> Found:
-        """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
-        if self._store is not None and not source.startswith(("/", "models:/")) and not remote.is_url(source):
-            return Found(path=self._store.find(source))
-        return await _in_thread(self._loop, lambda: find(source, self._uri, signed=self._signed))
-
-    async def allowed(self, url: str) -> Found:
-        """Raises NotFound for what no client may load."""
-        if url.startswith("models:/") and self._registry:
-            return await _in_thread(self._loop, lambda: find(url, self._uri, signed=self._signed))
-        if self._store is None or ":" in url:
-            raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
-        return Found(path=self._store.find(url))
-
-
 async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
     asked = asyncio.ensure_future(stop.asked.wait())
     both: set[asyncio.Future[Any]] = {work, asked}
@@ -321,29 +252,8 @@ async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str
     return None
 
 
-def _in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` returns, from a daemon thread: a server that is told to stop does not wait for a load to end."""
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def settle(act: Callable[[], None]) -> None:
-        if not answer.done():
-            act()
-
-    def body() -> None:
-        try:
-            made = work()
-            act = partial(answer.set_result, made)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: it is raised again where the answer is awaited
-            act = partial(answer.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, act)
-
-    threading.Thread(target=body, name="load", daemon=True).start()
-    return answer
-
-
 async def _begin(
-    settings: Settings, fleet: Fleet, workflows: Workflows, store: Store | None, sources: _Sources
+    settings: Settings, fleet: Fleet, workflows: Workflows, store: Store | None, sources: Sources
 ) -> dict[str, Field]:
     """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
     models = fleet.models
@@ -418,17 +328,17 @@ def _version_of(path: Path) -> str:
     return archive.peek(path).version if archive.is_archive(path) else "1"
 
 
-async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: _Sources) -> dict[str, Field]:
+async def _load_source(settings: Settings, source: str, fleet: Fleet, sources: Sources) -> dict[str, Field]:
     found = await sources.operator(_whole(source))
     # An alias may move while the server is down: what is wanted is the version that was served.
     kept = _whole(source) if found.version is None else f"models:/{found.name}/{found.version}"
     loop = asyncio.get_running_loop()
     name = settings.name or found.name
     if name is None:
-        name = await _in_thread(loop, lambda: _bundle_name(found.path))
+        name = await in_thread(loop, lambda: _bundle_name(found.path))
     version = settings.version or found.version
     if version is None:
-        version = await _in_thread(loop, lambda: _version_of(found.path))
+        version = await in_thread(loop, lambda: _version_of(found.path))
     try:
         made = await fleet.load(found, name, version, source=kept, replace_it=True)
     except Refused as error:

@@ -34,6 +34,12 @@ class Settings:
     """PEM file of the authority whose certificates clients have to show."""
     trusted_keys: str | None = None
     """PEM file of Ed25519 public keys: only what one of them has signed is served, bundle or archive."""
+    cors_origin: str = ""
+    """The origin whose pages a browser lets read answers, `https://example.org`, or `*`; empty: none."""
+    cors_methods: str = ""
+    """What such pages may ask with; empty: what the server knows."""
+    cors_headers: str = ""
+    """Headers that they may send beside those that the server knows."""
     program: str = ""
     """Format of the program to run, of those that a bundle has; empty: the one that it says. `aotinductor` is machine
     code and needs `allow_code`."""
@@ -120,6 +126,9 @@ class Options(TypedDict, total=False):
     private_key: str | None
     client_ca: str | None
     trusted_keys: str | None
+    cors_origin: str
+    cors_methods: str
+    cors_headers: str
     program: str
     device: str
     precision: str

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..handler_utils.timer import timed
-from ..utils.util import list_classes_from_module, load_label_mapping
+from ..utils.util import PredictionException, list_classes_from_module, load_label_mapping
 
 
 class BaseHandler:
@@ -159,7 +159,7 @@ class BaseHandler:
 
     def get_insights(self, tensor_data: Any, _: Any, target: Any = 0) -> Any:
         """Override it to explain."""
-        raise NotImplementedError(f"{type(self).__name__} explains nothing: it has no get_insights")
+        raise PredictionException(f"{type(self).__name__} explains nothing: it has no get_insights", 501)
 
     def describe_handle(self) -> Any:
         """Override it to describe."""

@@ -1,0 +1,101 @@
+"""Bundles in real S3 servers, where s3fs and the servers are installed: `make test-s3`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from s3_worlds import CHECKING, KEY, SECRET, SERVERS
+
+from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, pack, seal
+from trueline.errors import BundleError, StorageError
+from trueline.serve import remote
+
+pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the packages' own warnings are theirs
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a server, each of them in turn."""
+    with SERVERS[request.param](tmp_path / "served") as url:
+        yield url
+
+
+def sealed(folder: Path) -> Bundle:
+    """A bundle whose program nobody here runs."""
+    source = folder / "source"
+    (source / "programs").mkdir(parents=True)
+    (source / "programs" / "model.onnx").write_bytes(b"program" * 100_000)
+    x = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
+    entry = ProgramEntry(
+        format="onnx", file="programs/model.onnx", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
+    )
+    ones = np.ones((2, 3), np.float32)
+    contents = Contents(
+        name="digits",
+        signature=Signature(inputs=(x,), outputs=(x,), dims={"batch": Dim()}),
+        programs=[(entry, source)],
+        serve="onnx",
+        golden=[Golden(case="2", inputs={"x": ones}, outputs={"x": ones})],
+        evidence=[],
+        lineage={},
+        summary=Summary(recipe="none", recipe_digest="0"),
+    )
+    return seal(folder / "digits.bundle", contents)
+
+
+@pytest.fixture
+def store(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Bundle]:
+    """A bucket that holds a bundle as a folder and packed, each with a signature beside it; and the bundle."""
+    import fsspec
+    from fsspec.config import conf
+
+    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": server})
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    bundle = sealed(tmp_path)
+    packed = pack(bundle.path, tmp_path / "digits.tlb")
+    fs.mkdir("models")
+    fs.put_file(str(packed), "models/digits.tlb")
+    for name in ("bundle.json", *bundle.manifest.files):
+        fs.put_file(str(bundle.path / name), f"models/digits.bundle/{name}")
+    fs.pipe_file("models/digits.tlb.sig", b"trueline-signature-1 a b\n")
+    return "s3://models", bundle
+
+
+@pytest.mark.parametrize("name", ["digits.tlb", "digits.bundle"])
+def test_a_bundle_comes_from_s3_verified_and_only_the_one_of_its_digest(
+    store: tuple[str, Bundle], name: str, tmp_path: Path
+) -> None:
+    root, bundle = store
+    found = remote.fetched(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
+    assert found.digest == bundle.digest
+    assert found.program_path().read_bytes() == bundle.program_path().read_bytes()
+    with pytest.raises(BundleError, match="asked for was 000000000000"):
+        remote.fetched(f"{root}/{name}#sha256:{'0' * 64}", tmp_path / "other")
+    with pytest.raises(BundleError, match="there is no bundle at"):
+        remote.fetched(f"{root}/nobody.tlb", tmp_path / "other")
+
+
+def test_what_vouches_for_a_bundle_in_s3_lies_beside_it(store: tuple[str, Bundle]) -> None:
+    root, _ = store
+    assert remote.signature(f"{root}/digits.tlb") == "trueline-signature-1 a b\n"
+    assert remote.signature(f"{root}/digits.bundle/") is None
+
+
+@pytest.mark.parametrize("server", CHECKING, indirect=True)
+def test_a_store_that_refuses_the_key_is_an_error_and_names_no_secret(
+    store: tuple[str, Bundle], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+    from fsspec.config import conf
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": server})
+    with pytest.raises((StorageError, BundleError)) as refused:
+        remote.fetched(f"{store[0]}/digits.tlb", tmp_path / "cache")
+    assert "another-secret" not in str(refused.value)

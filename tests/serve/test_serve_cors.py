@@ -1,0 +1,94 @@
+"""Pages of the origin that is named read answers, pages of others do not, and nobody gets in who has no token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import serve_worlds as worlds
+
+from trueline import serve
+from trueline.errors import UsageError
+from trueline.serve import properties
+from trueline.serve.cors import Cors, Rule
+from trueline.serve.http import Later, Request, Response, plain
+
+OURS = "https://example.org"
+
+
+def cors(answer: object, origin: str = OURS) -> Cors:
+    rule = Rule.of(origin, "", "x-mine")
+    assert rule is not None
+    return Cors(worlds.Answers(answer), rule)
+
+
+def asked(origin: str | None = OURS, method: str = "POST", **headers: str) -> Request:
+    named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return Request(method, b"/ping", named | ({} if origin is None else {b"origin": origin.encode()}), b"")
+
+
+def told(answer: object) -> bytes:
+    assert isinstance(answer, Response)
+    return plain(answer, b"")
+
+
+def test_an_answer_says_who_may_read_it_to_who_may() -> None:
+    shared = Response(200, b"{}", lead=b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n")
+    assert b"access-control-allow-origin: https://example.org\r\n" in told(cors(shared).answer(asked()))
+    assert b"vary: origin" in told(cors(shared).answer(asked()))
+    for other in (None, "https://example.org.evil.com", "null"):
+        assert b"access-control" not in told(cors(shared).answer(asked(other)))
+    assert b"access-control-allow-origin: *\r\n" in told(cors(shared, "*").answer(asked("https://else.where")))
+    assert shared.headers == b"", "others are answered with the same"
+
+
+def test_what_comes_later_is_marked_then_and_withdrawn_with_its_client() -> None:
+    later = Later()
+    found = cors(later).answer(asked())
+    assert isinstance(found, Later)
+    later.set_result(Response(200, b"{}"))
+    assert b"access-control-allow-origin" in told(found.result())
+    gone = Later()
+    waiting = cors(gone).answer(asked())
+    assert isinstance(waiting, Later)
+    waiting.cancel()
+    assert gone.cancelled()
+    dropped = Later()
+    passed = cors(dropped).answer(asked())
+    assert isinstance(passed, Later)
+    dropped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        passed.result()
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://a.org/path", "https://a.org, https://b.org", "a\r\nb: c"])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(UsageError, match="cors_origin"):
+        Rule.of(origin, "", "")
+    with pytest.raises(UsageError, match="names none"):
+        Rule.of("", "GET", "")
+
+
+@pytest.mark.slow
+def test_a_browsers_preflight_needs_no_token_and_opens_no_door(tmp_path: Path) -> None:
+    config = tmp_path / "config.properties"
+    config.write_text(f"cors_allowed_origin={OURS}\ncors_allowed_methods=POST\ncors_allowed_headers=X-Mine\n")
+    found = properties.read(config, {})
+    assert not found.ignored
+    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    with serve.start(source, key_file=str(tmp_path / "keys.json"), **found.options) as running:
+        url = f"{running.url}/predictions/tiny"
+        before = httpx.options(url, headers={"origin": OURS, "access-control-request-method": "POST"}, timeout=60)
+        assert before.status_code == 200
+        assert before.headers["access-control-allow-methods"] == "POST"
+        assert "X-Mine" in before.headers["access-control-allow-headers"]
+        refused = httpx.post(url, content=b"[1, 2, 3]", headers={"origin": OURS}, timeout=60)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == OURS, "the page may read why"
+        others = httpx.options(
+            url, headers={"origin": "https://else.where", "access-control-request-method": "POST"}, timeout=60
+        )
+        assert others.status_code == 401
+        assert "access-control-allow-origin" not in others.headers
