@@ -56,7 +56,7 @@ class DatasetSource:
         check_indices(indices, self._num_records, f"dataset {self._kind}")
         wanted: list[int] = indices.tolist()
         items = self._items(wanted)
-        if all(type(item) is tuple and len(item) == 2 for item in items):  # nearly always; the rest is slower
+        if set(map(type, items)) == {tuple} and set(map(len, items)) == {2}:  # nearly always; the rest is slower
             pairs = items
         else:
             pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]

@@ -270,7 +270,7 @@ class Elastic:
         """The allreduce and what follows from it; True when the step was applied."""
         if self._replica.broken is not None:
             return self._abandon(str(self._replica.broken))
-        self._faults.arm_backward(self._at, next(iter(self.model.parameters())))
+        self._faults.arm_backward(self._at, self.model)
         try:
             words = self._words()
             self._link.doing("waiting")
@@ -282,8 +282,7 @@ class Elastic:
             return self._abandon(str(error))
         self._link.doing("committing")
         self._faults.at("allreduced", self._at)
-        self._pace.lap("wait")
-        self._pace.measured(self._part.count)
+        self._pace.summed(self._part.count)
         self._wishes = round(summed[6])
         self._fellows.heard(summed[books.WORDS :])
         self._healing.heard(round(summed[7]))
