@@ -44,7 +44,8 @@ def mark() -> tuple[Any, ...]:
     """Where the generators stand; equal marks mean that nothing was drawn in between."""
     import torch
 
-    host = torch.default_generator.get_state().numpy().tobytes()
+    state = torch.default_generator.get_state()
+    host = ctypes.string_at(state.data_ptr(), state.nbytes)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _pythons_place(), _numpys_place(), host, *(state.numpy().tobytes() for state in _on_cuda())
     return _pythons_place(), _numpys_place(), host

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from trueline.errors import RecipeError, listed
@@ -222,8 +223,7 @@ class Replica:
                 roots.append((zeros, torch.ones_like(zeros)))
         self._enter(words)
         roots.append((self._replicated.words, self._contribution))
-        roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        _backward([pair for pair in roots if pair[0].requires_grad])
         self._take_back()
         gradient = self._replicated.words.grad
         assert gradient is not None
@@ -388,6 +388,14 @@ class Replica:
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.advance.averaged()
+
+
+def _backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As torch.autograd.backward(tensors, gradients), without its comparison of their shapes, which are equal here."""
+    tensors, gradients = zip(*roots, strict=True)
+    Variable._execution_engine.run_backward(
+        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
