@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trueline.data import order
 from trueline.train import shares
 from trueline.train.fellowship import Fellowship
+from trueline.train.pace import Pace
 from trueline.wire import train_pb2 as pb
 
 RATES = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=8)
@@ -47,7 +48,7 @@ def test_noise_below_a_tenth_moves_no_record_unless_it_lasts():
 
 
 @pytest.mark.parametrize(("known", "steps"), [([-100.0, -100.0], 1), ([100.0, 100.0], shares.STEADY)])
-def test_a_split_that_was_only_tried_gives_way_to_the_first_step_that_was_measured(known, steps):
+def test_a_split_that_was_only_tried_gives_way_to_the_first_steps_that_were_measured(known, steps):
     fellows = Fellowship(None, None, None, view=pb.View(members=["a", "b"]), plan=pb.Plan(rates=known))  # type: ignore[arg-type]
     fellows.start_shares([False, False])
     needed = 0
@@ -56,6 +57,23 @@ def test_a_split_that_was_only_tried_gives_way_to_the_first_step_that_was_measur
         fellows.heard([100.0, 94.0])
     assert needed == steps
     assert fellows.weights == (100.0, 94.0)
+    again = shares.STEADY if known[0] > 0 else 1  # the first measurement was not the last word either
+    for _ in range(again):
+        fellows.heard([106.0, 94.0])
+    assert fellows.weights == (106.0, 94.0)
+
+
+def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkeypatch):
+    pace, clock = Pace(), iter([0.0, 0.0, 2.0, 2.0, 10.0, 10.0, 11.0, 11.0, 20.0, 20.0, 21.5, 21.5])
+    monkeypatch.setattr("trueline.train.pace.time.perf_counter", lambda: next(clock))
+    rates = []
+    for _ in range(3):  # 100 records in 2 s, in 1 s, in 1.5 s
+        pace.begin()
+        pace.read()
+        pace.computed()
+        pace.summed(100)
+        rates.append(pace.rate)
+    assert rates == [50.0, 100.0, shares.smoothed(100.0, 100 / 1.5)]
 
 
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [-5.0, 0.0]])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +37,8 @@ class DatasetSource:
         self._dataset = dataset
         self._mode = mode
         self._kind = type(dataset).__qualname__
+        self._collated: Callable[[list[Any]], Any] | None = None
+        """torch's own, once it is imported."""
         try:
             self._num_records = len(dataset)
         except (TypeError, NotImplementedError) as error:
@@ -56,7 +58,7 @@ class DatasetSource:
         check_indices(indices, self._num_records, f"dataset {self._kind}")
         wanted: list[int] = indices.tolist()
         items = self._items(wanted)
-        if all(type(item) is tuple and len(item) == 2 for item in items):  # nearly always; the rest is slower
+        if set(map(type, items)) == {tuple} and set(map(len, items)) == {2}:  # nearly always; the rest is slower
             pairs = items
         else:
             pairs = [self._pair(index, item) for index, item in zip(wanted, items, strict=True)]
@@ -114,10 +116,12 @@ class DatasetSource:
         )
 
     def _collate(self, values: list[Any], wanted: list[int], what: str) -> Any:
-        from torch.utils.data import default_collate
+        if self._collated is None:
+            from torch.utils.data import default_collate
 
+            self._collated = default_collate
         try:
-            return default_collate(values)
+            return self._collated(values)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise DataError(
                 f"{what} of records {wanted[:8]} of dataset {self._kind} do not make a batch: {error}",

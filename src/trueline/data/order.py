@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,7 +81,8 @@ def step_records(step: int, *, seed: int, num_records: int, global_batch: int) -
 
 
 def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Cuts [0, count) into one contiguous slice for each weight, in proportion, by largest remainder.
+    """Cuts [0, count) into one contiguous slice for each weight, so that the last one to be done is done as soon as
+    can be, with the weights for speeds (D'Hondt's method: the greatest of slice / weight is the least).
 
     Every positive weight gets at least one when there are enough; a weight of 0 gets an empty slice. The sums
     are exact fractions, so all members cut alike on every machine and Python. Raises DataError for weights
@@ -88,6 +90,8 @@ def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
     >>> split(10, [1.0, 1.0, 2.0])
     [(0, 3), (3, 5), (5, 10)]
+    >>> split(106, [10.0, 0.58])  # in proportion it is 5.8; a sixth would be done later than one more of the other
+    [(0, 101), (101, 106)]
     """
     shares = _shares(count, weights)
     slices, start = [], 0
@@ -100,12 +104,14 @@ def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 def _shares(count: int, weights: Sequence[float]) -> list[int]:
     exact = _exact(count, weights)
     total = sum(exact, Fraction(0))
-    quotas = [count * weight / total for weight in exact]
-    shares = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(shares)), key=lambda index: shares[index] - quotas[index])
-    for index in by_remainder[: count - sum(shares)]:
-        shares[index] += 1
+    shares = [int(count * weight / total) for weight in exact]
     positive = [index for index, weight in enumerate(exact) if weight]
+    done = [((shares[index] + 1) / exact[index], index) for index in positive]
+    heapify(done)
+    for _ in range(count - sum(shares)):
+        index = done[0][1]
+        shares[index] += 1
+        heapreplace(done, ((shares[index] + 1) / exact[index], index))
     if count >= len(positive):
         for index in positive:
             if shares[index] == 0:

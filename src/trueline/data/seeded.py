@@ -44,8 +44,11 @@ def mark() -> tuple[Any, ...]:
     """Where the generators stand; equal marks mean that nothing was drawn in between."""
     import torch
 
-    states = [torch.get_rng_state(), *_on_cuda()]
-    return _pythons_place(), _numpys_place(), *(state.numpy().tobytes() for state in states)
+    state = torch.default_generator.get_state()
+    host = ctypes.string_at(state.data_ptr(), state.nbytes)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return _pythons_place(), _numpys_place(), host, *(state.numpy().tobytes() for state in _on_cuda())
+    return _pythons_place(), _numpys_place(), host
 
 
 def _on_cuda() -> list[torch.Tensor]:
@@ -83,10 +86,16 @@ _IN_PLACE = _lies_in_place()
 def _numpys_place() -> tuple[int, int]:
     """As `_pythons_place`, of numpy's: get_state would copy 2.5 KB in 20 us."""
     generator = np.random.mtrand._rand._bit_generator
-    if type(generator) is not np.random.MT19937:  # set_bit_generator was called
-        return hash(str(generator.state)), 0
-    address = generator.ctypes.state_address
-    return ctypes.c_uint32.from_address(address).value, ctypes.c_int32.from_address(address + 624 * 4).value
+    if generator is not _known[0]:
+        if type(generator) is not np.random.MT19937:  # set_bit_generator was called
+            return hash(str(generator.state)), 0
+        address = generator.ctypes.state_address
+        _known[:] = generator, ctypes.c_uint32.from_address(address), ctypes.c_int32.from_address(address + 624 * 4)
+    return _known[1].value, _known[2].value
+
+
+_known: list[Any] = [None, None, None]
+"""numpy's generator, which stays alive here, with its first word and its position."""
 
 
 @contextmanager
@@ -114,13 +123,13 @@ class SeededReader:
         self._source: Source = source.records if isinstance(source, DrawnSource) else source
         self._seed, self._place = seed, place
         self._ahead = self._source if isinstance(self._source, Prefetching) else None
-        self._here: tuple[int, bytes, Batch] | None = None
+        self._here: tuple[int, Indices, Batch] | None = None
         self.drawing = False
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError."""
         here, self._here = self._here, None
-        if here is not None and here[:2] == (epoch, indices.tobytes()):
+        if here is not None and here[0] == epoch and (here[1] is indices or np.array_equal(here[1], indices)):
             return here[2]
         return self._read(indices, epoch=epoch)
 
@@ -128,7 +137,7 @@ class SeededReader:
         """Reads `indices` now, for the next `read` if that asks for just these. Raises what reading raises."""
         if self._ahead is None:
             self._here = None
-            self._here = epoch, indices.tobytes(), self._read(indices, epoch=epoch)
+            self._here = epoch, indices, self._read(indices, epoch=epoch)
 
     def _read(self, indices: Indices, *, epoch: int) -> Batch:
         if not self.drawing:

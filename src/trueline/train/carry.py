@@ -78,6 +78,8 @@ class Offer:
             self._news.notify_all()
 
     def withdraw(self) -> None:
+        if self._offered is None:  # as after nearly every step; only its owner makes an offer
+            return
         with self._news:
             self._offered = None
 

@@ -157,11 +157,12 @@ class Elastic:
         )
         self._regroup()
         while True:
+            at = self._at
             if self._wishes:
                 self._regroup()
-            elif self._evaluations.due(self._at):
+            elif self._evaluations.due(at):
                 self._validate()
-            elif self._at >= self.total_steps or self._replica.ledger.stopped:
+            elif at >= plan.total_steps or self._replica.ledger.stopped:
                 if self._finished():
                     break
             else:
@@ -183,7 +184,7 @@ class Elastic:
         self._batch = None
         self._part.add(batch.records, loss.item())
         if batch.last:
-            return self._reduce((loss, batch.weight, batch.records))
+            return self._reduce(batch.step, (loss, batch.weight, batch.records))
         self._replica.add(loss, batch.weight, batch.records)
         return False
 
@@ -207,8 +208,8 @@ class Elastic:
         return self.steps if self._healing.holds else self._healing.observed
 
     def _one_step(self) -> Iterator[StepBatch]:
-        step, fellows = self._at, self._fellows
-        self._faults.at("before" if self._healing.holds else "observing", step)
+        step, holds, fellows = self._at, self._healing.holds, self._fellows
+        self._faults.at("before" if holds else "observing", step)
         self._link.doing("reading")
         self._pace.begin()
         self._replica.begin()
@@ -216,8 +217,8 @@ class Elastic:
         pieces = self._intake.pieces(step)
         if fellows.view.careful:
             self._trials.try_all(step, [piece.records for piece in pieces])
-        if not pieces or not self._healing.holds:
-            self._reduce(None)
+        if not pieces or not holds:
+            self._reduce(step, None)
             return
         for number, piece in enumerate(pieces, 1):
             if fellows.overtaken():
@@ -257,49 +258,48 @@ class Elastic:
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
         self._link.doing("waiting")
 
-    def _words(self) -> list[float]:
+    def _words(self, step: int, *, holds: bool) -> list[float]:
         """The ledger's words and the rates, as this worker has them before the sum."""
         fellows = self._fellows
         rates = [0.0] * fellows.size
-        if not self._healing.holds:
+        if not holds:
             return [*books.observing(wish=fellows.wishes()), *rates]
         rates[fellows.rank] = fellows.my_rate(self._pace.rate)
-        return [*self._part.words(fellows.generation, self._at, wish=fellows.wishes()), *rates]
+        return self._part.words(fellows.generation, step, wish=fellows.wishes()) + rates
 
-    def _reduce(self, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
-        """The allreduce and what follows from it; True when the step was applied."""
+    def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
+        """The allreduce of `step` and what follows from it; True when the step was applied."""
         if self._replica.broken is not None:
             return self._abandon(str(self._replica.broken))
-        self._faults.arm_backward(self._at, next(iter(self.model.parameters())))
+        self._faults.arm_backward(step, self.model)
+        holds = self._healing.holds
         try:
-            words = self._words()
+            words = self._words(step, holds=holds)
             self._link.doing("waiting")
-            summed = self._replica.reduce(piece, words, self._shards(), self._fellows.order)
+            summed = self._replica.reduce(piece, words, self._shards(step), self._fellows.order)
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._part.records)
                 return False
             return self._abandon(str(error))
         self._link.doing("committing")
-        self._faults.at("allreduced", self._at)
-        self._pace.lap("wait")
-        self._pace.measured(self._part.count)
+        self._faults.at("allreduced", step)
+        self._pace.summed(self._part.count)
         self._wishes = round(summed[6])
         self._fellows.heard(summed[books.WORDS :])
         self._healing.heard(round(summed[7]))
-        if not self._healing.holds:
+        if not holds:
             self._observe(summed)
             return False
-        return self._apply(summed)
+        return self._apply(step, summed)
 
-    def _shards(self) -> list[int]:
-        """How many shards of the step each rank has."""
+    def _shards(self, step: int) -> list[int]:
+        """How many shards of `step` each rank has."""
         if not self._plan.micro_batch:
             return []
-        return self._fellows.by_rank(self._plan.shard_counts(self._at, self._fellows.dealt))
+        return self._fellows.by_rank(self._plan.shard_counts(step, self._fellows.dealt))
 
-    def _apply(self, summed: list[float]) -> bool:
-        step = self.steps
+    def _apply(self, step: int, summed: list[float]) -> bool:
         sums = self._commit.checked(summed)
         if not math.isfinite(sums.loss):
             self._blame_loss(step)

@@ -28,18 +28,21 @@ class Faults:
 
     def at(self, phase: Phase, step: int) -> None:
         """Here `phase` of the step after `step` applied ones begins."""
+        if not self._due:
+            return
         for number, fault in self._reached(phase, step):
             self._strike(number, fault, step)
 
-    def arm_backward(self, step: int, parameter: torch.nn.Parameter) -> None:
+    def arm_backward(self, step: int, model: torch.nn.Module) -> None:
         """In the middle of backward: when the gradient that is ready last is, others are on their way."""
+        if not self._due:
+            return
         for number, fault in self._reached("backward", step):
             strike = _once(lambda number=number, fault=fault: self._strike(number, fault, step))  # type: ignore[misc]
+            parameter = next(iter(model.parameters()))
             parameter.register_post_accumulate_grad_hook(strike)  # type: ignore[no-untyped-call]
 
     def _reached(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
-        if not self._due:
-            return []
         found = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
         self._due = [due for due in self._due if due not in found]
         return found

@@ -110,8 +110,8 @@ class Fellowship:
         self.position = self.order.index(self.rank)
         # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
-        guessed = not any(rate > 0 for rate in self.rates)
-        self._deal(shares.Split(shares.first(rates, behind=behind), guessed=guessed))
+        settling = 0 if any(rate > 0 for rate in self.rates) else shares.SETTLING
+        self._deal(shares.Split(shares.first(rates, behind=behind), settling=settling))
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -119,8 +119,9 @@ class Fellowship:
         return self.split.weights
 
     def _deal(self, split: shares.Split) -> None:
+        if split.weights is not self.split.weights or not self.dealt:
+            self.dealt = tuple([split.weights[rank] for rank in self.order])
         self.split = split
-        self.dealt = tuple(split.weights[rank] for rank in self.order)
 
     def heard(self, rates: list[float]) -> None:
         """The words of a step said how fast the members are."""
@@ -142,9 +143,9 @@ class Fellowship:
     def overtaken(self) -> bool:
         """True when a newer view says that this group cannot complete a step."""
         newest = self.link.newest()
-        return newest is not None and newest.cut_below > self.generation
+        return newest is not self.view and newest is not None and newest.cut_below > self.generation
 
     def wishes(self) -> bool:
         """True when there is a newer view to regroup for."""
         newest = self.link.newest()
-        return newest is not None and newest.generation > self.generation
+        return newest is not self.view and newest is not None and newest.generation > self.generation

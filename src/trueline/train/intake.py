@@ -27,6 +27,7 @@ class Intake:
     draws: bool
     """Whether training draws random numbers, so that they are to be those of the shard."""
     _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
+    """Generation, step and split of `_pieces`."""
     _pieces: list[Piece] = field(default_factory=list)
 
     def pieces(self, step: int) -> list[Piece]:
@@ -43,7 +44,7 @@ class Intake:
         weight = len(piece.records) / len(self.plan.records(step))
         if self.draws:
             seed_all(self.seed, step, piece.shard)
-        self.pace.lap("data")
+        self.pace.read()
         return StepBatch(
             inputs=found.inputs, labels=found.labels, records=piece.records, step=step, weight=weight, last=last
         )

@@ -99,7 +99,7 @@ class Sums:
 
 def check(summed: list[float], *, records: int, plan_digest: int, generation: int, step: int) -> Sums:
     """Compares the summed words with the plan of the step: `records` in number. Raises RecordsMiscounted."""
-    low, high, digest_low, digest_high, generations, steps, wishes, holders = (round(word) for word in summed[:8])
+    low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, summed[:8])
     count = low + (high << 12)
     found = (digest_low + (digest_high << 12)) & MASK
     same_step = steps == holders * (step & 4095) and generations == holders * (generation & 4095)

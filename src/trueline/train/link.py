@@ -18,23 +18,25 @@ from typing import Any, Protocol
 import grpc
 
 from trueline.errors import TrainError
+from trueline.train.stepped import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 FENCED_EXIT = 76
 HEARTBEAT_S = 0.5
-REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.25, 10.0
+REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
 """Reports are gathered for so long, by a worker that has just begun and by one that is LATE_S old; the log may be that
-much behind the truth. Each report takes a millisecond of processor time from the steps, here and at the master."""
-OVERDUE_NS = 1_000_000_000
+much behind the truth. Each report takes milliseconds of processor time from the steps, here, at the master and at the
+launcher. What ends an epoch, an evaluation and the first step of a group do not wait."""
+OVERDUE_NS = 3_000_000_000
 RETRY_S = 0.05
 
 
 def gathering_s(age_s: float) -> float:
     """For how long a worker of `age_s` seconds gathers its reports.
 
-    >>> gathering_s(0.0), gathering_s(5.0), gathering_s(3600.0)
-    (0.1, 0.175, 0.25)
+    >>> gathering_s(0.0), gathering_s(3.0), gathering_s(3600.0)
+    (0.1, 0.23, 0.75)
     """
     return REPORT_S + (LATE_REPORT_S - REPORT_S) * min(1.0, age_s / LATE_S)
 
@@ -43,7 +45,7 @@ class Link(Protocol):
     ref: str
     leads: bool
     """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
-    those that it does not get within a second: the one that leads may be dead."""
+    those that it does not get within three seconds: the one that leads may be dead."""
     save_from: int
     """An operator asks for a checkpoint of so many steps or more; 0: nobody does."""
 
@@ -79,7 +81,7 @@ class Link(Protocol):
 
     def finish(self, generation: int, step: int) -> pb.Plan: ...
 
-    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
         """Reports a step without waiting."""
         ...
 
@@ -134,13 +136,14 @@ class MasterLink:
         self._news = threading.Condition()
         self._view: pb.View | None = None
         self._generation, self._step = -1, -1
-        self._applied: deque[pb.Applied] = deque()
+        self._applied: deque[Stepped] = deque()
         self._certificates: deque[pb.Certificate] = deque()
         self._evaluations: deque[pb.Evaluation] = deque()
         self.save_from = 0
         self._phase, self._since = "starting", time.monotonic()
         self._sending = threading.Lock()
-        self._wake = threading.Event()
+        self._wake, self._urgent = threading.Event(), threading.Event()
+        """There is something to report; something that is not gathered with others."""
         self._closed = False
 
     def ready(
@@ -195,17 +198,19 @@ class MasterLink:
         plan: pb.Plan = self._call(self._master.Finish, pb.Entry(ref=self.ref, generation=generation, step=step))
         return plan
 
-    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
         self._applied.append(applied)
         if certificate is not None:
             self._certificates.append(certificate)
-        self._generation, self._step = generation, step
-        if certificate is not None or (self.leads and len(self._applied) == 1):
+        new, self._generation, self._step = generation != self._generation, generation, step
+        if new or certificate is not None:
+            self._hurry()
+        elif self.leads and len(self._applied) == 1:
             self._wake.set()
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
         self._evaluations.append(evaluation)
-        self._wake.set()
+        self._hurry()
 
     def doing(self, phase: str) -> None:
         self._phase, self._since = phase, time.monotonic()
@@ -221,11 +226,19 @@ class MasterLink:
 
     def _report(self) -> None:
         born = time.monotonic()
-        while not self._closed:
-            self._wake.wait(HEARTBEAT_S)
+        while True:
+            gathered_s = gathering_s(time.monotonic() - born)
+            if not self._urgent.wait(gathered_s):
+                self._wake.wait(max(0.0, HEARTBEAT_S - gathered_s))
+            self._urgent.clear()
             self._wake.clear()
+            if self._closed:
+                return
             self._send()
-            time.sleep(gathering_s(time.monotonic() - born))  # a heartbeat needs no precision
+
+    def _hurry(self) -> None:
+        self._urgent.set()
+        self._wake.set()
 
     def flush(self) -> None:
         self._send(everything=True)
@@ -243,7 +256,7 @@ class MasterLink:
             ref=self.ref,
             generation=self._generation,
             step=self._step,
-            applied=list(self._applied) if everything or self.leads or overdue else [],
+            applied=[one.as_message() for one in self._applied] if everything or self.leads or overdue else [],
             certificates=list(self._certificates),
             evaluations=list(self._evaluations),
             phase=self._phase,
@@ -293,7 +306,7 @@ class MasterLink:
 
     def close(self) -> None:
         self._closed = True
-        self._wake.set()
+        self._hurry()
         self._channel.close()
 
 
@@ -306,7 +319,7 @@ class Solo:
         self.save_from = 0
         self._store = ""
         self._view: pb.View | None = None
-        self.steps: list[pb.Applied] = []
+        self.steps: list[Stepped] = []
         self.evaluations: list[pb.Evaluation] = []
 
     def ready(
@@ -334,7 +347,7 @@ class Solo:
     def finish(self, generation: int, step: int) -> pb.Plan:
         return pb.Plan(finished=True)
 
-    def progress(self, generation: int, step: int, applied: pb.Applied, certificate: pb.Certificate | None) -> None:
+    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
         self.steps.append(applied)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:

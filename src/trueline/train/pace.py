@@ -6,21 +6,23 @@ Measured on the host: what a GPU does counts where the host waits for it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trueline.train import shares
-
-PARTS = ("data", "compute", "wait", "commit")
 
 
 @dataclass(slots=True)
 class Pace:
     rate: float = 0.0
     """Records a second from the start of reading to the end of the local backward, smoothed; 0: not measured."""
-    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    last_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Milliseconds of the last step that was applied: reading, computing, waiting, committing."""
+    _measured: int = 0
+    """Steps in which it was."""
+    _data_s: float = 0.0
+    _compute_s: float = 0.0
+    _wait_s: float = 0.0
     """Seconds of the step at hand."""
-    last_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """Milliseconds of the last step that was applied."""
     _since: float = 0.0
     _ahead_s: float = 0.0
     """What reading the next step's batch took within this step."""
@@ -28,31 +30,39 @@ class Pace:
     """What reading this step's batch took within the one before."""
 
     def begin(self) -> None:
-        self.spent_s = dict.fromkeys(PARTS, 0.0)
+        self._data_s = self._compute_s = self._wait_s = 0.0
         self._before_s, self._ahead_s = self._ahead_s, 0.0
         self._since = time.perf_counter()
 
-    def lap(self, part: str) -> None:
-        """The time since the last call was spent on `part`."""
+    def _lap(self) -> float:
+        """Seconds since the last call."""
         now = time.perf_counter()
-        self.spent_s[part] += now - self._since
-        self._since = now
+        took_s, self._since = now - self._since, now
+        return took_s
+
+    def read(self) -> None:
+        """The time since the last call was spent on reading,"""
+        self._data_s += self._lap()
 
     def computed(self) -> None:
-        self.lap("compute")
+        """on the local part of a step,"""
+        self._compute_s += self._lap()
 
     def read_ahead(self) -> None:
-        """The time since the last call was spent on reading for the next step."""
-        before = self.spent_s["data"]
-        self.lap("data")
-        self._ahead_s = self.spent_s["data"] - before
+        """on reading for the next step,"""
+        self._ahead_s = self._lap()
+        self._data_s += self._ahead_s
 
-    def measured(self, records: int) -> None:
-        """This worker's part of the step, `records` in number, is computed."""
-        local_s = self._before_s + self.spent_s["data"] - self._ahead_s + self.spent_s["compute"]
+    def summed(self, records: int) -> None:
+        """on waiting for the sums. This worker's part of the step was `records` in number."""
+        self._wait_s += self._lap()
+        local_s = self._before_s + self._data_s - self._ahead_s + self._compute_s
         if records and local_s > 0:
-            self.rate = shares.smoothed(self.rate, records / local_s)
+            # What a process loads and allocates in its first step says nothing of the next ones.
+            self.rate = shares.smoothed(self.rate if self._measured != 1 else 0.0, records / local_s)
+            self._measured += 1
 
     def applied(self) -> None:
-        self.lap("commit")
-        self.last_ms = {part: seconds * 1e3 for part, seconds in self.spent_s.items()}
+        """on what makes an applied step of them."""
+        commit_s = self._lap()
+        self.last_ms = self._data_s * 1e3, self._compute_s * 1e3, self._wait_s * 1e3, commit_s * 1e3

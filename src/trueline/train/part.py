@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from trueline.train import ledger as books
 from trueline.train.plan import Ints
 
+_LARGEST = float(np.finfo(np.float32).max)
 MOST_LOSS = 2.0**127 / 4096
 """A worker's sum of losses that is as large may have no finite sum over the workers, in float32: that is its fault."""
 
@@ -31,16 +33,14 @@ class StepBatch:
 @dataclass(slots=True)
 class Part:
     done: list[Ints] = field(default_factory=list)
-    """Records of the batches whose loss is known."""
+    """Records of the batches whose loss is known,"""
+    count: int = 0
+    """and how many they are."""
     digest: int = 0
     """Of the batches that were given out."""
     loss_sum: float = 0.0
     finite: bool = True
     """Whether the losses of this part can be summed over the workers."""
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.done))
 
     @property
     def records(self) -> Ints:
@@ -49,10 +49,13 @@ class Part:
     def add(self, records: Ints, loss: float) -> None:
         """Enters a batch with the mean `loss` of its records."""
         self.done.append(records)
+        self.count += len(records)
         self.loss_sum += len(records) * loss
         self.finite = self.finite and abs(self.loss_sum) < MOST_LOSS
 
     def words(self, generation: int, step: int, *, wish: bool) -> list[float]:
         """The ledger's words (see ledger.py)."""
-        head = books.words(self.count, self.digest & books.MASK, generation, step, wish=wish)
-        return [*head, self.loss_sum]
+        found = books.words(self.count, self.digest & books.MASK, generation, step, wish=wish)
+        # one that float32 has no room for is infinite for everybody, and looked into
+        found.append(self.loss_sum if not abs(self.loss_sum) > _LARGEST else math.copysign(math.inf, self.loss_sum))
+        return found

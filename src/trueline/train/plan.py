@@ -90,20 +90,21 @@ class JobPlan:
     """Records of the source that are in no step any more."""
     drawn: Callable[[Ints, int], Ints] | None = None
     """Which records of the source stand at ids of an epoch; None: those of the same number."""
+    epoch_steps: int = field(init=False)
+    total_steps: int = field(init=False)
     _order: Order | None = None
     _first: int = -1
     _records: list[Ints] = field(default_factory=list)
     _left_out: list[ledger.LeftOut] = field(default_factory=list)
     _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _digests: list[int] = field(default_factory=list)
+    _cut_for: tuple[int, tuple[float, ...]] = (-1, ())
+    _cut: list[list[Piece]] = field(default_factory=list)
+    """What the rank of `_cut_for` trains of these steps."""
 
-    @property
-    def epoch_steps(self) -> int:
-        return order.steps_per_epoch(self.num_records, self.global_batch)
-
-    @property
-    def total_steps(self) -> int:
-        return self.epochs * self.epoch_steps
+    def __post_init__(self) -> None:
+        self.epoch_steps = order.steps_per_epoch(self.num_records, self.global_batch)
+        self.total_steps = self.epochs * self.epoch_steps
 
     def epoch_of(self, step: int) -> int:
         return step // self.epoch_steps
@@ -163,18 +164,31 @@ class JobPlan:
             steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
             mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
         self._records, self._mixed, self._digests = steps, mixed, [ledger.total(parts) for parts in mixed]
+        self._cut_for = -1, ()
 
     def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[Piece]:
         """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""
         count = len(self.records(step))
         if not self.micro_batch:
-            bounds = _slices(count, weights)[rank]
-            return [self._piece(step, bounds, rank)] if bounds[1] > bounds[0] else []
+            if self._cut_for != (rank, weights):
+                self._cut_for, self._cut = (rank, weights), self._cut_up(rank, weights)
+            return self._cut[step - self._first]
         shards = self.num_shards(step)
         if not shards:
             return []  # all its records were set aside
         bounds_of = _slices(count, (1.0,) * shards)
         return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
+
+    def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[Piece]]:
+        """One slice of each step that was computed, or none; their digests in one pass over all records."""
+        bounds = np.array([_slices(len(records), weights)[rank] for records in self._records])
+        ends = np.cumsum([0, *map(len, self._records)])[:-1, None] + bounds
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(self._mixed), dtype=np.uint64)])
+        digests = ((sums[ends[:, 1]] - sums[ends[:, 0]]) & np.uint64(ledger.MASK)).tolist()
+        return [
+            [Piece(records[start:stop], rank, digest)] if stop > start else []
+            for records, (start, stop), digest in zip(self._records, bounds.tolist(), digests, strict=True)
+        ]
 
     def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> Piece:
         at, part = step - self._first, slice(*bounds)

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from trueline.errors import RecipeError, listed
@@ -102,8 +104,12 @@ class Replica:
         self._ordered = OrderedSum(self._parameters, group, width + 1) if options.bitwise else None
         self._device = devices.of_model(model)
         self._width = width
-        self._contribution = self._beside = torch.zeros(width, device=self._device)
+        self._contribution = self._beside = self._summed = torch.zeros(width, device=self._device)
         """This worker's contribution beside its gradients: the words, and after them the tally and the statistics."""
+        self._line: npt.NDArray[np.float32] | None = None
+        """The memory of the contribution, where that is the host's."""
+        self._weight = torch.ones(())
+        """The gradient of a loss, written anew for each step."""
         self._before: list[torch.Tensor] = []
         self._original = torch.compile(model.forward) if options.compile else model.forward
         self._inside = self._went = False
@@ -124,6 +130,8 @@ class Replica:
             return
         self._contribution = torch.zeros(books.WORDS + size + self._width, device=self._device)
         self._beside = self._contribution[books.WORDS + size :]
+        self._line = self._contribution.numpy() if self._contribution.is_cpu else None
+        self._weight = torch.ones((), device=self._device)
         self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
         self._ddp = DistributedDataParallel(
             self._replicated,
@@ -173,8 +181,10 @@ class Replica:
             self._ordered.drop()
         elif self._ddp is not None:
             self._replicated.words.grad = None
-        self._beside.zero_()
-        self._before = [value.clone() for value in (*self._running, *self._counters)]
+        if self._width:
+            self._beside.zero_()
+        if self._running or self._counters:
+            self._before = [value.clone() for value in (*self._running, *self._counters)]
 
     def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
         """Backward of a piece that is not the last; nothing leaves this process."""
@@ -207,20 +217,27 @@ class Replica:
             loss, weight, records = piece
             self._note(weight, records)
             scaled = self.advance.scaled(loss)
-            roots = [(scaled, torch.full_like(scaled, weight))]
+            roots = [(scaled, self._weighing(scaled, weight))]
             if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
                 zeros = self._zeros(self._parameters)
                 roots.append((zeros, torch.ones_like(zeros)))
         self._enter(words)
         roots.append((self._replicated.words, self._contribution))
-        roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        _backward([pair for pair in roots if pair[0].requires_grad])
         self._take_back()
         gradient = self._replicated.words.grad
         assert gradient is not None
-        self._summed = gradient[len(words) :]
-        found: list[float] = gradient[: len(words)].tolist()
+        if self._width:
+            self._summed = gradient[len(words) :]
+        found: list[float] = gradient.tolist() if not self._width else gradient[: len(words)].tolist()
         return found
+
+    def _weighing(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """`weight` as the gradient of `loss`."""
+        kept = self._weight
+        if loss.shape == kept.shape and loss.dtype == kept.dtype and loss.device == kept.device:
+            return kept.fill_(weight)
+        return torch.full_like(loss, weight)
 
     def _reduce_ordered(
         self,
@@ -266,7 +283,7 @@ class Replica:
         would next. Raises RuntimeError when a peer fails.
         """
         gradients: torch.Tensor = bucket.buffer()
-        host = gradients.cpu()
+        host = gradients if gradients.is_cpu else gradients.cpu()
         devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]
         promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._sent.append((self._group.summed(host), host, gradients, promise))
@@ -287,9 +304,8 @@ class Replica:
 
     def _enter(self, words: list[float]) -> None:
         """Writes the words into this worker's contribution."""
-        if self._contribution.is_cpu:
-            with np.errstate(over="ignore"):  # a loss that is too large is infinite for everybody, and looked into
-                self._contribution.numpy()[: len(words)] = words
+        if self._line is not None:
+            self._line[: len(words)] = words
         else:
             self._contribution[: len(words)] = torch.tensor(words)
 
@@ -339,12 +355,13 @@ class Replica:
             return False
         at = self._tallied
         self._before = []
-        with torch.no_grad():
-            for value in self._running:
-                value += self._summed[at : at + value.numel()].view_as(value).to(value.device)
-                at += value.numel()
-            for counter in self._counters:
-                counter += 1
+        if self._running or self._counters:
+            with torch.no_grad():
+                for value in self._running:
+                    value += self._summed[at : at + value.numel()].view_as(value).to(value.device)
+                    at += value.numel()
+                for counter in self._counters:
+                    counter += 1
         tally = np.rint(self._summed[: self._tallied].cpu().numpy()).astype(np.int32) if self._tallied else None
         self.ledger.apply(sums, tally, left_out)
         return True
@@ -371,6 +388,14 @@ class Replica:
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.advance.averaged()
+
+
+def _backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As torch.autograd.backward(tensors, gradients), without its comparison of their shapes, which are equal here."""
+    tensors, gradients = zip(*roots, strict=True)
+    Variable._execution_engine.run_backward(
+        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

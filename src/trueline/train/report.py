@@ -11,6 +11,7 @@ from trueline.train.ledger import Sums
 from trueline.train.link import Link
 from trueline.train.pace import Pace
 from trueline.train.plan import JobPlan
+from trueline.train.stepped import Stepped
 from trueline.wire import train_pb2 as pb
 
 
@@ -36,32 +37,20 @@ class Report:
         now = time.monotonic_ns()
         gap_ms = (now - self._last_ns) / 1e6 if self._regrouped and self._last_ns else 0.0
         self._last_ns, self._regrouped = now, False
-        spent, fellows = self.pace.last_ms, self.fellows
-        said = pb.Applied(
-            step=step,
-            generation=fellows.generation,
-            records=sums.count,
-            digest=sums.digest,
-            loss=sums.loss,
-            workers=fellows.size,
-            gap_ms=gap_ms,
-            at_ns=now,
-            rates=fellows.rates,
-            shares=self._new_shares(step),
-            data_ms=spent["data"],
-            compute_ms=spent["compute"],
-            wait_ms=spent["wait"],
-            commit_ms=spent["commit"],
-            redone=self.redone,
-        )
+        fellows = self.fellows
+        generation = fellows.generation
+        said = Stepped(
+            step, generation, sums.count, sums.digest, sums.loss, fellows.size, gap_ms, now, fellows.rates,
+            self._new_shares(step), *self.pace.last_ms, self.redone,
+        )  # fmt: skip
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)
-        self.link.progress(fellows.generation, step + 1, said, signed)
+        self.link.progress(generation, step + 1, said, signed)
 
-    def _new_shares(self, step: int) -> list[int]:
+    def _new_shares(self, step: int) -> tuple[int, ...]:
         """By rank: how many records of such a step each has from now on; empty when that is as it was."""
         dealt = self.fellows.dealt
-        if dealt == self._dealt:
-            return []
+        if dealt is self._dealt or dealt == self._dealt:
+            return ()
         self._dealt = dealt
-        return self.fellows.by_rank(self.plan.share_counts(step, dealt))
+        return tuple(self.fellows.by_rank(self.plan.share_counts(step, dealt)))

@@ -5,9 +5,10 @@ see the same figures after the same step and derive the same weights from them h
 its own. A member whose figure is 0 takes no part: it is still taking the state.
 
 Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end
-another split would have saved more than `SLACK`; where the split was only tried before the first step, that one is
-enough. A noisy neighbour of a second does not make the batch sizes dance (compiled models and caches like them steady),
-a slow machine does, and so does a split that was guessed a little wrong.
+another split would have saved more than `SLACK`. Where the split was only tried before the first step, one such step is
+enough in the first `SETTLING`: what a process does in its first step is no measure of its speed. A noisy neighbour of a
+second does not make the batch sizes dance (compiled models and caches like them steady), a slow machine does, and so
+does a split that was guessed a little wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEAD_BAND = 0.10
-SLACK, STEADY = 0.02, 8
+SLACK, STEADY, SETTLING = 0.02, 8, 4
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
 FLOOR = 0.01
@@ -60,33 +61,40 @@ class Split:
     weights: tuple[float, ...] = (1.0,)
     uneven: int = 0
     """For so many steps on end members have waited for others longer than `SLACK`."""
-    guessed: bool = False
-    """The weights stem from no step that was measured."""
+    settling: int = 0
+    """In so many steps more one uneven step is enough: there is no split that was measured."""
 
     def following(self, rates: Sequence[float]) -> Split:
         """The split of the next step, when the members of this one measured `rates`.
 
         >>> Split((1.0, 1.0)).following([100.0, 101.0])
-        Split(weights=(1.0, 1.0), uneven=0, guessed=False)
+        Split(weights=(1.0, 1.0), uneven=0, settling=0)
         >>> Split((1.0, 1.0)).following([100.0, 10.0])
-        Split(weights=(100.0, 10.0), uneven=0, guessed=False)
+        Split(weights=(100.0, 10.0), uneven=0, settling=0)
         >>> Split((1.0, 1.0), uneven=6).following([100.0, 106.0])
-        Split(weights=(1.0, 1.0), uneven=7, guessed=False)
+        Split(weights=(1.0, 1.0), uneven=7, settling=0)
         >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0])
-        Split(weights=(100.0, 106.0), uneven=0, guessed=False)
-        >>> Split((1.0, 1.0), guessed=True).following([100.0, 106.0])
-        Split(weights=(100.0, 106.0), uneven=0, guessed=False)
+        Split(weights=(100.0, 106.0), uneven=0, settling=0)
+        >>> Split((1.0, 1.0), settling=4).following([100.0, 106.0])
+        Split(weights=(100.0, 106.0), uneven=0, settling=3)
         """
-        if not any(rate > 0 for rate in rates):
+        if not max(rates) > 0:
             return self
-        new, old = _bounded(rates), self.weights
-        if any((weight > 0) != (rate > 0) for weight, rate in zip(old, new, strict=True)):
-            return Split(new)
-        parts = [weight / sum(old) / (rate / sum(new)) for weight, rate in zip(old, new, strict=True) if weight > 0]
-        if max(abs(1 / part - 1) for part in parts) > DEAD_BAND:
-            return Split(new)
-        uneven = self.uneven + 1 if max(parts) > 1 + SLACK else 0
-        return Split(new) if uneven >= (1 if self.guessed else STEADY) else Split(old, uneven)
+        new, old, left = _bounded(rates), self.weights, max(0, self.settling - 1)
+        if 0.0 in old or 0.0 in new:
+            if any((weight > 0) != (rate > 0) for weight, rate in zip(old, new, strict=True)):
+                return Split(new, settling=left)
+            kept = [(weight, rate) for weight, rate in zip(old, new, strict=True) if weight > 0]
+        else:
+            kept = list(zip(old, new, strict=True))
+        speeds = [rate / weight for weight, rate in kept]  # in records a second for each of its part of the weights
+        usual = sum(new) / sum(old)
+        if max(speeds) > (1 + DEAD_BAND) * usual or min(speeds) < (1 - DEAD_BAND) * usual:
+            return Split(new, settling=left)
+        uneven = self.uneven + 1 if usual > (1 + SLACK) * min(speeds) else 0
+        if uneven >= (1 if self.settling else STEADY):
+            return Split(new, settling=left)
+        return self if uneven == self.uneven and left == self.settling else Split(old, uneven, left)
 
 
 def _bounded(rates: Sequence[float]) -> tuple[float, ...]:
