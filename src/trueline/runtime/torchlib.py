@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from torch.onnx._internal._lazy_import import onnxscript_apis
+from torch.onnx._internal import _lazy_import
 
-_APIS: Any = onnxscript_apis
+_APIS: Any = vars(_lazy_import)["onnxscript_apis"]
 
 
 @contextmanager
