@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-programs suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,25 +40,32 @@ DEPTH ?= full
 test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j2 -O suite-rooms suite-line suite-train
+	$(MAKE) --no-print-directory -k -j2 -O suite-programs suite-train suite-rooms suite-line
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
 
+# The files that have a test with a mark: of all tests half a minute of the processor would go into reading them.
+MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+
 suite-line: $(STAMP)
-	$(BIN)/python -m pytest -m 'line and not long'
+	$(BIN)/python -m pytest -m 'line and not long' $(call MARKED,line)
 
 suite-train: $(STAMP)
 	$(BIN)/python -m pytest tests/train tests/engine
 
+suite-programs: $(STAMP)
+	$(BIN)/python -m pytest tests/capture tests/doctor tests/runtime
+
 suite-rooms: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/train --ignore=tests/engine
+	$(BIN)/python -m pytest --ignore=tests/train --ignore=tests/engine \
+	  --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
-	$(BIN)/python -m pytest -m jobs
+	$(BIN)/python -m pytest -m jobs $(call MARKED,jobs)
 
 test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the same
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long $(call MARKED,long)
 
 S3 := bench/.venvs/s3
 
@@ -78,7 +85,7 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 chaos: $(STAMP)  ## a thousand strikes at whole jobs, some ten minutes; then as root with network cuts and full disks
-	$(BIN)/python -m pytest -m chaos -s
+	$(BIN)/python -m pytest -m chaos -s $(call MARKED,chaos)
 	$(BIN)/trueline chaos tests/train/recipes/tiny.py --seed 1 --epochs 300 --kills 60 --what worker,launcher,network,reset,disk
 
 bench: bench-train bench-serve  ## each benchmark prints a table and, last, one line of JSON

@@ -1,11 +1,19 @@
 """What holds for all tests."""
 
+import gc
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+gc.disable()  # until all is imported: nothing of it will ever be garbage
+
+# Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:
+# with two suites on two cores a small training loop took three times its time on the processor.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A property is about answers. How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +31,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if EXPORTING & {item.path.parent.name for item in session.items}:
         for module in ("onnxscript", "onnxruntime", "torch._dynamo"):
             importlib.import_module(module)
+    # Exporting makes millions of objects. A fifth of its time would go into looking through those of the modules again.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from trueline import events
-from trueline.bundle import open_bundle
-from trueline.capture.api import capture
+from trueline.bundle import Bundle, open_bundle
+from trueline.capture.api import Captured, capture
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
@@ -109,34 +110,47 @@ class Rows:
         return "f" * 64
 
 
-def test_a_captured_bundle_answers_as_the_eager_model_in_every_format(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Made:
+    """A model and its bundle, which tests only read."""
+
+    model: nn.Module
+    captured: Captured
+
+    @property
+    def bundle(self) -> Bundle:
+        return open_bundle(self.captured.path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch.manual_seed(0)
     model = Mlp()
-    captured = capture(recipe(lambda: model), None, tmp_path / "digits.bundle")
-    assert [(one.format, one.verdict) for one in captured.programs] == [
+    return Made(model, capture(recipe(lambda: model), None, tmp_path_factory.mktemp("made") / "digits.bundle"))
+
+
+def test_a_captured_bundle_answers_as_the_eager_model_in_every_format(made: Made) -> None:
+    assert [(one.format, one.verdict) for one in made.captured.programs] == [
         ("onnx", "proven"),
         ("torch_export", "proven"),
     ]
-    assert all(one.seconds > 0 and one.size_bytes > 0 and one.probes > 20 for one in captured.programs)
-    bundle = open_bundle(captured.path)
-    assert bundle.digest == captured.digest
-    assert bundle.manifest.serve == "onnx"
+    assert all(one.seconds > 0 and one.size_bytes > 0 and one.probes > 20 for one in made.captured.programs)
+    assert made.bundle.digest == made.captured.digest
+    assert made.bundle.manifest.serve == "onnx"
     x = torch.randn(7, 8)
+    wanted = made.model.eval()(x).detach().numpy()
     for format in ("onnx", "torch_export"):
-        session = open_program(bundle, format, threads=1)
-        np.testing.assert_allclose(session.run({"x": x.numpy()})["output"], model.eval()(x).detach().numpy(), atol=1e-5)
-        assert list(replay(bundle, session)) == ["batch-1", "batch-2", "batch-5"]
+        session = open_program(made.bundle, format, threads=1)
+        np.testing.assert_allclose(session.run({"x": x.numpy()})["output"], wanted, atol=1e-5)
+        assert list(replay(made.bundle, session)) == ["batch-1", "batch-2", "batch-5"]
 
 
-@pytest.mark.slow
-def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(tmp_path: Path) -> None:
-    captured = capture(recipe(Mlp), None, tmp_path / "b")
-    bundle = open_bundle(tmp_path / "b")
-    evidence = list(bundle.evidence())
-    assert len(evidence) == sum(one.probes for one in captured.programs)
+def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(made: Made) -> None:
+    evidence = list(made.bundle.evidence())
+    assert len(evidence) == sum(one.probes for one in made.captured.programs)
     assert {1, 2, 3, 5, 8, 17, 32} <= {one.shapes["x"][0] for one in evidence}
     assert all(one.versions["torch"] == torch.__version__ for one in evidence)
-    assert [one["verdict"] for one in bundle.lineage()["attempts"]] == ["proven", "proven"]
+    assert [one["verdict"] for one in made.bundle.lineage()["attempts"]] == ["proven", "proven"]
 
 
 def test_a_branch_on_values_is_refused_with_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -184,13 +198,11 @@ def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_p
     assert capture(recipe(Untranslatable), None, tmp_path / "one", formats=["torch_export"]).programs
 
 
-@pytest.mark.slow
-def test_a_bundle_holds_no_pickle_and_no_path_of_this_machine(tmp_path: Path) -> None:
-    capture(recipe(Mlp), None, tmp_path / "b")
-    for name, content in every_file(tmp_path / "b"):
+def test_a_bundle_holds_no_pickle_and_no_path_of_this_machine(made: Made) -> None:
+    for name, content in every_file(made.captured.path):
         assert not name.endswith((".pkl", ".pt", ".py")) or not content, name
         assert not holds_pickle(content), name
-        for path in (str(Path(__file__).parent), "site-packages", str(tmp_path)):
+        for path in (str(Path(__file__).parent), "site-packages", str(made.captured.path.parent)):
             assert path.encode() not in content, name
 
 
@@ -315,8 +327,7 @@ def test_progress_is_told_as_it_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_is_served_without_the_recipe_and_without_torch(tmp_path: Path) -> None:
-    capture(recipe(Mlp), None, tmp_path / "b")
+def test_a_bundle_is_served_without_the_recipe_and_without_torch(made: Made) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -327,23 +338,23 @@ assert len(replay(bundle, open_program(bundle))) == 3
 sys.exit("torch imported" if "torch" in sys.modules else 0)
 """
     found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path / "b")], check=False, capture_output=True, text=True
+        [sys.executable, "-W", "error", "-c", code, str(made.captured.path)],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert (found.returncode, found.stderr) == (0, "")
 
 
-@pytest.mark.slow
-def test_a_golden_example_that_fails_on_this_machine_is_named(tmp_path: Path) -> None:
-    capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])
-    bundle = open_bundle(tmp_path / "b")
-    session = open_program(bundle)
+def test_a_golden_example_that_fails_on_this_machine_is_named(made: Made) -> None:
+    session = open_program(made.bundle)
 
     def wrong(inputs: Any) -> Any:
         return {name: array + 1 for name, array in session.run(inputs).items()}
 
     off: Any = SimpleNamespace(format="onnx", signature=session.signature, run=wrong)
     with pytest.raises(NotProven, match="golden example 'batch-1'"):
-        replay(bundle, off)
+        replay(made.bundle, off)
 
 
 def test_importing_capture_imports_no_torch() -> None:
@@ -351,8 +362,6 @@ def test_importing_capture_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.slow
-def test_evidence_is_readable_line_by_line_without_trueline(tmp_path: Path) -> None:
-    capture(recipe(Mlp), None, tmp_path / "b", formats=["onnx"])
-    lines = (tmp_path / "b" / "evidence.jsonl").read_text().splitlines()
+def test_evidence_is_readable_line_by_line_without_trueline(made: Made) -> None:
+    lines = (made.captured.path / "evidence.jsonl").read_text().splitlines()
     assert all(json.loads(line)["verdict"] == "agrees" for line in lines)

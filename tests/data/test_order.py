@@ -70,7 +70,7 @@ def test_a_billion_records_are_addressed_without_a_list_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_records", [5, 16])
+@pytest.mark.parametrize("num_records", [5, pytest.param(16, marks=pytest.mark.long)])
 def test_every_record_comes_to_every_position_equally_often(num_records: int) -> None:
     seeds, cells = 600, num_records * num_records
     counts = np.zeros((num_records, num_records))
@@ -100,7 +100,7 @@ def test_outside_positions_and_empty_sources_are_refused() -> None:
 
 
 @pytest.mark.slow
-@given(st.integers(1, 500), st.integers(1, 600), st.integers(0, 3))
+@given(st.integers(1, 200), st.integers(1, 250), st.integers(0, 3))
 def test_the_steps_of_an_epoch_are_its_records_and_only_the_last_is_short(
     num_records: int, global_batch: int, epoch: int
 ) -> None:

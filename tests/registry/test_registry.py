@@ -18,7 +18,7 @@ import pytest
 from registry_worlds import small_bundle
 
 from trueline.errors import BundleError, RegistryError, RequestError, UsageError
-from trueline.registry import RunFacts, register, resolve, versions
+from trueline.registry import RunFacts, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
@@ -88,26 +88,17 @@ def test_what_names_no_registered_model_is_a_usage_error(world: Path, asked: str
 
 
 def test_the_run_holds_parameters_metrics_and_digests_and_the_model(world: Path) -> None:
-    code = f"""
-import json, mlflow
-client = mlflow.MlflowClient({uri(world)!r})
-version = client.get_model_version("double", "1")
-run = client.get_run(version.run_id)
-model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
-data = run.data
-found = [data.params, data.metrics, data.tags, run.info.status, version.tags, str(model.status)]
-print(json.dumps([*found, model.tags["mlflow.modelVersions"]]))
-"""
-    params, metrics, tags, status, version_tags, model, link = json.loads(
-        in_child(world, "-W", "ignore", "-c", code).stdout
-    )
-    assert params == {"epochs": "3", "optimizer": "Adam"}
-    assert metrics == {"accuracy": 0.98}
-    assert tags["team"] == "vision"
-    assert tags["trueline.bundle_digest"] == version_tags["trueline.bundle_digest"]
-    assert version_tags["trueline.recipe_digest"] == "a" * 64
-    assert (status, model) == ("FINISHED", "READY")
-    assert json.loads(link) == [{"name": "double", "version": "1"}]
+    with store.opened(uri(world)) as client:
+        version = client.get_model_version("double", "1")
+        run = client.get_run(version.run_id)
+        model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
+    assert run.data.params == {"epochs": "3", "optimizer": "Adam"}
+    assert run.data.metrics == {"accuracy": 0.98}
+    assert run.data.tags["team"] == "vision"
+    assert run.data.tags["trueline.bundle_digest"] == version.tags["trueline.bundle_digest"]
+    assert version.tags["trueline.recipe_digest"] == "a" * 64
+    assert (run.info.status, str(model.status)) == ("FINISHED", "READY")
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "double", "version": "1"}]
 
 
 def in_child(world: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -244,8 +235,8 @@ def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
     )
     try:
         where = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{where}/health", timeout=5):
+        while server.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{where}/health", timeout=60):
                 break
             select.select([], [], [], 0.1)
         version = register(tmp_path / "b.bundle", tracking_uri=where)

@@ -66,7 +66,9 @@ def observed(module: nn.Module) -> EagerSession:
     return EagerSession(module.eval(), example, dynamic_shapes={"x": {1: "length"}})
 
 
-@pytest.mark.parametrize("module", [States(), Outputs(), Outputs(nn.RNN)], ids=["lstm", "gru", "rnn"])
+@pytest.mark.parametrize(
+    "module", [States(), Outputs(), pytest.param(Outputs(nn.RNN), marks=pytest.mark.long)], ids=["lstm", "gru", "rnn"]
+)
 def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Path, module: nn.Module) -> None:
     eager = observed(module)
     exported = export.export(eager.module, eager.calling)

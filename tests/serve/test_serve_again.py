@@ -495,7 +495,7 @@ def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version
                 assert first_of(wire.written) == (version, 2 * (value + 0.25) + 1)
                 connection.connection_lost(None)
                 answered += 1
-        await asyncio.wait_for(asyncio.gather(*world.retiring), 10)
+        await asyncio.wait_for(asyncio.gather(*world.retiring), 100)
 
     world.loop.run_until_complete(play())
     assert newest > 3

@@ -33,12 +33,12 @@ class Steps:
         self.ran.append(inputs["x"].tolist())
         self.threads.append(threading.current_thread().name)
         self._begun.release()
-        assert self._go.acquire(timeout=20)
+        assert self._go.acquire(timeout=200)
         return {"y": inputs["x"] + 1}
 
     def begun(self) -> None:
         """Returns when one more run has begun; the loop stands still meanwhile."""
-        assert self._begun.acquire(timeout=20)
+        assert self._begun.acquire(timeout=200)
 
     def let_go(self, runs: int = 1) -> None:
         self._go.release(runs)

@@ -21,7 +21,7 @@ from trueline.serve import RunningServer
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
 INSIDES = re.compile(r"Traceback|File \"|\.py\b|/site-packages|/tmp/|/home/|/root/")
-EXAMPLES = 15
+EXAMPLES = 8
 """For each operation and each kind of request."""
 
 

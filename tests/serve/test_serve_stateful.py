@@ -139,7 +139,7 @@ class Client:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
     worlds.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
-    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 1000\nsequenceTimeoutMSec: 2000"
+    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 3000\nsequenceTimeoutMSec: 5000"
     worlds.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
     with serve.start(
         model_store=str(store), load="sum,brief", management_port=0, grpc_port=0, allow_code=True
@@ -236,11 +236,12 @@ def test_idle_and_old_sequences_expire_and_free_their_place(server: RunningServe
     while brief.post("1", "b").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 1 s; ")
+    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 3 s; ")
     sums = []
     while (answer := brief.post("1", "b")).status_code == 200:
         assert time.monotonic() < deadline
         sums.append(answer.json()["sum"])
+        time.sleep(0.05)
     assert sums == list(range(2, len(sums) + 2))
     assert brief.refused("1", "b").startswith("sequence 'b' has expired: it ")
     brief.close()

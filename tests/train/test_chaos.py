@@ -43,13 +43,13 @@ def rage(tmp_path: Path, asked: victim.Weather, *, kills: int, seed: int) -> dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_dozen_strikes_at_anything_lose_no_record_repeat_none_and_change_no_answer(tmp_path):
-    settings = {"epochs": 80, "checkpoint_every": 25, "evaluate_every": 40}
-    facts = rage(tmp_path, weather("tiny.py", every=25, settings=settings), kills=20, seed=7)
+def test_ten_strikes_at_anything_lose_no_record_repeat_none_and_change_no_answer(tmp_path):
+    settings = {"epochs": 40, "checkpoint_every": 25, "evaluate_every": 40}
+    facts = rage(tmp_path, weather("tiny.py", every=25, settings=settings), kills=10, seed=7)
     assert facts["violations"] == []
     assert facts["lost"] == facts["repeated"] == 0
     assert facts["difference"] < 1e-9
-    assert facts["kills"] >= 20
+    assert facts["kills"] >= 10
 
 
 LONG = {

@@ -366,6 +366,6 @@ class Job(RuleBasedStateMachine):
 
 
 Job.TestCase.settings = settings(
-    max_examples=400, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestWhateverHappensTheJobGetsOnAndLosesNothing = pytest.mark.slow(Job.TestCase)

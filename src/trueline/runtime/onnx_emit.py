@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, recurrent
+from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, recurrent, torchlib
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -143,7 +143,7 @@ def _exported(
     program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
 ) -> torch.onnx.ONNXProgram | None:
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
-    with torch.no_grad(), quiet(), recurrent.whole():
+    with torch.no_grad(), quiet(), recurrent.whole(), torchlib.listed_once():
         return torch.onnx.export(
             program,
             (),

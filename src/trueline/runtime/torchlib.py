@@ -1,0 +1,44 @@
+"""torch.onnx's own translations are listed once a process, and not once an export.
+
+For each export torch.onnx asks onnxscript for the list, and onnxscript parses the source of all 500 functions in it to
+learn the name of a domain: more than half of the time of a small export. The list follows from onnxscript's registry,
+so it is kept for as long as that holds the same functions. Source: onnxscript's
+`_framework_apis/torch_2_5.py::get_torchlib_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from torch.onnx._internal import _lazy_import
+
+_APIS: Any = vars(_lazy_import)["onnxscript_apis"]
+
+
+@contextmanager
+def listed_once() -> Iterator[None]:
+    """While a model is exported in the block, the list is the one that was made before."""
+    usual = _APIS.get_torchlib_ops
+    _APIS.get_torchlib_ops = lambda: _listed(usual, _functions())
+    try:
+        yield
+    finally:
+        _APIS.get_torchlib_ops = usual
+
+
+def _functions() -> tuple[int, ...]:
+    """The identities of what is registered; those of the last list stay what they are, for the list holds them."""
+    from onnxscript.function_libs.torch_lib import ops, registration
+
+    del ops  # the import registers
+    return tuple(
+        id(function) for one in registration.default_registry.values() for function in (*one.overloads, *one.complex)
+    )
+
+
+@lru_cache(maxsize=1)
+def _listed(usual: Any, functions: tuple[int, ...]) -> Any:
+    return usual()
