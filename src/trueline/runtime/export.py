@@ -25,6 +25,7 @@ from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
 from trueline.runtime import (
+    any_size,
     causal,
     constants,
     custom_ops,
@@ -138,11 +139,18 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 
 
 @contextmanager
+def followable() -> Iterator[None]:
+    """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
+    with recurrent.whole(), packed.padded(), causal.masks_as_given(), any_size.free_sizes():
+        yield
+
+
+@contextmanager
 def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
     before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
+        with torch.no_grad(), as_trained(), quiet(), followable():
             yield
     finally:
         # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
