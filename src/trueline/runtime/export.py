@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
-from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.bundle.signature import Check, Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
 from trueline.runtime import (
     any_size,
@@ -412,10 +412,11 @@ class ExportSession:
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature
+        self._check = Check(signature)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
-        self.signature.check(inputs)
+        self._check(inputs)
         try:
             with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
