@@ -21,7 +21,8 @@ import torch
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
 from trueline.doctor.remembered import Memory, remembered, shapes
-from trueline.runtime import causal, constants, packed, paths, recurrent, size_lists
+from trueline.runtime import constants, paths, size_lists
+from trueline.runtime.export import followable
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
 
@@ -166,7 +167,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
 
 
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), hushed(), recurrent.whole(), packed.padded(), causal.masks_as_given():
+    with torch.no_grad(), hushed(), followable():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 

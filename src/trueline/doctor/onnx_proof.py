@@ -14,6 +14,8 @@ import torch
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, agree
 from trueline.doctor.examine import Finding, Oracle, hushed
+from trueline.errors import CaptureError
+from trueline.runtime import onnx_emit
 
 
 def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
@@ -23,8 +25,9 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
         return "ONNX cannot hold the state"
     try:
         with torch.no_grad(), hushed():
-            made = torch.onnx.export(finding.program, (), dynamo=True, verbose=False)
-            session = _opened(made)
+            session = _opened(onnx_emit.translated(finding.program, *_names(finding.program)))
+    except CaptureError as error:
+        return f"not translated: {error.message[:200]}"
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer
         return f"not translated: {_first(error.__cause__ or error)}"
     names = [spec.name for spec in session.get_inputs()]
@@ -40,6 +43,13 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
         if reason:
             return f"refused: {reason}"
     return "proven"
+
+
+def _names(program: torch.export.ExportedProgram) -> tuple[list[str], list[str]]:
+    signature = program.graph_signature
+    return [f"input {i}" for i in range(len(signature.user_inputs))], [
+        f"output {i}" for i in range(len(signature.user_outputs))
+    ]
 
 
 def _opened(made: Any) -> onnxruntime.InferenceSession:

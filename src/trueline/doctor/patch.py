@@ -90,6 +90,8 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     node = class_node(tree, owner)
     original = inspect.unwrap(vars(owner)["forward"])
     scope = dict(original.__globals__)
+    # Dynamo would look names up in the module of that name, which lacks what the edit imports
+    scope.pop("__name__", None)
     name = name_of(file_of(owner), text)
     changed = _run_changed(tree, file_of(owner), name, scope)
     if node is None:

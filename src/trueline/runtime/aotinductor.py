@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, TruelineError
 from trueline.runtime import torch_settings
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -47,13 +47,14 @@ class AotiSession:
         except Exception as error:
             raise BundleError(f"{path} is no AOTInductor package that this torch can open: {_first(error)}") from error
         self.signature = signature
+        self._check = Check(signature)
         # A second thread would wait inside for the package's only runner, and keep the lock of the interpreter, which
         # the first one needs to hand its outputs over.
         self._alone = threading.Lock()
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature."""
-        self.signature.check(inputs)
+        self._check(inputs)
         given = list(to_tensors(self.signature, inputs))
         try:
             with self._alone:

@@ -22,9 +22,10 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
 
 from trueline import files
-from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.bundle.signature import Check, Dim, Signature, TensorSpec
 from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
 from trueline.runtime import (
+    any_size,
     causal,
     constants,
     custom_ops,
@@ -138,11 +139,18 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 
 
 @contextmanager
+def followable() -> Iterator[None]:
+    """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
+    with recurrent.whole(), packed.padded(), causal.masks_as_given(), any_size.free_sizes():
+        yield
+
+
+@contextmanager
 def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
     before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), as_trained(), quiet(), recurrent.whole(), packed.padded(), causal.masks_as_given():
+        with torch.no_grad(), as_trained(), quiet(), followable():
             yield
     finally:
         # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
@@ -404,10 +412,11 @@ class ExportSession:
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature
+        self._check = Check(signature)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
-        self.signature.check(inputs)
+        self._check(inputs)
         try:
             with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))

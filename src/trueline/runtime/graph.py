@@ -1,7 +1,7 @@
 """A program as text that a person reads: what `trueline inspect --graph` prints. Nothing is run.
 
-onnx, openvino    ONNX's own textual form
-torch_export      the graph as Python, one operator a line, with the shape of each value
+onnx, openvino    ONNX's own textual form: one value a line, assigned once, with the line that it came from
+torch_export      the graph as Python, one operator a line, with the shape of each value and its line
 offload           what runs where, and the graph of the whole
 torchscript       the program's source
 aotinductor       nothing: it is machine code
@@ -9,9 +9,13 @@ aotinductor       nothing: it is machine code
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from trueline.errors import UsageError
+
+_ASSIGNED = re.compile(r'\s*"?([^\s":,=]+)"?[^=]* = ')
 
 
 def text(format: str, path: Path) -> str:
@@ -39,8 +43,21 @@ def _onnx(path: Path) -> str:
     for tensor in model.graph.initializer:  # their names, types and shapes are wanted, not their numbers
         tensor.ClearField("raw_data")
         tensor.data_location = onnx.TensorProto.EXTERNAL
-    found: str = onnx.printer.to_text(model)
-    return found
+    graphs = [model.graph, *(a.g for node in model.graph.node for a in node.attribute if a.HasField("g"))]
+    nodes = [node for graph in graphs for node in graph.node if node.output]
+    places = {node.output[0]: one.value for node in nodes for one in node.metadata_props if one.key == "source"}
+    return _placed(onnx.printer.to_text(model), places)
+
+
+def _placed(text: str, places: Mapping[str, str]) -> str:
+    """`text` with the user's line behind each line that assigns a value whose place is known."""
+
+    def told(line: str) -> str:
+        found = _ASSIGNED.match(line)
+        place = places.get(found[1]) if found else None
+        return f"{line}  # {place}" if place else line
+
+    return "\n".join(map(told, text.splitlines())) + "\n"
 
 
 def _offload(path: Path) -> str:
@@ -60,4 +77,6 @@ def _export(path: Path) -> str:
 
     program = export.load(path)
     code: str = program.graph_module.print_readable(print_output=False, expanded_def=True)
+    places = {node.name: str(node.meta.get("stack_trace") or "") for node in program.graph.nodes}
+    code = _placed(code, places)
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"

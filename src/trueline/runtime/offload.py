@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 import torch
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime import export, onnx, subprogram, torch_settings, torch_weights
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -119,10 +119,11 @@ class OffloadSession:
         except (ValueError, KeyError, RuntimeError) as error:
             raise BundleError(f"{path} does not fit {plan.program}: {error}") from error
         self.signature = signature
+        self._check = Check(signature)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
-        self.signature.check(inputs)
+        self._check(inputs)
         try:
             with torch.no_grad():
                 found = self._module(*to_tensors(self.signature, inputs))

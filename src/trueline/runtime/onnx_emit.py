@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, recurrent, torchlib
+from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, paths, recurrent, torchlib
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
 from trueline.runtime.quiet import quiet
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 FILE = "programs/model.onnx"
 SIGNATURE = "trueline.signature"
 """Under this name a program's metadata say what it takes, gives and was proven for."""
+SOURCE = "source"
+"""Under this name the metadata of a node say the line that it came from, `layers.py:13`."""
 EXTERNAL_BYTES = 1_500_000_000
 """Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
 
@@ -183,7 +185,10 @@ def _clean_graph(graph: onnx_ir.Graph, symbols: Mapping[str, str]) -> None:
     for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
         _clean_value(value, symbols)
     for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        place = paths.brief(node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
         node.metadata_props.clear()
+        if place:
+            node.metadata_props[SOURCE] = place
         node.doc_string = None
         for value in node.outputs:
             _clean_value(value, symbols)

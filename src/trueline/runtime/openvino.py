@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -47,6 +47,7 @@ class OpenVinoSession:
         except Exception as error:
             raise BundleError(f"{path} is no program that this OpenVINO can open: {_first(error)}") from error
         self.signature = signature
+        self._check = Check(signature)
         self._outputs = {spec.name: _port(self._compiled.outputs, spec.name, path) for spec in signature.outputs}
         for spec in signature.inputs:
             _port(self._compiled.inputs, spec.name, path)
@@ -56,7 +57,7 @@ class OpenVinoSession:
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature."""
-        self.signature.check(inputs)
+        self._check(inputs)
         request = getattr(self._local, "request", None)
         if request is None:
             request = self._local.request = self._compiled.create_infer_request()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ from typing import Any
 
 MAX_EVENTS = 200_000
 """What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+BRIEF = re.compile(r"[\w-]+\.py:\d+")
 
 Event = tuple[int, CodeType, int]
 """Number of the call within the watched call, its code, offset of the instruction that runs next."""
@@ -100,6 +104,14 @@ def is_users(file: str) -> bool:
         known = in_site and any(library in file for library in _LIBRARIES)
         found = _users[file] = not known and (in_site or not file.startswith(_ROOTS))
     return found
+
+
+def brief(trace: str) -> str:
+    """`layers.py:13`, the innermost of the user's lines in a stack trace; empty where there is none. A bundle says so
+    much of where a program came from, and no folder."""
+    frames = [(file, line) for file, line in _FRAME.findall(trace) if is_users(file)]
+    found = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
+    return found if BRIEF.fullmatch(found) else ""
 
 
 def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:

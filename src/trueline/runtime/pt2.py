@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trueline.errors import BundleError
+from trueline.runtime import paths
 
 _JSON = re.compile(r"models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json")
 _RAW = re.compile(
@@ -59,8 +60,8 @@ _STAMP = (1980, 1, 1, 0, 0, 0)
 
 
 def clean(raw: BinaryIO, path: Path) -> None:
-    """Copies the archive `raw` to `path` without example inputs, guards and stack traces, in fixed bytes,
-    and checks it.
+    """Copies the archive `raw` to `path` without example inputs and guards, with `layers.py:13` for a stack trace, in
+    fixed bytes, and checks it.
 
     The guards' ranges stand in the signature and are enforced there. Raises BundleError.
     """
@@ -82,7 +83,8 @@ def _cleaned(content: bytes) -> bytes:
     program["guards_code"] = []
     for key, holder in _walk(program):
         if key == "metadata":
-            holder[key] = {}
+            place = paths.brief(holder[key].get("stack_trace") or "")
+            holder[key] = {"stack_trace": place} if place else {}
     return json.dumps(program, separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -140,7 +142,8 @@ def _walk(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _check_entry(key: str, value: Any, where: str) -> None:
     if key == "use_pickle" and value:
         raise BundleError(f"{where} stores a tensor as a pickle; a bundle holds none")
-    if key in ("guards_code", "metadata") and value:
+    place = key == "metadata" and set(value) == {"stack_trace"} and paths.BRIEF.fullmatch(str(value["stack_trace"]))
+    if key in ("guards_code", "metadata") and value and not place:
         raise BundleError(f"{where} carries {key}, which torch would turn into code")
     if key in ("as_custom_obj", "as_script_obj", "custom_obj") and value is not None:
         raise BundleError(f"{where} carries a custom object, which only a pickle can hold")

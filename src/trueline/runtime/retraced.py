@@ -3,6 +3,7 @@
 | what stands in the way | what is done |
 |---|---|
 | a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
+| a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
 | code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
 
 What comes of it is an exported program like any other: it is proven, or refused.
@@ -20,7 +21,7 @@ from torch.fx import GraphModule
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.errors import CaptureError
-from trueline.runtime import compare, records, size_lists
+from trueline.runtime import beneath, compare, records, size_lists
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import resized
 
@@ -43,7 +44,23 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
                 return _told(export(flat), "lists of numbers stay functions of a size")
         except CaptureError:
             pass  # what is raised is what torch.export said of the model as it stands
-    return None if calling.signature.state else _by_records(flat, calling, export)
+    if calling.signature.state:
+        return None
+    found = _beneath(flat, calling, export) if beneath.may_help(module, error.message) else None
+    return found or _by_records(flat, calling, export)
+
+
+def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+    """What the operators beneath the model make, where they can be traced with free sizes."""
+    from trueline.runtime.export import tracing
+
+    try:
+        with tracing():
+            graph = beneath.graph(flat, calling)
+        return _told(export(graph), "traced beneath Python, as the operators that it calls")
+    except Exception as error:  # noqa: BLE001 - whatever the tracer raises: what torch.export said of the model counts
+        events.emit("program.unfollowed", by="operators", why=f"{type(error).__name__}: {error}")
+        return None
 
 
 def _by_records(flat: Flat, calling: Calling, export: Export) -> Exported | None:

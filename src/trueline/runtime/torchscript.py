@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError
 from trueline.runtime import script_archive, torch_settings, torch_weights
 from trueline.runtime.eager import to_arrays, to_tensors
@@ -59,10 +59,11 @@ class TorchScriptSession:
         if len(taken) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(taken)} inputs, its signature says {len(signature.inputs)}")
         self.signature = signature
+        self._check = Check(signature)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
-        self.signature.check(inputs)
+        self._check(inputs)
         try:
             with torch.inference_mode():
                 found = self._module(*to_tensors(self.signature, inputs, self._device))

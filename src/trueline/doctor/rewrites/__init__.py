@@ -5,10 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites import asides, attributes, branch, loops, masks, scalars, sizes, state, value_loops
+from trueline.doctor.rewrites import (
+    arrays,
+    asides,
+    attributes,
+    branch,
+    loops,
+    masks,
+    scalars,
+    sizes,
+    state,
+    value_loops,
+    worklist,
+)
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 
-_FAMILIES = (asides, sizes, branch, masks, scalars, value_loops, loops, state, attributes)
+_FAMILIES = (asides, arrays, sizes, worklist, branch, masks, scalars, value_loops, loops, state, attributes)
 """Safest first."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -167,7 +168,7 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
             break
         if isinstance(statement, ast.Pass) or _is_words(statement):
             continue
-        name, value = _assigned(statement)
+        name, value = _assigned(pure(scope, statement))
         value = _renamed(value, current, scope)
         last = index == len(block) - 1
         if last:

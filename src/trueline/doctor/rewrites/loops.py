@@ -1,6 +1,6 @@
-"""Loops over time: as one vectorised expression, or as a scan.
+"""Loops over time: as one vectorised expression, one `vmap`, or a scan.
 
-Conditions. Vectorised: nothing is carried from step to step. Scan: what is carried keeps its shape and dtype,
+Conditions. At once, and vmap: nothing is carried from step to step. Scan: what is carried keeps its shape and dtype,
 the steps read slices of tensors. Each holds only if the proof says so.
 """
 
@@ -9,22 +9,12 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-from trueline.doctor.rewrites.scope import (
-    Candidate,
-    Scope,
-    Spot,
-    bound_before,
-    expression,
-    loaded,
-    read_later,
-    statements,
-    stored,
-    walk,
-)
+from trueline.doctor.rewrites.lists import begins, joined, uses, without_list
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored, walk
+from trueline.doctor.rewrites.steps import Steps, carried, kept, taken_apart
 
 HOPS = "from torch._higher_order_ops import"
 IN_ROWS = "clone(memory_format=torch.contiguous_format)"
@@ -33,11 +23,12 @@ have equal strides, and of a dimension of size 1 a slice, and what is made like 
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
-    """Candidates for a loop at `spot`."""
-    loop = spot.statement
-    found: list[Candidate | None] = []
-    if isinstance(loop, ast.For):
-        found = [_vectorised(scope, spot), _scanned(scope, spot), _scanned(scope, spot, in_rows=True)]
+    """Candidates for a loop at `spot`, or for a list that a simple statement at `spot` makes of one."""
+    if isinstance(spot.statement, ast.For):
+        found = [_vectorised(scope, spot), _mapped(scope, spot), _scanned(scope, spot)]
+        found += [_scanned(scope, spot, idle=True), _scanned(scope, spot, in_rows=True)]
+    else:
+        found = [_listed(scope, spot)]
     yield from (one for one in found if one is not None)
 
 
@@ -58,204 +49,16 @@ def imported(text: str, name: str) -> str:
     return "".join([*lines[:at], f"{line}\n", *lines[at:]])
 
 
-@dataclass(slots=True)
-class Steps:
-    """A loop over time, taken apart: what each step is given, what it carries, what it collects."""
-
-    index: str | None
-    """Name of the counter, if the loop has one."""
-    length: ast.expr | None
-    slices: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Name in the step -> (tensor, its dimension of time)."""
-    lists: dict[str, ast.expr] = field(default_factory=dict)
-    """List that each step appends to -> what it appends."""
-    body: list[ast.stmt] = field(default_factory=list)
-    uses_index: bool = False
-
-
-def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
-    """The steps of `for t in range(n)`, `for x_t in x`, `for x_t in x.unbind(1)`, or with enumerate; else None."""
-    steps = _headed(scope, loop)
-    if steps is None or loop.orelse:
-        return None
-    slicing = _Slicing(scope, steps, set(stored(loop.body)))
-    for statement in loop.body:
-        new = slicing.visit(copy.deepcopy(statement))
-        appended = appended_by(new)
-        if appended is None:
-            steps.body.append(new)
-        elif appended[0] in steps.lists:
-            return None
-        else:
-            steps.lists[appended[0]] = appended[1]
-            steps.body.append(ast.Assign(targets=[ast.Name(id=_kept(appended[0]), ctx=ast.Store())], value=appended[1]))
-    if has_effects(steps.body) or set(steps.lists) & set(loaded(steps.body)):
-        return None
-    if set(loaded(loop.iter)) & set(stored(loop.body)):
-        return None
-    steps.uses_index = steps.index is not None and steps.index in loaded(steps.body)
-    return steps
-
-
-def has_effects(block: list[ast.stmt]) -> bool:
-    """Whether `block` does more than compute names: jumps, writes into objects, calls for their effect."""
-    for node in (node for statement in block for node in ast.walk(statement)):
-        if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
-            return True
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-            return True
-    return False
-
-
-def _kept(name: str) -> str:
-    return f"{name}_t"
-
-
-def _headed(scope: Scope, loop: ast.For) -> Steps | None:
-    target, source = loop.target, loop.iter
-    index: str | None = None
-    if isinstance(source, ast.Call) and isinstance(source.func, ast.Name):
-        if source.func.id == "range" and len(source.args) == 1 and isinstance(target, ast.Name):
-            return Steps(index=target.id, length=source.args[0])
-        if source.func.id == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
-            first, target = target.elts
-            index, source = (first.id if isinstance(first, ast.Name) else None), source.args[0]
-    if not isinstance(target, ast.Name):
-        return None
-    axis, tensor = 0, source
-    if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "unbind":
-        given = [*source.args, *(keyword.value for keyword in source.keywords)]
-        axis = ast.literal_eval(given[0]) if given else 0
-        tensor = source.func.value
-    if scope.worth(tensor) != "tensor":
-        return None
-    steps = Steps(index=index, length=None)
-    steps.slices[target.id] = (ast.unparse(tensor), axis)
-    return steps
-
-
-class _Slicing(ast.NodeTransformer):
-    """`x[:, t]` becomes `x_t`, a slice that the step is given."""
-
-    def __init__(self, scope: Scope, steps: Steps, assigned: set[str]) -> None:
-        self.scope, self.steps, self.assigned = scope, steps, assigned
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        axis = self._axis(node)
-        if axis is None or not isinstance(node.ctx, ast.Load):
-            return self.generic_visit(node)
-        text = ast.unparse(node.value)
-        name = f"{text.split('.')[-1]}_{self.steps.index}"
-        self.steps.slices[name] = (text, axis)
-        return ast.Name(id=name, ctx=ast.Load())
-
-    def _axis(self, node: ast.Subscript) -> int | None:
-        index = self.steps.index
-        if (
-            index is None
-            or not isinstance(node.value, ast.Name | ast.Attribute)
-            or ast.unparse(node.value) in self.assigned  # a later step reads what an earlier one wrote
-            or not self.scope.is_tensor(node.value)
-        ):
-            return None
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        at = [i for i, part in enumerate(parts) if isinstance(part, ast.Name) and part.id == index]
-        full = [isinstance(p, ast.Slice) and p.lower is None and p.upper is None and p.step is None for p in parts]
-        return at[0] if len(at) == 1 and sum(full) == len(parts) - 1 else None
-
-
-def appended_by(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "append"):
-        return None
-    if isinstance(call.func.value, ast.Name) and len(call.args) == 1:
-        return call.func.value.id, call.args[0]
-    return None
-
-
-def _carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
-    """Names that a step leaves for the next one or for what follows the loop."""
-    known, later = bound_before(spot, scope.function), read_later(spot)
-    names: list[str] = []
-    before: set[str] = set()
-    for statement in steps.body:
-        read = [name for name in loaded(statement) if name not in before]
-        names += [name for name in read if name in stored(steps.body) and name in known]
-        before |= set(stored(statement))
-    names += [name for name in stored(steps.body) if name in later and name in known]
-    return [name for name in dict.fromkeys(names) if name not in steps.slices]
-
-
-def joined(scope: Scope, spot: Spot, name: str, stacked: str) -> tuple[ast.expr, ast.Call] | None:
-    """How the list `name` is joined after the loop, as an expression on `stacked` (time first), and the call that
-    joins."""
-    rest = spot.block[spot.index + 1 :]
-    for node in (node for statement in rest for node in walk(statement)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
-            continue
-        if (
-            ast.unparse(node.func) not in ("torch.stack", "torch.cat", "torch.concat")
-            or ast.unparse(node.args[0]) != name
-        ):
-            continue
-        given = [*node.args[1:], *(k.value for k in node.keywords if k.arg in ("dim", "axis"))]
-        try:
-            axis = int(ast.literal_eval(given[0])) if given else 0
-        except (ValueError, TypeError):
-            return None
-        if node.func.attr == "stack":
-            return expression(stacked if axis == 0 else f"{stacked}.movedim(0, {axis})"), node
-        if axis < 0:
-            return None
-        return expression(f"{stacked}.movedim(0, {axis}).flatten({axis}, {axis + 1})"), node
-    return None
-
-
-def without_list(
-    scope: Scope, spot: Spot, names: list[str], new: list[ast.stmt], swaps: dict[int, ast.expr]
-) -> str | None:
-    """The file with the loop replaced by `new`, joins by `swaps` (id of the call -> expression), and the lists'
-    `name = []` gone."""
-    block = spot.block
-    start = spot.index
-    for index in range(spot.index - 1, -1, -1):
-        statement = block[index]
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and set(stored(statement)) & set(names):
-            start = index
-    kept = [
-        one
-        for one in block[start : spot.index]
-        if not (isinstance(one, ast.Assign | ast.AnnAssign) and set(stored(one)) & set(names))
-    ]
-    end = spot.index + 1
-    tail: list[ast.stmt] = []
-    for index in range(spot.index + 1, len(block)):
-        if any(id(node) in swaps for node in ast.walk(block[index])):
-            tail += [*block[end:index], _swapped(block[index], swaps)]
-            end = index + 1
-    return scope.replaced(block[start:end], [*kept, *new, *tail])
-
-
-def _swapped(statement: ast.stmt, swaps: dict[int, ast.expr]) -> ast.stmt:
-    class Swap(ast.NodeTransformer):
-        def visit_Call(self, node: ast.Call) -> ast.AST:
-            return swaps[id(node)] if id(node) in swaps else self.generic_visit(node)
-
-    marked = Swap().visit(statement)
-    assert isinstance(marked, ast.stmt)
-    return marked
-
-
 def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
     """`for t: outs.append(f(x[:, t]))` as `f(x)`: for an f that treats every step alike and by itself."""
     assert isinstance(spot.statement, ast.For)
     steps = taken_apart(scope, spot.statement)
-    if steps is None or steps.uses_index or len(steps.lists) != 1 or _carried(scope, spot, steps):
+    if steps is None or len(steps.lists) != 1 or carried(scope, spot, steps):
         return None
     ((name, _),) = steps.lists.items()
-    found = joined(scope, spot, name, name)
+    if steps.uses_index or steps.start or steps.shifts or steps.filled or begins(spot, name):
+        return None
+    found = joined(spot, name, name)
     if found is None:
         return None
     _, join = found
@@ -268,7 +71,7 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
 
     class Whole(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
-            if node.id == _kept(name):
+            if node.id == kept(name):
                 return ast.Name(id=name, ctx=node.ctx)
             return copy.deepcopy(whole[node.id]) if node.id in whole and isinstance(node.ctx, ast.Load) else node
 
@@ -278,44 +81,134 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
     return Candidate(text=text, words=f"`{head}` treats every step alike: all at once") if text else None
 
 
-def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False) -> Candidate | None:
-    """A loop over time as torch's scan; `in_rows` where what a step hands on has other strides than what it got."""
+def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
+    """`for x_i in x: outs.append(f(x_i))` as `torch.vmap(f)(x)`: for steps that know nothing of each other."""
+    assert isinstance(spot.statement, ast.For)
+    steps = taken_apart(scope, spot.statement)
+    if steps is None or not steps.lists or carried(scope, spot, steps) or (steps.uses_index and steps.length is None):
+        return None
+    swaps = _swaps(spot, steps)
+    if swaps is None or any(begins(spot, name) for name in steps.lists if name not in steps.filled):
+        return None
+    function, sources, body = scope.fresh("each"), _sources(steps), _body(scope, steps)
+    if not sources:
+        return None
+    answers = one_or_all([kept(name) for name in steps.lists])
+    made = statements(f"def {function}({', '.join(sources)}):\n    return {answers}")[0]
+    assert isinstance(made, ast.FunctionDef)
+    made.body[:0] = body
+    call = f"{', '.join(steps.lists)} = torch.vmap({function})({', '.join(sources.values())})"
+    new = [made, *statements(call), *_places(steps)]
+    text = without_list(scope, spot, [n for n in steps.lists if n not in steps.filled], new, swaps)
+    head = ast.unparse(spot.statement).splitlines()[0]
+    return Candidate(text=text, words=f"`{head}` treats every step by itself: torch.vmap") if text else None
+
+
+def _listed(scope: Scope, spot: Spot) -> Candidate | None:
+    """`torch.stack([f(a, b) for a, b in zip(x, y)])` as `torch.vmap(f)(x, y)`."""
+    changed: list[str] = []
+
+    class Map(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            self.generic_visit(node)
+            listing = node.args[0] if node.args and ast.unparse(node.func) == "torch.stack" else None
+            if not isinstance(listing, ast.ListComp | ast.GeneratorExp) or len(listing.generators) != 1:
+                return node
+            rows = listing.generators[0]
+            loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[], lineno=0)
+            loop.body = statements(f"listed.append({ast.unparse(listing.elt)})")
+            steps = taken_apart(scope, loop) if not rows.ifs else None
+            if steps is None or not steps.slices or (steps.uses_index and steps.length is None):
+                return node
+            sources = _sources(steps)
+            value = ast.unparse(_body(scope, steps)[-1].value)  # type: ignore[attr-defined]
+            changed.append(ast.unparse(node))
+            mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
+            given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+            return expression(mapped + (f".movedim(0, {ast.unparse(given[0])})" if given else ""))
+
+    if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
+        return None
+    new = Map().visit(copy.deepcopy(spot.statement))
+    text = scope.replaced([spot.statement], [new]) if changed else None
+    return Candidate(text=text, words=f"`{changed[0]}` treats every step by itself: torch.vmap") if text else None
+
+
+def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:
+    """What stands for the uses of all that the loop collects in lists; None where one cannot be a tensor."""
+    found: dict[int, ast.expr | ast.stmt] = {}
+    for name in steps.lists:
+        if name not in steps.filled:
+            swaps = uses(spot, name)
+            if swaps is None:
+                return None
+            found |= swaps
+    return found
+
+
+def _places(steps: Steps) -> list[ast.stmt]:
+    """Moves the steps of a tensor that was filled to the dimension where they were."""
+    turned = ".flip(0)" if steps.backwards else ""
+    moved = {name: turned + (f".movedim(0, {axis})" if axis else "") for name, axis in steps.filled.items()}
+    return [one for name, how in moved.items() if how for one in statements(f"{name} = {name}{how}")]
+
+
+def _sources(steps: Steps) -> dict[str, str]:
+    """Name in the step -> the tensor, steps first, that it is of."""
+    sources = {part: steps.source(part) for part in steps.slices}
+    index = steps.index if steps.uses_index or not steps.slices else None
+    if index is not None and steps.length is not None:
+        where = next((f", device={tensor}.device" for tensor, _ in steps.slices.values()), "")
+        sources[index] = steps.counter(where)
+    return sources
+
+
+def _body(scope: Scope, steps: Steps) -> list[ast.stmt]:
+    body = [copy.deepcopy(one) for one in steps.body]
+    if steps.index is not None and (steps.uses_index or not steps.slices):
+        body = [Picked(steps.index).visit(one) for one in body]
+    return body
+
+
+def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = False) -> Candidate | None:
+    """A loop over time as torch's scan; `in_rows` where what a step hands on has other strides than what it got; `idle`
+    with a step before the first that changes nothing, where there may be no step at all."""
     assert isinstance(spot.statement, ast.For)
     steps = taken_apart(scope, spot.statement)
     if steps is None or not (steps.slices or steps.length is not None):
         return None
-    carried = _carried(scope, spot, steps)
-    if (steps.uses_index and steps.length is None) or (not steps.slices and not steps.uses_index and not carried):
+    state = carried(scope, spot, steps)
+    if (steps.uses_index and steps.length is None) or (not steps.slices and not steps.uses_index and not state):
         return None
-    joins = {name: joined(scope, spot, name, name) for name in steps.lists}
-    if any(join is None for join in joins.values()):
+    firsts = {name: begins(spot, name) for name in steps.lists if name not in steps.filled}
+    swaps = _swaps(spot, steps)
+    if swaps is None or (in_rows and not state) or (idle and not steps.may_be_none):
         return None
-    if in_rows and not carried:
-        return None
-    new = _scan(scope, spot, steps, carried, in_rows=in_rows)
-    swaps = {id(join[1]): join[0] for join in joins.values() if join is not None}
-    text = without_list(scope, spot, list(steps.lists), new, swaps)
+    new = _scan(scope, steps, state, in_rows=in_rows, idle=idle)
+    for name, first in firsts.items():  # what the list held before the loop may be named as what the loop carries
+        if first:
+            before = scope.fresh(f"{name}_before")
+            given = ", ".join(ast.unparse(one) for one in first)
+            new = [*statements(f"{before} = torch.stack([{given}])"), *new]
+            new += statements(f"{name} = torch.cat([{before}, {name}])")
+    text = without_list(scope, spot, [*firsts], [*new, *_places(steps)], swaps)
     head = ast.unparse(spot.statement).splitlines()[0]
-    return (text and Candidate(text=imported(text, "scan"), words=f"`{head}` is a scan", cheap=False)) or None
+    words = f"`{head}` is a scan" + (" that may have no step" if idle else "")
+    return (text and Candidate(text=imported(text, "scan"), words=words, cheap=False)) or None
 
 
-def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str], *, in_rows: bool) -> list[ast.stmt]:
-    sources = {
-        part: f"{tensor}.movedim({axis}, 0)" if axis else tensor for part, (tensor, axis) in steps.slices.items()
-    }
-    index = steps.index if steps.uses_index or not steps.slices else None
-    if index is not None and steps.length is not None:
-        where = next((f", device={tensor}.device" for tensor, _ in steps.slices.values()), "")
-        sources[index] = f"torch.arange({ast.unparse(steps.length)}{where})"
-    state = carried or [scope.fresh("idle")]
-    body = [copy.deepcopy(one) for one in steps.body]
-    if index is not None:
-        body = [_Picked(scope, index).visit(one) for one in body]
-    first = [_initial(scope, one, steps) for one in carried] or ["torch.zeros(())"]
+def _scan(scope: Scope, steps: Steps, carries: list[str], *, in_rows: bool, idle: bool) -> list[ast.stmt]:
+    sources, body = _sources(steps), _body(scope, steps)
+    state = carries or [scope.fresh("idle")]
+    first = [_initial(scope, one, steps) for one in carries] or ["torch.zeros(())"]
     back = [one if one in stored(body) else f"{one}.clone()" for one in state]
-    if in_rows:
+    if in_rows or idle:
         back = [f"{one}.{IN_ROWS}" for one in state]
-    outs = [f"{_kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
+    outs = [f"{kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
+    ahead: list[ast.stmt] = []
+    if idle:
+        ahead = [one for part, source in sources.items() for one in statements(f"{part} = {source}")]
+        sources, body, back = _with_idle_step(scope, sources, body, back, carries)
     name = scope.fresh("step")
     opened = [f"{one_or_all(names)} = {given}" for names, given in ((state, "carry"), (list(sources), "inputs"))]
     given = [
@@ -326,9 +219,27 @@ def _scan(scope: Scope, spot: Spot, steps: Steps, carried: list[str], *, in_rows
     function = statements("\n    ".join(lines))[0]
     assert isinstance(function, ast.FunctionDef)
     function.body[len(unpacked) : len(unpacked)] = body
-    left = [one if one in carried else "_" for one in state]
+    left = [one if one in carries else "_" for one in state]
     call = f"scan({name}, {one_or_all(first)}, {one_or_all(list(sources.values()))})"
-    return [function, *statements(f"{one_or_all(left)}, {one_or_all(list(steps.lists) or ['_'])} = {call}")]
+    text = f"{one_or_all(left)}, {one_or_all(list(steps.lists) or ['_'])} = {call}"
+    shorter = [one for name in steps.lists if idle for one in statements(f"{name} = {name}[1:]")]
+    return [function, *ahead, *statements(text), *shorter]
+
+
+def _with_idle_step(
+    scope: Scope, sources: dict[str, str], body: list[ast.stmt], back: list[str], carries: list[str]
+) -> tuple[dict[str, str], list[ast.stmt], list[str]]:
+    """One step more, before the first: it is given zeros, and what it carries stays as it was."""
+    going = scope.fresh("going")
+    longer = {part: f"torch.cat([{part}.new_zeros((1, *{part}.shape[1:])), {part}])" for part in sources}
+    longer[going] = f"torch.arange({next(iter(sources))}.shape[0] + 1) > 0"
+    saved = {name: scope.fresh(f"{name}_before") for name in carries}
+    before = [one for name, old in saved.items() for one in statements(f"{old} = {name}")]
+    ends = [
+        f"torch.where({going}, {name}, {saved[name]}).{IN_ROWS}" if name in saved else one
+        for name, one in zip(carries or back, back, strict=True)
+    ]
+    return longer, [*before, *body], ends
 
 
 def one_or_all(names: list[str]) -> str:
@@ -343,7 +254,11 @@ def _initial(scope: Scope, name: str, steps: Steps) -> str:
     if start is None or not isinstance(start, ast.Constant) or not isinstance(start.value, int | float):
         return f"{name}.{IN_ROWS}" if isinstance(value, torch.Tensor) else name
     if isinstance(value, torch.Tensor) and value.ndim:
-        firsts = {part: f"{tensor}.select({axis}, 0)" for part, (tensor, axis) in steps.slices.items()}
+        plain = not (steps.start or steps.backwards or steps.shifts)
+        firsts = {
+            part: f"{tensor}.select({axis}, 0)" if plain else f"({steps.source(part)})[0]"
+            for part, (tensor, axis) in steps.slices.items()
+        }
         update = next((v for t, v in _updates(steps, name)), None)
         if update is not None:
 
@@ -357,8 +272,13 @@ def _initial(scope: Scope, name: str, steps: Steps) -> str:
 
 def _starts(scope: Scope, name: str) -> Iterator[tuple[str, ast.expr]]:
     for node in walk(scope.function):
-        if isinstance(node, ast.Assign) and stored(node.targets[0]) == [name]:
-            yield name, node.value
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
+                yield name, node.value
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                for target, value in zip(targets, values, strict=False):
+                    if isinstance(target, ast.Name) and target.id == name:
+                        yield name, value
 
 
 def _updates(steps: Steps, name: str) -> Iterator[tuple[str, ast.expr]]:
@@ -369,17 +289,22 @@ def _updates(steps: Steps, name: str) -> Iterator[tuple[str, ast.expr]]:
             yield name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=statement.op, right=statement.value)
 
 
-class _Picked(ast.NodeTransformer):
+class Picked(ast.NodeTransformer):
     """`x[t]` with a counter that is now a tensor: index_select, which takes no number out of it."""
 
-    def __init__(self, scope: Scope, index: str) -> None:
-        self.scope, self.index = scope, index
+    def __init__(self, index: str) -> None:
+        self.index = index
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         at = [i for i, part in enumerate(parts) if isinstance(part, ast.Name) and part.id == self.index]
-        if len(at) != 1 or not all(isinstance(part, ast.Slice) for i, part in enumerate(parts) if i != at[0]):
+        if len(at) != 1 or not isinstance(node.ctx, ast.Load):
             return node
-        text = ast.unparse(node.value)
-        return expression(f"{text}.index_select({at[0]}, {self.index}.reshape(1)).squeeze({at[0]})")
+        rest = [part for i, part in enumerate(parts) if i != at[0]]
+        if any(isinstance(part, ast.Starred) or ast.unparse(part) in ("...", "None") for part in rest):
+            return node
+        picked = f"{ast.unparse(node.value)}.index_select({at[0]}, {self.index}.reshape(1)).squeeze({at[0]})"
+        if any(ast.unparse(part) != ":" for part in rest):
+            picked += f"[{', '.join(ast.unparse(part) for part in rest)}]"
+        return expression(picked)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops import appended_by, joined, without_list
+from trueline.doctor.rewrites.lists import appended_by, joined, without_list
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, value_of
 
 _NEUTRAL = {
@@ -35,7 +35,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         return
     if isinstance(statement, ast.While | ast.If | ast.With | ast.Try):
         return
-    for new in (_written(scope, statement), _reduced(scope, statement), _ragged(scope, statement)):
+    for new in (written(scope, statement), _reduced(scope, statement), _ragged(scope, statement)):
         if new is not None:
             text = scope.replaced([statement], [new])
             if text:
@@ -61,7 +61,7 @@ def _widened(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
     return text + f"[..., {', '.join(['None'] * missing)}]" if missing > 0 else text
 
 
-def _written(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+def written(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     """`y[mask] = f(x[mask])` as `y = torch.where(mask, f(x), y)`; also `+=`."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
     if not isinstance(statement, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Subscript):
@@ -153,7 +153,7 @@ def _ragged_loop(scope: Scope, spot: Spot) -> Candidate | None:
     if appended is None:
         return None
     found = _rows(_put(appended[1], local), loop.target, loop.iter)
-    join = joined(scope, spot, appended[0], appended[0])
+    join = joined(spot, appended[0], appended[0])
     if found is None or join is None:
         return None
     new = statements(f"{appended[0]} = {found}")

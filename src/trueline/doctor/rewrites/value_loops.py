@@ -7,13 +7,14 @@ Each holds only if the proof says so.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops import IN_ROWS, has_effects, imported
+from trueline.doctor.rewrites.lists import appended_by
+from trueline.doctor.rewrites.loops import IN_ROWS, imported
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -26,6 +27,7 @@ from trueline.doctor.rewrites.scope import (
     stored,
     value_of,
 )
+from trueline.doctor.rewrites.steps import has_effects
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
@@ -38,33 +40,35 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
 
 
 def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
-    """`if p: break` in a loop of a fixed number of steps: what is done is kept by a mask, the steps go on."""
+    """`if p: break` in a loop of a fixed number of steps: what is done is kept by a mask, the steps go on.
+
+    What is done appends zeros: whoever breaks off and needs as many steps fills up with those, and the proof sees it.
+    """
     loop = spot.statement
     assert isinstance(loop, ast.For)
     at = [i for i, one in enumerate(loop.body) if isinstance(one, ast.If) and _breaks(one)]
     if len(at) != 1 or loop.orelse or scope.worth(loop.iter) in ("tensor", "number"):
         return None
-    if has_effects([one for index, one in enumerate(loop.body) if index != at[0]]):
+    whole = [pure(scope, one) for one in loop.body]
+    end = whole[at[0]]
+    assert isinstance(end, ast.If)
+    last = [pure(scope, one) for one in end.body[:-1]]
+    if has_effects([one for one in (*whole[: at[0]], *last, *whole[at[0] + 1 :]) if appended_by(one) is None]):
         return None
     known = bound_before(spot, scope.function)
     later = read_later(spot) | set(loaded(loop.body))
     done = scope.fresh("done")
-    body: list[ast.stmt] = []
-    for index, statement in enumerate(loop.body):
-        if index == at[0]:
-            assert isinstance(statement, ast.If)
-            test = predicate(statement.test, scope)
-            body.append(
-                ast.Assign(
-                    targets=[ast.Name(id=done, ctx=ast.Store())],
-                    value=ast.BinOp(left=expression(done), op=ast.BitOr(), right=test),
-                )
-            )
-            continue
-        body.append(copy.deepcopy(statement))
-        for name in stored(statement):
-            if name in known and name in later:
-                body[-1:] = _kept_when(done, name, body[-1], scope)
+    masking = _Masking(scope, done, known & later)
+    body = masking.steps(whole[: at[0]])
+    test = ast.unparse(predicate(end.test, scope))
+    if last:
+        ends = scope.fresh("ends")
+        body += statements(f"{ends} = ({test}) & ~{done}")
+        body += _Masking(scope, f"~{ends}", known & later).steps(last)
+        body += statements(f"{done} = {done} | {ends}")
+    else:
+        body += statements(f"{done} = {done} | {test}")
+    body += masking.steps(whole[at[0] + 1 :])
     head = statements(f"{done} = torch.zeros((), dtype=torch.bool)")
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
     text = scope.replaced([loop], [*head, new])
@@ -72,7 +76,30 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
 
 
 def _breaks(statement: ast.If) -> bool:
-    return len(statement.body) == 1 and isinstance(statement.body[0], ast.Break) and not statement.orelse
+    """Whether it ends the loop, after assignments perhaps."""
+    straight = all(isinstance(one, ast.Assign | ast.AugAssign) for one in statement.body[:-1])
+    return isinstance(statement.body[-1], ast.Break) and straight and not statement.orelse
+
+
+class _Masking:
+    """Statements that change `names` only where the mask is false."""
+
+    def __init__(self, scope: Scope, mask: str, names: set[str]) -> None:
+        self.scope, self.mask, self.names = scope, mask, names
+
+    def steps(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        found: list[ast.stmt] = []
+        for statement in block:
+            appended = appended_by(statement)
+            if appended is not None:
+                name, value = appended[0], ast.unparse(appended[1])
+                found += statements(f"{name}.append(torch.where({self.mask}, torch.zeros_like({value}), {value}))")
+                continue
+            found.append(statement)
+            for name in stored(statement):
+                if name in self.names:
+                    found[-1:] = _kept_when(self.mask, name, found[-1], self.scope)
+        return found
 
 
 def _kept_when(done: str, name: str, statement: ast.stmt, scope: Scope) -> list[ast.stmt]:
@@ -96,10 +123,10 @@ def _while(scope: Scope, spot: Spot) -> Candidate | None:
     assert isinstance(loop, ast.While)
     if loop.orelse:
         return None
-    body = [copy.deepcopy(one) for one in loop.body]
+    body = [pure(scope, one) for one in loop.body]
     test: ast.expr = loop.test
     stop: ast.expr | None = None
-    if body and isinstance(body[-1], ast.If) and _breaks(body[-1]):
+    if body and isinstance(body[-1], ast.If) and _breaks(body[-1]) and len(body[-1].body) == 1:
         stop = predicate(body[-1].test, scope)
         body = body[:-1]
     if has_effects(body):
@@ -138,16 +165,44 @@ def _while_text(
     functions = statements(text)
     assert isinstance(functions[1], ast.FunctionDef)
     functions[1].body[:0] = [_Pure(scope).visit(one) for one in body]
-    first = ", ".join([_start(scope, name) for name in carried] + ["torch.zeros((), dtype=torch.bool)"] * len(ends))
+    first = ", ".join(
+        [_start(scope, spot, name) for name in carried] + ["torch.zeros((), dtype=torch.bool)"] * len(ends)
+    )
     call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({first},))"
     new = scope.replaced([spot.statement], [*functions, *statements(call)])
     head = ast.unparse(spot.statement).splitlines()[0]
     return (new and Candidate(text=imported(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)) or None
 
 
-def _start(scope: Scope, name: str) -> str:
+def _start(scope: Scope, spot: Spot, name: str) -> str:
+    """What is carried into the first step: a tensor as it is, a number as a tensor like the one that follows it."""
     value = value_of(expression(name), scope.seen)
-    return f"{name}.{IN_ROWS}" if isinstance(value, torch.Tensor) else f"torch.full((), {name})"
+    if not isinstance(value, torch.Tensor):
+        return f"torch.full((), {name})"
+    return f"torch.full((), {name}, dtype={value.dtype})" if _is_number(scope, spot, name) else f"{name}.{IN_ROWS}"
+
+
+def _is_number(scope: Scope, spot: Spot, name: str) -> bool:
+    """Whether the last assignment before the loop gives `name` a number: a tensor it is from the first step on."""
+    for statement in reversed(spot.block[: spot.index]):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                return _says_number(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if name in stored(
+                statement
+            ):
+                pairs = zip(targets, values, strict=False)
+                return any(stored(target) == [name] and _says_number(value) for target, value in pairs)
+        if name in stored(statement):
+            return False
+    return False
+
+
+def _says_number(node: ast.expr) -> bool:
+    try:
+        return isinstance(ast.literal_eval(node), int | float)
+    except ValueError:
+        return ast.unparse(node) in ("float('inf')", "-float('inf')", "float('-inf')", "math.inf", "-math.inf")
 
 
 class _Pure(ast.NodeTransformer):

@@ -1,0 +1,59 @@
+"""Functions of torch that look at a size and need not: while a model is traced they stay functions of it.
+
+| function | what torch does | what is traced |
+|---|---|---|
+| `affine_grid` | fixes its sizes | coordinate i of n: `(2 i + 1) / n - 1`, between corners `2 i / (n - 1) - 1` |
+| `cdist` | another algorithm from 26 rows on | the operator that looks at the rows when it runs |
+
+Sources: the documentation of torch.nn.functional.affine_grid and of torch.cdist (`compute_mode`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+_MODES = {
+    "use_mm_for_euclid_dist_if_necessary": None,
+    "use_mm_for_euclid_dist": 1,
+    "donot_use_mm_for_euclid_dist": 2,
+}
+
+
+@contextmanager
+def free_sizes() -> Iterator[None]:
+    """While a model is traced in the block, these functions leave its sizes free."""
+    get_torch_obj_rule_map()  # Dynamo looks torch's functions up by name once, and would keep these for good
+    before = torch.affine_grid_generator, torch.cdist
+    torch.affine_grid_generator, torch.cdist = affine_grid, cdist
+    try:
+        yield
+    finally:
+        torch.affine_grid_generator, torch.cdist = before
+
+
+def cdist(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    p: float = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+) -> torch.Tensor:
+    """The distance of each row of `x1` [..., P, M] to each of `x2` [..., R, M]: [..., P, R]."""
+    return torch.ops.aten._cdist_forward(x1, x2, p, _MODES[compute_mode])
+
+
+def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
+    """Where each point of an image of `size` [N, C, H, W] (or with a depth) comes from under the affine maps `theta`
+    [N, 2, 3]: [N, H, W, 2], coordinates from -1 to 1, the last dimension of the image first."""
+    axes = [_coordinates(length, theta, align_corners) for length in size[2:]]
+    grids = torch.meshgrid(*axes, indexing="ij")
+    points = torch.stack([*reversed(grids), torch.ones_like(grids[0])], dim=-1)
+    return (points.flatten(0, -2) @ theta.transpose(1, 2)).unflatten(1, tuple(size[2:]))
+
+
+def _coordinates(length: int, like: torch.Tensor, align_corners: bool) -> torch.Tensor:
+    places = torch.arange(length, device=like.device).to(like.dtype) * 2 - (length - 1)
+    return places / (torch.sym_max(length - 1, 1) if align_corners else length)

@@ -1,0 +1,219 @@
+"""Small models whose loops decode, select and remember. Their lines are found by the marks in their comments."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Viterbi(nn.Module):
+    """The best path through the scores of a chain, found forwards and read backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        score = x[:, 0]
+        back = []
+        for t in range(1, x.size(1)):
+            best, places = (score.unsqueeze(2) + self.moves).max(1)
+            score = best + x[:, t]
+            back.append(places)
+        total, last = score.max(1)
+        path = [last]
+        for places in reversed(back):
+            last = places.gather(1, last.unsqueeze(1)).squeeze(1)
+            path.append(last)
+        path.reverse()
+        return torch.stack(path, 1), total
+
+
+class Collapsed(nn.Module):
+    """Greedy decoding of CTC: repeated and blank symbols go."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.argmax(-1)
+        out = torch.zeros_like(ids)
+        for b in range(ids.shape[0]):
+            before, n = 0, 0
+            for t in range(ids.shape[1]):
+                k = ids[b, t].item()
+                if k != before and k != 0:
+                    out[b, n] = k
+                    n += 1
+                before = k
+        return out
+
+
+class Sentence(nn.Module):
+    """Greedy decoding that ends early and is filled up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.cell = nn.GRUCell(4, 4)
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        token = torch.ones(x.size(0), dtype=torch.long)
+        done = torch.zeros(x.size(0), dtype=torch.bool)
+        logits = []
+        for _ in range(6):
+            h = self.cell(self.words(token), h)
+            scores = self.out(h)
+            logits.append(scores)
+            token = scores.argmax(-1)
+            done |= token == 2
+            if done.all():
+                break
+        while len(logits) < 6:
+            logits.append(torch.zeros_like(logits[0]))
+        return torch.stack(logits, 1)
+
+
+class Kept(nn.Module):
+    """Greedy non-maximum suppression that works off a list."""
+
+    def forward(self, boxes: Tensor) -> Tensor:
+        keep = []
+        order = boxes[:, 0].argsort(descending=True)
+        while order.numel() > 0:
+            i = order[0]
+            keep.append(i)
+            if order.numel() == 1:
+                break
+            rest = order[1:]
+            apart = (boxes[i, :2] - boxes[rest, :2]).abs().amax(1)
+            order = rest[apart > 0.5]
+        return torch.stack(keep)
+
+
+class Centres(nn.Module):
+    """k-means, until it stands still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = self.first
+        shift, turns = float("inf"), 0
+        while shift > 1e-3 and turns < 9:
+            near = torch.cdist(x, centres).argmin(1)
+            mine = nn.functional.one_hot(near, 3).to(x.dtype)
+            moved = (mine.t() @ x) / mine.sum(0).clamp(min=1).unsqueeze(1)
+            shift = (moved - centres).abs().max()
+            centres = moved
+            turns += 1
+        return torch.cdist(x, centres)
+
+
+class Pointer(nn.Module):
+    """Chooses one step after the other, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.mean(1)
+        chosen = torch.zeros(x.shape[0], x.shape[1], dtype=torch.bool)
+        d = torch.zeros_like(h)
+        rows = []
+        for _ in range(x.shape[1]):
+            h = self.cell(d, h)
+            scores = (x * h.unsqueeze(1)).sum(-1)
+            scores[chosen] = -1e9
+            at = scores.argmax(-1)
+            chosen[torch.arange(x.shape[0]), at] = True
+            d = x[torch.arange(x.shape[0]), at]
+            rows.append(scores.log_softmax(-1))
+        return torch.stack(rows, 1)
+
+
+class Filled(nn.Module):
+    """Writes what it finds into a tensor that is there already, from the end to the beginning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        carry = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1] - 1, -1, -1):
+            carry = 0.5 * carry + x[:, t]
+            out[:, t] = carry.tanh()
+        return out
+
+
+class Changes(nn.Module):
+    """What each step adds to the one before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        level = x[:, 0]
+        found = [level]
+        for t in range(1, x.shape[1]):
+            level = 0.9 * level + (x[:, t] - x[:, t - 1])
+            found.append(level)
+        return torch.stack(found, dim=1)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(a @ self.form * b).sum() for a, b in zip(x, x.flip(1), strict=False)])
+
+
+class Settled(nn.Module):
+    """A fixed point, with the last step taken before it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.weight.data.mul_(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(20):
+            new = torch.tanh(self.layer(z) + x)
+            if (new - z).norm() < 1e-2:
+                z = new * 2
+                break
+            z = new
+        return z
+
+
+class Exits(nn.Module):
+    """Records leave at the first head that is sure of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.zeros(x.size(0), 3)
+        active = torch.ones(x.size(0), dtype=torch.bool)
+        for i, (block, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
+            x = block(x).relu()
+            p = head(x).softmax(-1)
+            take = active & ((p.max(-1)[0] > 0.5) | (i == 2))
+            result[take] = p[take]
+            active = active & ~take
+            if not active.any():
+                break
+        return result
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = np.sort(x.detach().cpu().numpy(), axis=1)
+        a = np.clip(a - a.mean(axis=1, keepdims=True), -1.0, 1.0).astype(np.float32)
+        return self.layer(torch.from_numpy(a))

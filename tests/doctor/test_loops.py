@@ -1,0 +1,99 @@
+"""Loops that decode, select and fill are rewritten, and each rewrite answers as the loop does at sizes it never saw."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import looping_models as models
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.doctor import onnx_proof
+from trueline.doctor.api import calls_of
+from trueline.doctor.patch import patched
+from trueline.doctor.survey import survey
+from trueline.runtime.eager import EagerSession
+
+pytestmark = pytest.mark.slow
+
+
+def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> str:
+    """The diff of the rewrite of `model`, which was compared on `fresh` inputs too."""
+    torch.manual_seed(0)
+    name = "boxes" if isinstance(model, models.Kept) else "x"
+    eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={name: {1: "length"} if x.ndim == 3 else {}})
+    done = survey(
+        model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=Path(__file__).parent
+    )
+    row = done.rows["(model)"]
+    assert row.rewrite is not None, row.why_not
+    assert row.rewrite.onnx in (("proven",) if onnx else ("",))
+    edited = patched(model, done.texts)
+    with torch.no_grad():
+        for one in fresh:
+            torch.testing.assert_close(edited(one), model(one))
+    return row.rewrite.diff
+
+
+def test_the_best_path_of_a_chain_is_found_by_two_scans_that_may_have_no_step() -> None:
+    diff = healed(models.Viterbi(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+    assert diff.count(" = scan(") == 2
+    assert "path.flip(0)" in diff
+
+
+def test_greedy_decoding_of_ctc_writes_at_places_that_values_decide() -> None:
+    diff = healed(models.Collapsed(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4), onnx=True)
+    assert "index_put" in diff
+
+
+def test_decoding_that_ends_early_appends_zeros_where_it_was_filled_up() -> None:
+    diff = healed(models.Sentence(), torch.randn(3, 4), 3 * torch.randn(7, 4), 9 * torch.randn(1, 4), onnx=True)
+    assert "torch.zeros_like(scores)" in diff
+
+
+def test_greedy_suppression_is_a_scan_over_what_is_left() -> None:
+    boxes = [torch.rand(n, 4) * 2 for n in (1, 2, 9, 17)]
+    diff = healed(models.Kept(), torch.rand(5, 4) * 2, *boxes)
+    assert "keep = order[left]" in diff
+
+
+def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
+    diff = healed(models.Centres(), torch.randn(7, 4), torch.randn(1, 4), torch.randn(12, 4))
+    assert "torch.full((), shift, dtype=torch.float32)" in diff
+
+
+def test_writes_into_what_a_loop_carries_become_new_values() -> None:
+    diff = healed(models.Pointer(), torch.randn(3, 5, 4), torch.randn(2, 7, 4), torch.randn(1, 1, 4))
+    assert "chosen.index_put(" in diff
+    assert "torch.where(chosen, " in diff
+
+
+def test_a_tensor_that_a_loop_fills_backwards_is_what_a_scan_gives() -> None:
+    diff = healed(models.Filled(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+    assert "out = out.flip(0).movedim(0, 1)" in diff
+
+
+def test_a_step_may_look_at_the_one_before_it() -> None:
+    diff = healed(models.Changes(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+    assert "x_t_less_1" in diff
+
+
+def test_a_list_of_what_pairs_of_records_give_is_one_vmap() -> None:
+    assert "torch.vmap(lambda a, b: " in healed(models.Pairs(), torch.randn(3, 4), torch.randn(1, 4), torch.randn(6, 4))
+
+
+def test_what_stands_before_a_break_is_done_once() -> None:
+    diff = healed(models.Settled(), torch.randn(3, 4), torch.randn(1, 4), 0.001 * torch.randn(6, 4))
+    assert "ends" in diff
+
+
+def test_a_loop_over_heads_that_writes_under_a_mask_and_breaks_is_rewritten_in_one_step() -> None:
+    diff = healed(models.Exits(), torch.randn(3, 4), 5 * torch.randn(9, 4), torch.randn(1, 4))
+    assert "break" not in [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
+
+
+def test_arrays_of_numpy_stay_tensors() -> None:
+    diff = healed(models.Sorted(), torch.randn(3, 4), torch.randn(1, 4), 5 * torch.randn(6, 4))
+    assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))

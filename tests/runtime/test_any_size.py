@@ -1,0 +1,81 @@
+"""What torch fixes of a size, or bounds, stays free, and answers what torch's own does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.runtime import any_size, export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import prove
+from trueline.runtime.session import open_session
+
+
+class Turned(nn.Module):
+    """A spatial transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Linear(2, 6)
+        self.where.weight.data.mul_(0.1)
+        self.where.bias.data.copy_(torch.tensor([1.0, 0, 0, 0, 1, 0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = self.where(x.mean((2, 3))).view(-1, 2, 3)
+        grid = nn.functional.affine_grid(theta, list(x.shape), align_corners=False)
+        return nn.functional.grid_sample(x, grid, align_corners=False)
+
+
+class Near(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.codes)
+
+
+@pytest.mark.parametrize("corners", [True, False])
+@pytest.mark.parametrize("size", [(2, 3, 5, 7), (1, 1, 1, 4), (2, 1, 3, 4, 5)])
+def test_a_grid_is_torchs_own(size: tuple[int, ...], corners: bool) -> None:
+    axes = len(size) - 2
+    theta = torch.randn(size[0], axes, axes + 1)
+    expected = nn.functional.affine_grid(theta, list(size), align_corners=corners)
+    torch.testing.assert_close(any_size.affine_grid(theta, size, corners), expected)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_distance_is_torchs_own_on_both_sides_of_26_rows(rows: int) -> None:
+    a, b = torch.randn(2, rows, 4), torch.randn(2, 5, 4)
+    assert torch.equal(any_size.cdist(a, b), torch.cdist(a, b))
+    assert torch.equal(any_size.cdist(a, b, p=1.0), torch.cdist(a, b, p=1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "x", "free"), [(Turned(), torch.randn(2, 2, 5, 6), {2: "h", 3: "w"}), (Near(), torch.randn(7, 4), {})]
+)
+def test_sizes_are_free_without_a_bound_in_every_format(
+    model: nn.Module, x: Tensor, free: dict[int, str], tmp_path: Path
+) -> None:
+    model = model.eval()
+    eager = EagerSession(model, x, dynamic_shapes={"x": free})
+    exported = export.export(model, eager.calling)
+    assert all(dim.max is None for dim in exported.signature.dims.values())
+    probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
+    assert any(max(probe.inputs["x"].shape) > 25 for probe in probes)
+    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", export.emit)):
+        session = open_session(format, emit(exported, tmp_path / format), exported.signature)  # type: ignore[arg-type]
+        proof = prove(session, eager, probes, versions={})
+        assert proof.proven, proof.reason
+
+
+def test_torchs_own_functions_are_back_after_tracing() -> None:
+    before = torch.cdist, torch.affine_grid_generator
+    with any_size.free_sizes():
+        assert torch.cdist is any_size.cdist
+    assert (torch.cdist, torch.affine_grid_generator) == before
