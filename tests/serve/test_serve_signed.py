@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 import httpx
+import mar_worlds
 import pytest
 import serve_worlds as worlds
 from cryptography.hazmat.primitives import serialization
@@ -20,6 +21,7 @@ from trueline.bundle import open_bundle, signing
 from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, UsageError
+from trueline.registry import register
 from trueline.serve.signed import sign
 from trueline.serve.sources import find
 
@@ -168,3 +170,42 @@ def test_an_archive_that_is_not_signed_runs_nothing(server: serve.RunningServer,
 def test_a_server_does_not_start_with_what_is_not_signed(store: Path) -> None:
     with pytest.raises(BundleError, match="is not signed"):
         serve.start(store / "bare.bundle", trusted_keys=str(store.parent / "ours.pub"))
+
+
+FUNCTIONS = """
+    def first(data, context):
+        return data and [bytes(row["body"]) for row in data]
+
+    def last(data, context):
+        return data and [b"<" + bytes(row["body"]) + b">" for row in data]
+"""
+GRAPH = """
+    models:
+        min-workers: 1
+    dag:
+        first: [last]
+"""
+
+
+@pytest.mark.slow
+def test_a_workflow_is_signed_as_models_are(server: serve.RunningServer, store: Path) -> None:
+    made = mar_worlds.war(store / "flow.war", FUNCTIONS, GRAPH)
+    url = f"{server.management_url}/workflows?url=flow.war"
+    refused = httpx.post(url, timeout=120)
+    assert (refused.status_code, "is not signed" in refused.json()["message"]) == (400, True)
+    sign(made, store.parent / "ours.pem")
+    assert httpx.post(url, timeout=120).status_code == 200
+    assert httpx.post(f"{server.url}/wfpredict/flow", content=b"x", timeout=120).text == "<x>"
+
+
+@pytest.mark.slow
+def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(tmp_path: Path) -> None:
+    ours, uri = key(tmp_path, "ours"), f"sqlite:///{tmp_path}/registry.db"
+    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    register(bundle.path, name="tiny", tracking_uri=uri)
+    with pytest.raises(BundleError, match="is not signed"):
+        find("models:/tiny@champion", uri, signed=True).check(trusted, bundle.digest)
+    sign(bundle.path, ours)
+    register(bundle.path, name="tiny", tracking_uri=uri)
+    find("models:/tiny@champion", uri, signed=True).check(trusted, bundle.digest)
