@@ -35,6 +35,14 @@ def test_a_name_that_is_no_device_is_refused_before_a_job_begins(wanted):
         device_kind(wanted)
 
 
+@pytest.mark.parametrize("wanted", ["nccl", "mpi", "glo"])
+def test_a_backend_that_cannot_lose_a_worker_is_refused_by_name_before_a_job_begins(wanted):
+    with pytest.raises(UsageError, match=rf"backend is '{wanted}'") as raised:
+        applied(JOB, {"backend": wanted}, cores=2)
+    assert "gloo" in raised.value.hint
+    assert applied(JOB, {"backend": "gloo"}, cores=2).backend == "gloo"
+
+
 def test_workers_share_out_the_devices_of_a_machine_by_their_slots(two_devices, monkeypatch):
     assert [devices.chosen("auto", slot).index for slot in range(4)] == [0, 1, 0, 1]
     assert devices.chosen("cuda:1", 0) == torch.device("cuda", 1)

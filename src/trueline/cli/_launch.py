@@ -60,8 +60,9 @@ worker_options = _all(
     _workers("--set-aside", type=int, metavar="N", help="Records that fail everywhere and may be left out."),
     _workers("--max-failures", type=int, metavar="N", help="Deaths in a row that put a worker's place in quarantine."),
 )
-device_option = _workers(
-    "--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."
+device_option = _all(
+    _workers("--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."),
+    _workers("--backend", metavar="NAME", help="Over what workers sum gradients: gloo, on every device."),
 )
 readers_option = _workers(
     "--readers",

@@ -152,10 +152,9 @@ class GlooGroup:
         if isinstance(found, Exception):
             raise RuntimeError(f"gloo: generation {generation} was not formed: {found}") from found
         _formed[_BACKEND], named = found
-        self._gloo = found[0]
         run_timeout = timedelta(seconds=RUN_TIMEOUT_S)
         dist.init_process_group(_BACKEND, store=named, rank=rank, world_size=size, timeout=run_timeout)
-        self._misses = 0
+        self._gloo, self._misses = found[0], 0
 
     @property
     def patience_s(self) -> float:

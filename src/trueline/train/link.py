@@ -164,6 +164,7 @@ class MasterLink:
         threading.Thread(target=self._report, name="reports", daemon=True).start()
 
     def _watch(self, hello: pb.Hello) -> None:
+        was_away = False
         while not self._closed:
             try:
                 for view in self._master.Watch(hello, metadata=self._metadata):
@@ -171,8 +172,12 @@ class MasterLink:
                         self._view = view
                         self._news.notify_all()
                     self._cut(view.cut_below)
+                    if was_away:  # a master that has come back does not know what was applied meanwhile
+                        was_away = False
+                        self._hurry()
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
+            was_away = True
             time.sleep(RETRY_S)  # the master is away: ask again until it is back
 
     def newest(self) -> pb.View | None:

@@ -102,6 +102,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Intra-op threads of each worker."""
     device: str = "auto"
     """Where workers compute: `auto` (CUDA where a machine has it), `cpu`, `cuda` or `cuda:N`; see `train.devices`."""
+    backend: str = "gloo"
+    """Over what workers sum gradients: gloo, whatever they compute on."""
 
     @property
     def wants_best(self) -> bool:
@@ -123,6 +125,19 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
     raise UsageError(
         f"device is '{wanted}', which is none", hint="say auto, cpu, cuda, or cuda:N for device N of each machine"
     )
+
+
+def check_backend(wanted: str) -> None:
+    """Raises UsageError for a backend over which no group can lose a member and go on."""
+    if wanted == "gloo":
+        return
+    if wanted in ("nccl", "mpi"):
+        raise UsageError(
+            f"backend is '{wanted}', and workers sum over gloo alone: what a collective of {wanted} holds of a step "
+            "after a death is not proven",
+            hint="leave --backend out; with --device cuda gradients are summed in host memory, over gloo",
+        )
+    raise UsageError(f"backend is '{wanted}', which is none", hint="say gloo, or leave --backend out")
 
 
 def save(settings: JobSettings, job_dir: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from trueline.errors import UsageError, closest
 from trueline.recipe.contract import Defaults
-from trueline.train.settings import JobSettings, Precision, Shuffle, device_kind
+from trueline.train.settings import JobSettings, Precision, Shuffle, check_backend, device_kind
 
 
 class Wanted(TypedDict, total=False):
@@ -43,6 +43,7 @@ class Wanted(TypedDict, total=False):
     max_failures: int | None
     page_port: int | None
     device: str | None
+    backend: str | None
 
 
 MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitwise", "precision", "clip_norm",
@@ -85,6 +86,7 @@ def applied(job: JobSettings, wanted: Wanted, *, cores: int, metrics: Mapping[st
     if job.ema >= 1:
         raise UsageError(f"ema is {job.ema}, expected a decay from 0 (none) to below 1, e.g. 0.999")
     device_kind(job.device)
+    check_backend(job.backend)
     _check_monitor(job.monitor, metrics or {})
     return job
 
