@@ -22,7 +22,7 @@ def units_of(counts: list[int]) -> list[Unit]:
 
 
 @given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=10),
+    st.lists(st.integers(1, 30), min_size=1, max_size=8),
     st.integers(1, 100),
     st.integers(1, 40),
     st.integers(0, 2**40),
