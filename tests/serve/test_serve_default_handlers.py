@@ -192,6 +192,48 @@ def test_an_image_is_explained_by_what_each_of_its_values_adds_to_the_class(tmp_
     assert not by_channel[2]
 
 
+class Words(torch.nn.Module):
+    """Two scores of a bag, the second one bent."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.EmbeddingBag(5, 3, mode="mean", sparse=sparse)
+        self.embedding.weight.data = torch.linspace(-1, 1, 15).reshape(5, 3)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        bag = self.embedding(x, offsets)
+        return torch.stack([bag.sum(dim=1), torch.tanh(bag).pow(2).sum(dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("script", [False, True])
+def test_a_text_is_explained_by_what_each_of_its_words_adds_to_the_class(
+    tmp_path: Path, script: bool, sparse: bool
+) -> None:
+    (tmp_path / "source_vocab.json").write_text(json.dumps({"<unk>": 0, "do": 1, "not": 2, "do not": 3, "cafe": 4}))
+    handler = TextClassifier()
+    handler.initialize(context(tmp_path, serializedFile=scripted(tmp_path, Words(sparse))))
+    if not script:
+        handler.model = Words(sparse).eval()
+    before = handler.preprocess([{"data": "do not do"}])
+    (scores,) = handler.inference(before)
+    for target, asked in ((0, {"data": "do not do"}), (1, {"data": "do not do", "target": b"1"})):
+        (told,) = handler.handle([asked], context(tmp_path, explain=True))
+        assert told["words"] == ["do", "not", "do", "do not", "not do"]
+        assert told["importances"][0] == told["importances"][2], "the same word twice adds the same"
+        assert sum(told["importances"]) == pytest.approx(float(scores[target]), rel=1e-3), "an empty bag scores nothing"
+    assert torch.equal(handler.inference(before)[0], scores), "an explanation changes no weight"
+
+
+def test_a_text_is_not_explained_by_a_model_without_an_embedding(tmp_path: Path) -> None:
+    (tmp_path / "source_vocab.json").write_text("{}")
+    handler = TextClassifier()
+    handler.initialize(context(tmp_path, serializedFile=scripted(tmp_path, Bag())))
+    with pytest.raises(PredictionException, match=r"no nn\.Embedding to explain") as refused:
+        handler.handle([{"data": "a"}], context(tmp_path, explain=True))
+    assert refused.value.error_code == 501
+
+
 def test_a_handler_that_explains_nothing_says_so(tmp_path: Path) -> None:
     handler = BaseHandler()
     with pytest.raises(PredictionException, match="explains nothing") as refused:
