@@ -117,7 +117,7 @@ def test_a_worker_that_hangs_is_overtaken(trained, tmp_path, monkeypatch):
 def test_when_every_worker_hangs_they_are_replaced(trained, tmp_path, monkeypatch):
     alone = evaluate(MEASURED, trained, batch=333)
     trouble(monkeypatch, "hang", 100, tmp_path / "hung")
-    monkeypatch.setattr(pool, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(pool, "PATIENCE_S", 5.0)  # on a busy machine, too, a batch is done by then
     assert evaluate(MEASURED, trained, batch=333, workers=2) == alone
 
 
