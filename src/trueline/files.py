@@ -48,6 +48,11 @@ def storage_error(error: OSError, path: Path) -> StorageError:
             f"no room left to write {path} ({_free(path)} free); nothing was changed",
             hint="free some space, or write to another disk, and try again",
         )
+    if error.errno == errno.EFBIG:
+        return StorageError(
+            f"cannot write {path}: a file in it is longer than this process may write; nothing was changed",
+            hint="raise the limit (ulimit -f), or write to a file system that takes longer files",
+        )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageError(
             f"cannot write {path}: {error.strerror}; nothing was changed",

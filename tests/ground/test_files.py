@@ -126,3 +126,14 @@ def test_every_error_has_its_own_code_and_request_errors_a_status():
     assert all(400 <= kind.status < 600 for kind in kinds if issubclass(kind, errors.RequestError))
     drawn = errors.__doc__
     assert [kind.__name__ for kind in kinds if kind.__name__ not in drawn] == []
+
+
+def test_a_limit_on_the_length_of_files_is_said_with_what_lifts_it(tmp_path, monkeypatch):
+    def too_long(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "fsync", too_long)
+    with pytest.raises(errors.StorageError, match="longer than this process may write") as refused:
+        files.write_atomic(tmp_path / "file", b"new")
+    assert "ulimit -f" in refused.value.hint
+    assert not [*tmp_path.iterdir()]

@@ -39,6 +39,7 @@ class Near(nn.Module):
         return torch.cdist(x, self.codes)
 
 
+@pytest.mark.filterwarnings("ignore:Since version 1.3.0, affine_grid")
 @pytest.mark.parametrize("corners", [True, False])
 @pytest.mark.parametrize("size", [(2, 3, 5, 7), (1, 1, 1, 4), (2, 1, 3, 4, 5)])
 def test_a_grid_is_torchs_own(size: tuple[int, ...], corners: bool) -> None:

@@ -81,6 +81,7 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     Raises NotProven for a model that is no function of its inputs: no format can hold it.
     """
     started = time.monotonic()
+    events.emit("model.examined")
     found = steady.unsteady(subject.eager) or seldom.seldom(subject.eager)
     if found is not None and not (found.random and subject.random):
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
@@ -119,6 +120,7 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
     eager = subject.eager
     limit, num_draws = (draws.PROBES, draws.DRAWS) if random else (max(LIMIT - sequences.num_calls(eager), ALONE), 0)
     covered = sequences.covering(eager)
+    events.emit("model.tracing")
     try:
         exported = claims.settled(eager, export.export(subject.module, eager.calling))
     except CaptureError as error:
@@ -172,6 +174,7 @@ def _try(
     try:
         if isinstance(exported, CaptureError):
             raise exported
+        events.emit("program.emitting", format=format)
         path = EMITTERS[format](exported, folder)
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trueline.errors import UsageError
 
-_ASSIGNED = re.compile(r'\s*"?([^\s":,=]+)"?[^=]* = ')
+_ASSIGNED = re.compile(r'\s*(?:\[[^\]]*\]\s*)?"?([^\s":,=]+)"?[^=]* = ')
 
 
 def text(format: str, path: Path) -> str:
