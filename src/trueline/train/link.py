@@ -160,8 +160,15 @@ class MasterLink:
             ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps,
             shard_records=shard_records, blocks=blocks,
         )  # fmt: skip
-        threading.Thread(target=self._watch, args=(hello,), name="views", daemon=True).start()
-        threading.Thread(target=self._report, name="reports", daemon=True).start()
+        threading.Thread(target=self._until_closed, args=(self._watch, hello), name="views", daemon=True).start()
+        threading.Thread(target=self._until_closed, args=(self._report,), name="reports", daemon=True).start()
+
+    def _until_closed(self, work: Callable[..., None], *given: Any) -> None:
+        try:
+            work(*given)
+        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            if not self._closed:
+                raise
 
     def _watch(self, hello: pb.Hello) -> None:
         was_away = False

@@ -59,7 +59,8 @@ class Pace:
         local_s = self._before_s + self._data_s - self._ahead_s + self._compute_s
         if records and local_s > 0:
             # What a process loads and allocates in its first step says nothing of the next ones.
-            self.rate = shares.smoothed(self.rate if self._measured != 1 else 0.0, records / local_s)
+            before = self.rate if self._measured != 1 else 0.0
+            self.rate = shares.smoothed(before, records / local_s, max(0, self._measured - 1))
             self._measured += 1
 
     def applied(self) -> None:

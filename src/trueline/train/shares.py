@@ -17,22 +17,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEAD_BAND = 0.10
-SLACK, STEADY, SETTLING = 0.02, 8, 4
+SLACK, STEADY, SETTLING = 0.02, 8, 8
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
 FLOOR = 0.01
 """Least rate, in parts of the greatest: who is slower still gets a little, so that it can be measured again."""
 
 
-def smoothed(before: float, rate: float) -> float:
-    """The rate to send after measuring `rate`; a worker that became much slower says so at once.
+def smoothed(before: float, rate: float, measured: int = 9) -> float:
+    """The rate to send after measuring `rate`; a worker that became much slower says so at once. The first few
+    measurements (`measured` of them before) count alike.
 
-    >>> smoothed(0.0, 100.0), smoothed(100.0, 110.0), smoothed(100.0, 10.0)
-    (100.0, 103.0, 10.0)
+    >>> smoothed(0.0, 100.0), smoothed(100.0, 110.0), smoothed(100.0, 10.0), smoothed(100.0, 110.0, 1)
+    (100.0, 103.0, 10.0, 105.0)
     """
     if before <= 0.0 or rate < before / 2:
         return rate
-    return (1 - SMOOTHING) * before + SMOOTHING * rate
+    newest = max(SMOOTHING, 1 / (measured + 1))
+    return (1 - newest) * before + newest * rate
 
 
 def first(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[float, ...]:

@@ -1,0 +1,99 @@
+"""Promises of a worker's line to the master: what is told at once, what is gathered, and what is never sent."""
+
+import queue
+from concurrent import futures
+
+import grpc
+import pytest
+
+from trueline.train import link as links
+from trueline.train.link import MasterLink
+from trueline.train.stepped import Stepped
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+WAIT_S = 100
+"""Nothing here ends by waiting; a machine may be slow."""
+
+
+class Master(pb_grpc.MasterServicer):
+    """Keeps the reports; each of its streams of views ends after one, as that of a master that dies."""
+
+    def __init__(self, lives: int = 1) -> None:
+        self.reports: queue.SimpleQueue[pb.Progress] = queue.SimpleQueue()
+        self.committed, self.lives = 0, queue.SimpleQueue()
+        for _ in range(lives):
+            self.lives.put(None)
+
+    def Report(self, request, context):
+        self.reports.put(request)
+        return pb.Ack(committed=self.committed)
+
+    def Watch(self, request, context):
+        self.lives.get()
+        yield pb.View(generation=1, members=["worker-0.0"], cut_below=1)
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """Opens a line to a master of so many lives; whatever may be gathered is gathered for longer than a test lasts."""
+    monkeypatch.setattr(links, "gathering_s", lambda age_s: 10.0 * WAIT_S)
+    ends = []
+
+    def opened(lives: int = 1):
+        master = Master(lives)
+        server = grpc.server(futures.ThreadPoolExecutor(4))
+        pb_grpc.add_MasterServicer_to_server(master, server)
+        link = MasterLink(
+            f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None
+        )
+        server.start()
+        link.ready("store", state="state", num_records=8, total_steps=9, shard_records=0)
+        ends.extend([link.close, lambda: master.lives.put(None), lambda: server.stop(None).wait()])
+        return link, master
+
+    yield opened
+    for end in ends:
+        end()
+
+
+def stepped(step, generation=1):
+    return Stepped(step, generation, 8, 77, 0.5, 2, 0.0, 1 << 62, (10.0, 20.0), (3, 5), 1.0, 2.0, 3.0, 4.0, 0)
+
+
+def test_the_first_step_of_a_group_the_end_of_an_epoch_and_an_evaluation_are_told_at_once_others_are_gathered(line):
+    link, master = line()
+    told = []
+    link.progress(1, 1, stepped(0), None)
+    told.append(master.reports.get(timeout=WAIT_S))
+    link.progress(1, 2, stepped(1), None)
+    link.progress(1, 3, stepped(2), pb.Certificate(epoch=0))
+    told.append(master.reports.get(timeout=WAIT_S))
+    link.progress(1, 4, stepped(3), None)
+    link.evaluated(pb.Evaluation(step=4))
+    told.append(master.reports.get(timeout=WAIT_S))
+    link.progress(2, 5, stepped(4, generation=2), None)
+    told.append(master.reports.get(timeout=WAIT_S))
+    assert [[one.step for one in report.applied] for report in told] == [[0], [1, 2], [3], [4]]
+    assert [len(report.certificates) for report in told] == [0, 1, 0, 0]
+    assert told[0].applied[0] == pb.Applied(
+        step=0, generation=1, records=8, digest=77, loss=0.5, workers=2, at_ns=1 << 62, rates=[10.0, 20.0],
+        shares=[3, 5], data_ms=1.0, compute_ms=2.0, wait_ms=3.0, commit_ms=4.0,
+    )  # fmt: skip
+
+
+def test_who_does_not_lead_keeps_its_steps_until_the_log_has_them_and_sends_only_the_others(line):
+    link, master = line()
+    link.leads, master.committed = False, 2
+    for step in range(4):
+        link.progress(1, step + 1, stepped(step), None)
+    link.evaluated(pb.Evaluation(step=4))
+    while not master.reports.get(timeout=WAIT_S).evaluations:
+        pass
+    link.flush()
+    assert [one.step for one in master.reports.get(timeout=WAIT_S).applied] == [2, 3]
+
+
+def test_a_master_that_comes_back_hears_at_once_from_its_workers(line):
+    link, master = line(lives=2)
+    assert master.reports.get(timeout=WAIT_S).ref == link.ref
