@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
@@ -42,18 +43,22 @@ def cdist(
     compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
 ) -> torch.Tensor:
     """The distance of each row of `x1` [..., P, M] to each of `x2` [..., R, M]: [..., P, R]."""
-    return torch.ops.aten._cdist_forward(x1, x2, p, _MODES[compute_mode])
+    found: torch.Tensor = torch.ops.aten._cdist_forward(x1, x2, p, _MODES[compute_mode])
+    return found
 
 
-def affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
+def affine_grid(theta: torch.Tensor, size: Sequence[int | torch.SymInt], align_corners: bool) -> torch.Tensor:
     """Where each point of an image of `size` [N, C, H, W] (or with a depth) comes from under the affine maps `theta`
     [N, 2, 3]: [N, H, W, 2], coordinates from -1 to 1, the last dimension of the image first."""
     axes = [_coordinates(length, theta, align_corners) for length in size[2:]]
     grids = torch.meshgrid(*axes, indexing="ij")
     points = torch.stack([*reversed(grids), torch.ones_like(grids[0])], dim=-1)
-    return (points.flatten(0, -2) @ theta.transpose(1, 2)).unflatten(1, tuple(size[2:]))
+    found = points.flatten(0, -2) @ theta.transpose(1, 2)
+    return found.reshape(found.shape[0], *size[2:], found.shape[-1])
 
 
-def _coordinates(length: int, like: torch.Tensor, align_corners: bool) -> torch.Tensor:
+def _coordinates(length: Any, like: torch.Tensor, align_corners: bool) -> torch.Tensor:
     places = torch.arange(length, device=like.device).to(like.dtype) * 2 - (length - 1)
-    return places / (torch.sym_max(length - 1, 1) if align_corners else length)
+    apart = torch.sym_max(length - 1, 1) if align_corners else length  # type: ignore[no-untyped-call]
+    found: torch.Tensor = places / apart
+    return found

@@ -276,8 +276,8 @@ def _starts(scope: Scope, name: str) -> Iterator[tuple[str, ast.expr]]:
             case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
                 yield name, node.value
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                for target, value in zip(targets, values, strict=False):
-                    if isinstance(target, ast.Name) and target.id == name:
+                for one, value in zip(targets, values, strict=False):
+                    if isinstance(one, ast.Name) and one.id == name:
                         yield name, value
 
 

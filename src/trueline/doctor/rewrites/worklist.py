@@ -49,7 +49,9 @@ def _worked_off(loop: ast.While) -> str | None:
 
 
 def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate | None:
-    head = rest = kept = None
+    head: str | None = None
+    rest: str | None = None
+    kept: str | None = None
     mask: ast.expr | None = None
     body: list[ast.stmt] = []
     for statement in loop.body:
@@ -60,9 +62,9 @@ def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate
         elif isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Break) and len(statement.body) == 1:
             continue  # of one element nothing is left, and the loop ends by itself
         elif isinstance(statement, ast.Assign) and text.endswith((f"= {order}[0]", f"= {order}[0].item()")):
-            (head,) = stored(statement)
+            head = stored(statement)[0]
         elif isinstance(statement, ast.Assign) and text.endswith(f"= {order}[1:]"):
-            (rest,) = stored(statement)
+            rest = stored(statement)[0]
             if rest != order:
                 body += statements(f"{rest} = {order}")
         elif isinstance(statement, ast.Assign) and stored(statement) == [order]:
@@ -88,9 +90,9 @@ def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate
     places = f"torch.arange({order}.shape[0], device={order}.device)"
     call = f"{left}, _ = scan({step}, torch.ones_like({order}, dtype=torch.bool).{IN_ROWS}, {places})"
     new = [function, *statements(call), *statements(f"{kept} = {order}[{left}]")]
-    text = without_list(scope, spot, [kept], new, swaps)
+    written = without_list(scope, spot, [kept], new, swaps)
     words = f"`{ast.unparse(loop).splitlines()[0]}` is a scan over what is left of `{order}`"
-    return Candidate(text=imported(text, "scan"), words=words, cheap=False) if text else None
+    return Candidate(text=imported(written, "scan"), words=words, cheap=False) if written else None
 
 
 def _bare(node: ast.expr) -> str:
