@@ -18,7 +18,7 @@ from trueline.capture import cpp_text
 from trueline.capture.export_cpp import export_cpp
 from trueline.cli import app
 from trueline.errors import BundleError, UsageError
-from trueline.runtime import torchscript_emit
+from trueline.runtime import aoti_emit, export, torchscript_emit
 from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -33,10 +33,24 @@ class Scaled(torch.nn.Module):
         return {"y": x - 1, "n": ids}
 
 
+class Straight(torch.nn.Module):
+    """The same without the branch: what can be compiled to native code."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": x * 2, "n": ids + 1}
+
+
 def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Path:
-    """A bundle of `Scaled`, batch 1 to 6; `wrong` is added to what it should answer."""
-    eager = EagerSession(Scaled().eval(), (torch.ones(3, 4), torch.ones(3, dtype=torch.int64)))
-    torchscript_emit.emit(eager.module, eager.calling, out.parent / "program", "script")
+    """A bundle of `Scaled` (of `Straight` for AOTInductor), batch 1 to 6; `wrong` is added to what it should answer."""
+    native = format == "aotinductor"
+    model = Straight() if native else Scaled()
+    eager = EagerSession(model.eval(), (torch.ones(3, 4), torch.ones(3, dtype=torch.int64)))
+    program = out.parent / "program"
+    if native:
+        program.mkdir()
+        program = aoti_emit.emit(export.export(eager.module, eager.calling), program)
+    else:
+        torchscript_emit.emit(eager.module, eager.calling, program, "script")
     golden = []
     for size, sign in ((1, 1.0), (5, -1.0)):
         inputs = {"x": np.full((size, 4), sign, np.float32), "ids": np.arange(size)}
@@ -45,13 +59,13 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
             Golden(case=f"batch-{size}", inputs=inputs, outputs=answered | {"y": answered["y"] + np.float32(wrong)})
         )
     entry = ProgramEntry(
-        format=format, file="programs/model.ts", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
+        format=format, file=f"programs/{cpp_text.PROGRAMS.get(format, 'model.ts')}", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
     )
     signature = Signature(inputs=eager.signature.inputs, outputs=eager.signature.outputs, dims={"batch": Dim(max=6)})
     contents = Contents(
         name="scaled",
         signature=signature,
-        programs=[(entry, out.parent / "program")],
+        programs=[(entry, program)],
         serve=format,
         golden=golden,
         evidence=[],
@@ -107,8 +121,9 @@ def test_the_command_writes_the_project_whole(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.line
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to build the project with")
-def test_the_project_builds_and_exits_non_zero_exactly_when_an_answer_differs(tmp_path: Path) -> None:
-    folder = export_cpp(sealed(tmp_path / "b"), tmp_path / "cpp")
+@pytest.mark.parametrize("format", ["torchscript", pytest.param("aotinductor", marks=pytest.mark.long)])
+def test_the_project_builds_and_exits_non_zero_exactly_when_an_answer_differs(tmp_path: Path, format: str) -> None:
+    folder = export_cpp(sealed(tmp_path / "b", format=format), tmp_path / "cpp")
     env = {**os.environ, "PYTHON": sys.executable, "CXXFLAGS": "-O0"}
     built = subprocess.run([folder / "build.sh"], env=env, check=False, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
@@ -116,10 +131,10 @@ def test_the_project_builds_and_exits_non_zero_exactly_when_an_answer_differs(tm
     assert right.returncode == 0, right.stdout + right.stderr
     assert "batch-1: agrees\nbatch-5: agrees\noutside the proven range: refused" in right.stdout
     (tmp_path / "other").mkdir()
-    wrong = export_cpp(sealed(tmp_path / "other" / "b", wrong=0.5), tmp_path / "cpp-wrong")
+    wrong = export_cpp(sealed(tmp_path / "other" / "b", format=format, wrong=0.5), tmp_path / "cpp-wrong")
     shutil.copytree(wrong / "golden", folder / "golden", dirs_exist_ok=True)
     told = subprocess.run([folder / "replay", folder], check=False, capture_output=True, text=True)
     assert told.returncode == 1
     assert "batch-1: DIFFERS: output 'y' differs by 0.5" in told.stdout
-    (folder / "model.ts").unlink()
+    (folder / cpp_text.PROGRAMS[format]).unlink()
     assert subprocess.run([folder / "replay", folder], check=False, capture_output=True).returncode == 2
