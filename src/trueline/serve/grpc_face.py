@@ -152,7 +152,6 @@ class Face:
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
         inputs, wanted = read_inputs(request), _wanted(request, version.signature)
-        version.signature.check(inputs)
         parameters = {name: _text(value) for name, value in request.parameters.items()}
         timeout_s = oip.timeout_s(parameters)
         left_s = context.time_remaining()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from trueline.bundle.read import open_bundle
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Check, Signature
 from trueline.errors import RequestError, TruelineError, UsageError, listed
 from trueline.recipe.load import load_recipe
 from trueline.serve import records
@@ -48,6 +48,7 @@ class RecipeHandler:
         way = Way(threads=int(os.environ.get("OMP_NUM_THREADS", "1")), shared=None if shared is None else Path(shared))
         loaded = load(self._bundle, way, max_batch=MAX_BATCH)
         self._session, self._signature = loaded.session, loaded.session.signature
+        self._check = Check(self._signature)
         self._together = loaded.plan.max_batch if loaded.plan.batch else 0
         self._explainer: Any = None
 
@@ -82,11 +83,11 @@ class RecipeHandler:
         value = _value(row)
         if self._recipe.preprocess is not None:
             inputs = named(self._recipe.preprocess(value), self._signature)
-            self._signature.check(inputs)
+            self._check(inputs)
             return records.Records(inputs, False)
         text = value if isinstance(value, bytes | bytearray) else msgspec.json.encode(value)
         found = records.decode(text, self._signature)
-        self._signature.check(found.inputs)
+        self._check(found.inputs)
         return found
 
     def _groups(self, given: Mapping[int, Mapping[str, Array]]) -> list[list[int]]:
