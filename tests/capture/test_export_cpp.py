@@ -48,7 +48,7 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
     program = out.parent / "program"
     if native:
         program.mkdir()
-        program = aoti_emit.emit(export.export(eager.module, eager.calling), program)
+        aoti_emit.emit(export.export(eager.module, eager.calling), program)
     else:
         torchscript_emit.emit(eager.module, eager.calling, program, "script")
     golden = []
@@ -59,7 +59,13 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
             Golden(case=f"batch-{size}", inputs=inputs, outputs=answered | {"y": answered["y"] + np.float32(wrong)})
         )
     entry = ProgramEntry(
-        format=format, file=f"programs/{cpp_text.PROGRAMS.get(format, 'model.ts')}", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
+        format=format,
+        file=f"programs/{cpp_text.PROGRAMS.get(format, 'model.ts')}",
+        proven=True,
+        seconds=0.0,
+        probes=1,
+        max_abs_error=0.0,
+        versions={},
     )
     signature = Signature(inputs=eager.signature.inputs, outputs=eager.signature.outputs, dims={"batch": Dim(max=6)})
     contents = Contents(
