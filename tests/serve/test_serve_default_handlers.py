@@ -223,6 +223,10 @@ def test_a_text_is_explained_by_what_each_of_its_words_adds_to_the_class(
         assert told["importances"][0] == told["importances"][2], "the same word twice adds the same"
         assert sum(told["importances"]) == pytest.approx(float(scores[target]), rel=1e-3), "an empty bag scores nothing"
     assert torch.equal(handler.inference(before)[0], scores), "an explanation changes no weight"
+    for target in (b"2", b"-1", b"second"):
+        with pytest.raises(PredictionException, match="the number of a class, 0 to 1") as refused:
+            handler.handle([{"data": "do", "target": target}], context(tmp_path, explain=True))
+        assert refused.value.error_code == 400
 
 
 def test_a_text_is_not_explained_by_a_model_without_an_embedding(tmp_path: Path) -> None:

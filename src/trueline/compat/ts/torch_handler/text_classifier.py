@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..utils.util import PredictionException, map_class_to_label
+from ..utils.util import PredictionException, class_to_explain, map_class_to_label
 from .text_handler import TextHandler
 
 
@@ -54,6 +54,7 @@ class TextClassifier(TextHandler):
         Source: Sundararajan, Taly, Yan, Axiomatic Attribution for Deep Networks, ICML 2017.
         """
         table = _embedding(self.model)
+        wished = class_to_explain(target, self.inference(tensor_data))
         rows, repeated, times = tensor_data.unique(return_inverse=True, return_counts=True)
         whole = table.detach().clone()
         slope = torch.zeros_like(whole[rows])
@@ -64,7 +65,7 @@ class TextClassifier(TextHandler):
                 with torch.no_grad():
                     table.copy_(whole * ((step + 0.5) / STEPS))
                 with torch.enable_grad():
-                    score = self.model(tensor_data, torch.as_tensor([0], device=self.device))[0, int(target)]
+                    score = self.model(tensor_data, torch.as_tensor([0], device=self.device))[0, wished]
                 (gradient,) = torch.autograd.grad(score, table)
                 slope += gradient.to_dense()[rows] if gradient.is_sparse else gradient[rows]
         finally:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from ..handler_utils.timer import timed
-from ..utils.util import PredictionException
+from ..utils.util import PredictionException, class_to_explain
 from .base_handler import BaseHandler
 
 MAX_PIXELS = 89_478_485
@@ -113,4 +113,5 @@ class VisionHandler(BaseHandler):
             from captum.attr import IntegratedGradients  # an extra of the operator
         except ImportError as error:
             raise PredictionException("explanations need the package captum on the server", 501) from error
-        return IntegratedGradients(self.model).attribute(tensor_data, target=int(target), n_steps=15).tolist()
+        wished = class_to_explain(target, self.inference(tensor_data))
+        return IntegratedGradients(self.model).attribute(tensor_data, target=wished, n_steps=15).tolist()

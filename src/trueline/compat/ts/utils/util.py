@@ -87,3 +87,14 @@ def check_valid_pt2_backend(backend: str) -> bool:
     import torch
 
     return backend in torch.compiler.list_backends(exclude_tags=())
+
+
+def class_to_explain(target: Any, scores: Any) -> int:
+    """The class that a request's `target` names, of those in `scores` [rows, classes]. Raises PredictionException."""
+    try:
+        found = int(target)
+    except (TypeError, ValueError):
+        found = -1
+    if not 0 <= found < scores.shape[-1]:
+        raise PredictionException(f"'target' is to be the number of a class, 0 to {scores.shape[-1] - 1}", 400)
+    return found
