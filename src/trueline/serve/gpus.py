@@ -34,12 +34,13 @@ class Gpus:
         self._asking: threading.Thread | None = None
 
     def look(self, now: float) -> Readings:
-        """What is known at `now` (monotonic seconds); asks again in a thread when that is old."""
+        """What is known at `now` (monotonic seconds); asks again in a thread when that is old, for the next look."""
+        known = self.last  # a thread may be done before this returns
         if gpus() and (self._asked_at is None or now - self._asked_at >= EVERY_S):
             self._asked_at = now
             self._asking = threading.Thread(target=self._ask, name="gpus", daemon=True)
             self._asking.start()
-        return self.last
+        return known
 
     def wait(self) -> None:
         """Returns when nobody is asking."""
