@@ -5,7 +5,11 @@ With a PROGRAM it runs that once for each request, too, in arrays to which it is
 request but its numbers, and nothing is checked, counted or batched. A run costs more there than in a loop of its own,
 since between any two of them others have had the caches.
 
-    python bench/_floor.py REQUEST_BYTES ANSWER_BYTES [PROGRAM]   prints its port, serves until its standard input ends
+With `--refusing` the program runs without end in a thread beside, and every request is answered 429: how many runs that
+costs is what no server can do without where refusing wakes the core that computes. The answer's `x-runs` counts them.
+
+    python bench/_floor.py REQUEST_BYTES ANSWER_BYTES [PROGRAM [--refusing]]
+                                                     prints its port, serves until its standard input ends
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,10 +27,13 @@ _READ = 256 * 2**10
 
 
 @contextlib.contextmanager
-def floor(request_bytes: int, answer_bytes: int, program: Path | None = None) -> Iterator[tuple[int, int]]:
+def floor(
+    request_bytes: int, answer_bytes: int, program: Path | None = None, *, refusing: bool = False
+) -> Iterator[tuple[int, int]]:
     """The process and the port of such a server; with `program`, an ONNX model of one input, it runs that."""
     command = [sys.executable, str(Path(__file__).resolve()), str(request_bytes), str(answer_bytes)]
     command += [] if program is None else [str(program)]
+    command += ["--refusing"] if refusing else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -68,8 +76,29 @@ def bound(program: str) -> Callable[[bytes], None]:
     return run
 
 
-def main(request_bytes: int, answer_bytes: int, program: str = "") -> None:
+class Endless(threading.Thread):
+    """Runs over and over."""
+
+    def __init__(self, run: Callable[[bytes], None]) -> None:
+        super().__init__(daemon=True)
+        self.program = run
+        self.runs = 0
+
+    def run(self) -> None:
+        while True:
+            self.program(b"")
+            self.runs += 1
+
+    def refuse(self, size: int) -> bytes:
+        head = b"HTTP/1.1 429 Too Many Requests\r\nx-runs: %d\r\ncontent-length: %d\r\n\r\n" % (self.runs, size)
+        return head + b" " * size
+
+
+def main(request_bytes: int, answer_bytes: int, program: str = "", refusing: str = "") -> None:
     run = bound(program) if program else None
+    endless = Endless(run) if run is not None and refusing else None
+    if endless is not None:
+        endless.start()
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     print(listener.getsockname()[1], flush=True)
     poller, answer = select.epoll(), as_answer(answer_bytes)
@@ -90,6 +119,9 @@ def main(request_bytes: int, answer_bytes: int, program: str = "") -> None:
                 due[handle] -= len(data)
                 if due[handle] <= 0:
                     due[handle] += request_bytes
+                    if endless is not None:
+                        clients[handle].send(endless.refuse(answer_bytes))
+                        continue
                     if run is not None:
                         run(data)
                     clients[handle].send(answer)

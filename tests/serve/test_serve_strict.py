@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -73,6 +74,34 @@ def test_a_server_answers_with_our_statuses_or_torchserves(tmp_path: Path, stric
                 assert told("GET", f"{running.url}/", "inference") == (200, '{"status":"alive"}')
             missing = client.get(f"{running.url}/v2/models/tiny")
             assert (missing.status_code, list(missing.json())) == (401, ["error"]), "other faces are as ever"
+
+
+@pytest.mark.slow
+def test_a_registration_that_does_not_wait_is_answered_at_once_as_torchserve_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    worlds.double_plus(store / "tiny.bundle")
+    worlds.double_plus(store / "torn.bundle")
+    weights = next(path for path in (store / "torn.bundle").rglob("*.onnx"))
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with (
+        serve.start(model_store=str(store), management_port=0, torchserve_strict=True) as running,
+        httpx.Client(base_url=str(running.management_url), timeout=60) as client,
+    ):
+        how = "initial_workers=1&synchronous=false"
+        for model in ("tiny", "torn"):
+            answer = client.post(f"/models?url={model}.bundle&model_name={model}&{how}")
+            assert (answer.status_code, answer.json()) == (202, {"status": "Processing worker updates..."})
+        deadline = time.monotonic() + 60
+        while not client.get("/models/tiny").json()[0]["workers"]:
+            assert time.monotonic() < deadline
+        while client.get("/models/torn").status_code != 404:
+            assert time.monotonic() < deadline
+        assert client.post(f"/models?url=tiny.bundle&model_name=tiny&{how}").status_code == 409
+        assert client.post(f"/models?url=none.bundle&model_name=none&{how}").status_code == 404
+    assert "registration.failed" in capfd.readouterr().err
 
 
 @pytest.mark.slow

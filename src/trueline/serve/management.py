@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
 from trueline.serve import canary, dashboard, openapi, torchserve
 from trueline.serve.fleet import Fleet, Found, How
@@ -82,6 +83,8 @@ class Management:
         self._store = store
         self._find = find
         self._loop = loop
+        self._loading: set[asyncio.Task[Version]] = set()
+        """Registrations that were answered before their end."""
 
     def answer(self, request: Request) -> Response | asyncio.Future[Response]:
         """The answer, now or later. Never raises."""
@@ -206,14 +209,33 @@ class Management:
         how = How(max_batch=max(1, whole(given.get("batch_size"), 64)), max_delay_s=delay_s, workers=workers)
         told = {name: value for name, value in given.items() if name in _OF_ARCHIVES}
         how = replace(how, max_queue=self._fleet.how.max_queue, way=self._fleet.how.way, given=told)
-        made = await self._fleet.load(found, model, version, source=url, how=how)
+        waits = given.get("synchronous", "").lower() != "false"
+        loading = self._loop.create_task(self._fleet.load(found, model, version, source=url, how=how))
+        if self._strict and workers and not waits and not await self._is_over(loading):
+            return torchserve.status("Processing worker updates...", 202)
+        made = await loading
         workers = made.policy.lanes if isinstance(made, HandlerVersion) else workers
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
         if not workers:
             text += ". Use scale workers API to add workers for the model."
-        elif given.get("synchronous", "").lower() == "false":  # they are ready nevertheless: what failed was said
+        elif not waits:  # they are ready nevertheless: what failed was said
             return torchserve.status("Processing worker updates...", 202)
         return torchserve.status(text)
+
+    async def _is_over(self, loading: asyncio.Task[Version]) -> bool:
+        """Whether there is no more to wait for, as for a name that is taken; else it goes on, and its end is logged."""
+        await asyncio.sleep(0)  # it begins with what can be refused at once
+        if loading.done():
+            return True
+        self._loading.add(loading)
+        loading.add_done_callback(self._loaded)
+        return False
+
+    def _loaded(self, loading: asyncio.Task[Version]) -> None:
+        self._loading.discard(loading)
+        error = None if loading.cancelled() else loading.exception()
+        if error is not None:
+            events.emit("registration.failed", why=str(error))
 
     def _entry(self, url: str) -> tuple[str, str] | None:
         entries = self._store.entries() if self._store is not None else []
