@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick suite-line suite-train suite-programs suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,25 +40,33 @@ DEPTH ?= full
 test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j2 -O suite-programs suite-train suite-rooms suite-line
+	$(MAKE) --no-print-directory -k -j2 -O $(SUITES_full)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not chaos and not line and not jobs'
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'
+
+# Each suite remembers on its own what failed: two at a time would overwrite each other's memory.
+CACHE := .pytest_cache
+SUITES_full := suite-programs suite-train suite-rooms suite-line
+SUITES_quick := suite-quick
+
+again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
+	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
 
 # The files that have a test with a mark: of all tests half a minute of the processor would go into reading them.
 MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
 
 suite-line: $(STAMP)
-	$(BIN)/python -m pytest -m 'line and not long' $(call MARKED,line)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
 
 suite-train: $(STAMP)
-	$(BIN)/python -m pytest tests/train tests/engine
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine
 
 suite-programs: $(STAMP)
-	$(BIN)/python -m pytest tests/capture tests/doctor tests/runtime
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/capture tests/doctor tests/runtime
 
 suite-rooms: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/train --ignore=tests/engine \
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ --ignore=tests/train --ignore=tests/engine \
 	  --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from again import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
+
 gc.disable()  # until all is imported: nothing of it will ever be garbage
 
 # Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:
