@@ -186,3 +186,15 @@ def test_weights_that_only_a_pickle_can_hold_are_refused_when_they_are_emitted(t
     with pytest.raises(CaptureError, match="pickle"):
         export.emit(made, tmp_path)
     assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_a_size_by_a_factor_is_a_shape_expression(tmp_path: Path) -> None:
+    class Longer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.interpolate(x, scale_factor=1.5, mode="linear")
+
+    eager = EagerSession(Longer().eval(), torch.randn(2, 3, 4), dynamic_shapes={"x": {2: "length"}})
+    made = export.export(eager.module, eager.calling)
+    session = open_session("torch_export", export.emit(made, tmp_path), made.signature)
+    (answer,) = session.run({"x": np.ones((1, 3, 6), np.float32)}).values()
+    assert answer.shape == (1, 3, 9)

@@ -17,6 +17,8 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
+from trueline.runtime import onnx_numbers, onnx_orders
+
 _ATEN = torch.ops.aten
 op: Any = opset18
 """Typed for tensors only; the exporter takes Python's numbers and lists too."""
@@ -168,6 +170,8 @@ def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequen
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **onnx_numbers.TRANSLATIONS,
+    **onnx_orders.TRANSLATIONS,
     _ATEN.where.self: _where,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),

@@ -329,20 +329,33 @@ def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
         }
 
 
+def _zeros(array: Array) -> Array:
+    """Every second one is negative: equal to the others, and a border for signs, quotients and angles."""
+    found = np.zeros_like(array)
+    if array.dtype.kind == "f":
+        found.reshape(-1)[1::2] = -0.0
+    return found
+
+
 def _changes(random: np.random.Generator) -> dict[str, Change]:
     def noise(array: Array) -> Array:
         spread = float(np.std(array.astype(np.float64))) if array.size else 0.0
         return np.asarray(random.standard_normal(array.shape) * (spread or 1.0)).astype(array.dtype)
 
+    def sparse(array: Array) -> Array:
+        """As masks leave it: numbers among zeros of either sign."""
+        shown = noise(array) * np.asarray(10, array.dtype)
+        return np.asarray(shown * random.integers(0, 2, array.shape).astype(array.dtype))
+
     return {
-        "zeros": np.zeros_like,
+        "zeros": _zeros,
         "ones": np.ones_like,
         "negated": lambda array: np.asarray(array * np.asarray(-1, array.dtype)),
         "magnitudes": lambda array: np.asarray(np.abs(array)),
         "times 1000": lambda array: np.asarray(array * np.asarray(1000, array.dtype)),
         "times 0.001": lambda array: np.asarray(array * np.asarray(0.001, array.dtype)),
         "random": noise,
-        "random, times 10": lambda array: np.asarray(noise(array) * np.asarray(10, array.dtype)),
+        "random, times 10, half of it zeros": sparse,
     }
 
 

@@ -35,6 +35,8 @@ _TARGET = re.compile(
 )
 """Operators that compute and do nothing else (`from_file` would map a file of the machine)."""
 _SYMBOL = re.compile(r"(s|u|zuf|zf)\d+")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+"""What a Float holds, in quotes."""
 _FUNCTION = re.compile(
     r"Add|Mul|Pow|Mod|Max|Min|Integer|Float|Rational|Symbol|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Abs|oo"
     r"|int_oo|true|false|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan"
@@ -163,7 +165,8 @@ def _check_expression(text: str, where: str) -> None:
         if isinstance(node, ast.Name):
             fine = bool(_FUNCTION.fullmatch(node.id) or _SYMBOL.fullmatch(node.id))
         elif isinstance(node, ast.Constant):
-            fine = not isinstance(node.value, (str, bytes)) or bool(_SYMBOL.fullmatch(str(node.value)))
+            words = isinstance(node.value, (str, bytes))
+            fine = not words or any(form.fullmatch(str(node.value)) for form in (_SYMBOL, _NUMBER))
         elif isinstance(node, ast.Call):
             fine = isinstance(node.func, ast.Name)
         else:

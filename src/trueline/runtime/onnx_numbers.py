@@ -1,0 +1,183 @@
+"""Operators that torch.onnx translates by a formula that fails for some numbers: zeros of either sign, large ones, rows
+of which a mask leaves nothing.
+
+Each is written in ONNX operators as the exporter's own are, and is proven as any other program. Sources: torch's
+documentation of the operator; IEEE 754 for zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnxscript import ir
+from onnxscript.function_libs.torch_lib.ops import core, nn
+from onnxscript.onnx_opset import opset18
+
+_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+op: Any = opset18
+
+
+def _like(number: float, value: Any) -> Any:
+    return op.CastLike(op.Constant(value_float=number), value)
+
+
+def _signbit(self: Any) -> Any:
+    """Of a zero, too: one over it tells."""
+    zero = op.CastLike(op.Constant(value_int=0), self)
+    below = op.Less(self, zero)
+    if not self.dtype.is_floating_point():
+        return below
+    return op.Or(below, op.And(op.Equal(self, zero), op.Less(op.Div(_like(1.0, self), self), zero)))
+
+
+def _atan2(self: Any, other: Any) -> Any:
+    """In all four quadrants and on their borders; the exporter's says -pi for what lies straight to the left, and 0 for
+    NaN."""
+    zero, pi = _like(0.0, self), _like(math.pi, self)
+    turned, far = (_signbit(one) for one in (self, other)), op.And(op.IsInf(self), op.IsInf(other))
+    self, other = (op.Where(far, op.Sign(one), one) for one in (self, other))
+    nowhere = op.And(op.Equal(self, zero), op.Equal(other, zero))
+    slope = op.Where(nowhere, self, op.Atan(op.Div(self, op.Where(nowhere, _like(1.0, self), other))))
+    below, left = turned
+    return op.Where(left, op.Add(slope, op.Where(below, op.Neg(pi), pi)), slope)
+
+
+def _hypot(self: Any, other: Any) -> Any:
+    """By the larger one, so that no square is out of range."""
+    larger, smaller = (extreme(op.Abs(self), op.Abs(other)) for extreme in (op.Max, op.Min))
+    plain = op.Or(op.Equal(larger, _like(0.0, self)), op.IsInf(larger))
+    ratio = op.Div(smaller, op.Where(plain, _like(1.0, self), larger))
+    return op.Where(plain, larger, op.Mul(larger, op.Sqrt(op.Add(_like(1.0, self), op.Mul(ratio, ratio)))))
+
+
+def _extreme_of_numbers(extreme: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def written(self: Any, other: Any) -> Any:
+        """NaN only where both are."""
+        return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, extreme(self, other)))
+
+    return written
+
+
+def _logaddexp(self: Any, other: Any) -> Any:
+    """From the larger one: what it is the exponential of may be out of range."""
+    apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities, too
+    return op.Add(op.Max(self, other), op.Log(op.Add(_like(1.0, self), op.Exp(op.Neg(apart)))))
+
+
+def _log_sigmoid(self: Any) -> Any:
+    """The logarithm of a sigmoid that may be too small for a float."""
+    beyond = op.Log(op.Add(_like(1.0, self), op.Exp(op.Neg(op.Abs(self)))))
+    return op.Sub(op.Min(self, _like(0.0, self)), beyond)
+
+
+def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
+    """By sizes, too; the exporter's own is for numbers."""
+    if all(isinstance(shift, int) for shift in shifts):
+        return core.aten_roll(self, shifts, dims)
+    shape, rank = None, len(self.shape)
+    if not dims:
+        shape, self, dims, rank = op.Shape(self), op.Reshape(self, op.Constant(value_ints=[-1])), [0], 1
+    for shift, dim in zip(shifts, dims, strict=True):
+        axis = dim % rank
+        size = op.Shape(self, start=axis, end=axis + 1)
+        by = (
+            op.Constant(value_ints=[shift])
+            if isinstance(shift, int)
+            else op.Reshape(op.Cast(shift, to=ir.DataType.INT64), op.Constant(value_ints=[-1]))
+        )
+        start = op.Sub(size, op.Mod(by, size))
+        zero, along = op.Constant(value_ints=[0]), op.Constant(value_ints=[axis])
+        self = op.Concat(op.Slice(self, start, size, along), op.Slice(self, zero, start, along), axis=axis)
+    return self if shape is None else op.Reshape(self, shape)
+
+
+def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """A mean is a sum over a count; the exporter's own takes the last."""
+    if reduce != "mean":
+        return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+    if not self.dtype.is_floating_point() or not len(self.shape):
+        raise NotImplementedError("the mean of integers or of one number has no translation; use floats")
+    zeros, ones = op.Mul(self, _like(0.0, self)), op.Expand(_like(1.0, self), op.Shape(index))
+    count = op.ScatterElements(zeros, index, ones, axis=dim, reduction="add")
+    total = op.ScatterElements(
+        self if include_self else zeros, index, op.Slice(src, *_corner(index)), axis=dim, reduction="add"
+    )
+    count = op.Add(count, _like(1.0, self)) if include_self else count
+    met = op.Greater(count, _like(0.0, self))
+    return op.Where(met, op.Div(total, op.Where(met, count, _like(1.0, self))), self)
+
+
+def _corner(index: Any) -> tuple[Any, Any, Any]:
+    """As much of the source as has an index: torch takes no more of it."""
+    rank = len(index.shape)
+    return op.Constant(value_ints=[0] * rank), op.Shape(index), op.Constant(value_ints=list(range(rank)))
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Zeros where the mask leaves nothing to attend to; the exporter's own takes the mean of all there. Also without
+    heads, of which the exporter's has to have some."""
+    if len(query.shape) == 4:
+        found = nn.aten_scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    else:
+        found = _attention_without_heads(query, key, value, attn_mask, is_causal, scale)
+    if attn_mask is None or attn_mask.dtype != ir.DataType.BOOL:
+        return found
+    shown = op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), op.Constant(value_ints=[-1]), keepdims=1)
+    return op.Where(op.Cast(shown, to=ir.DataType.BOOL), found, _like(0.0, query))
+
+
+def _attention_without_heads(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None
+) -> Any:
+    rank = len(query.shape)
+    lowest = op.Constant(value=ir.tensor(query.dtype.min, dtype=query.dtype))
+    if scale is None:
+        size = op.CastLike(op.Squeeze(op.Shape(query, start=rank - 1, end=rank)), query)
+        by = op.Div(_like(1.0, query), op.Sqrt(size))
+    else:
+        by = _like(scale, query)
+    turned = op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2])
+    weights = op.MatMul(op.Mul(query, by), turned)
+    if is_causal:
+        zero, one = (op.Constant(value_int=number) for number in (0, 1))
+        asks, asked = (
+            op.Range(zero, op.Squeeze(op.Shape(each, start=rank - 2, end=rank - 1)), one) for each in (query, key)
+        )
+        before = op.LessOrEqual(asked, op.Unsqueeze(asks, op.Constant(value_ints=[1])))
+        weights = op.Where(before, weights, lowest)
+    if attn_mask is not None and attn_mask.dtype == ir.DataType.BOOL:
+        weights = op.Where(attn_mask, weights, lowest)
+    elif attn_mask is not None:
+        weights = op.Add(weights, attn_mask)
+    return op.MatMul(op.Softmax(weights, axis=-1), value)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ATEN.signbit.default: _signbit,
+    _PRIMS.signbit.default: _signbit,
+    _ATEN.atan2.default: _atan2,
+    _PRIMS.hypot.default: _hypot,
+    _PRIMS.fmax.default: _extreme_of_numbers(op.Max),
+    _PRIMS.fmin.default: _extreme_of_numbers(op.Min),
+    _ATEN.logaddexp.default: _logaddexp,
+    _ATEN.log_sigmoid.default: _log_sigmoid,
+    _ATEN.roll.default: _roll,
+    _ATEN.scatter_reduce.two: _scatter_reduce,
+    _ATEN.scaled_dot_product_attention.default: _attention,
+}
+"""Operator of an exported program -> what writes it in ONNX."""

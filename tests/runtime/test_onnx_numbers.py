@@ -1,0 +1,104 @@
+"""Order statistics, and formulas at their borders: translated to ONNX they are proven, and right for every number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trueline.runtime import export, onnx_emit
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import prove
+from trueline.runtime.session import open_session
+
+pytestmark = pytest.mark.slow
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        return self.function(x, y)
+
+
+def places(x: Tensor, y: Tensor) -> Tensor:
+    """Indices in a row of six."""
+    return torch.remainder(y.nan_to_num(0.0, 0.0, 0.0).long(), 6)
+
+
+ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "kthvalue": lambda x, y: x.kthvalue(3, 1, keepdim=True).values,
+    "median": lambda x, y: (x.median(1).values, torch.log(x).median(1).values, x.long().median(1).values),
+    "median of all": lambda x, y: x * x.median(),
+    "nanmedian": lambda x, y: torch.log(x).nanmedian(1, keepdim=True).values,
+    "mode": lambda x, y: x.round().mode(1).values,
+    "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0)),
+    "searchsorted": lambda x, y: (
+        torch.searchsorted(x.nan_to_num().sort(1).values, y),
+        torch.searchsorted(torch.tensor([-1.0, 0.0, 2.0]), y, right=True, out_int32=True),
+    ),
+}
+NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
+    "copysign": torch.copysign,
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
+    "fmax and fmin": lambda x, y: (torch.fmax(torch.log(x), y), torch.fmin(y, torch.log(x))),
+    "logaddexp": lambda x, y: torch.logaddexp(x * 300, y * 300),
+    "logsigmoid": lambda x, y: F.logsigmoid(x * 300),
+    "attention without heads": lambda x, y: (
+        F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], x[:, :, None], is_causal=True),
+        F.scaled_dot_product_attention(x[:, :, None], y[:, :, None], y[:, :, None], (x > 0)[:, None], scale=0.3),
+    ),
+    "roll by a size": lambda x, y: x.roll((x.shape[0] // 2, 2), (0, 1)) + x.roll(x.shape[0]),
+    "scattered means": lambda x, y: (
+        torch.zeros_like(x).scatter_reduce(1, places(x, y)[:, :4], y, "mean", include_self=False),
+        x.scatter_reduce(1, places(x, y), y, "mean"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*ORDERS, *NUMBERS])
+def test_an_operator_is_proven_in_onnx_and_right_at_its_borders(name: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    example = tuple(torch.from_numpy(random.standard_normal((3, 6)).astype(np.float32)) for _ in range(2))
+    module = Of((ORDERS | NUMBERS)[name]).eval()
+    eager = EagerSession(module, example)
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    assert prove(session, eager, make_probes(eager.example, signature=exported.signature)).reason == ""
+    borders = np.array([0.0, -0.0, 1.0, -1.0, 2.0, -2.0], np.float32)
+    for turn in range(6):
+        given = [np.tile(one, (5, 1)) for one in (borders, np.roll(borders, turn))]
+        found = session.run({spec.name: one for spec, one in zip(exported.signature.inputs, given, strict=True)})
+        wanted = module(*map(torch.from_numpy, given))
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for one, other in zip(found.values(), wanted, strict=True):
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        heads = x[:, None].expand(-1, 2, -1, -1)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=shown[:, None, None, :].bool())
+
+
+def test_what_may_attend_to_nothing_is_zero_as_in_torch(tmp_path: Path) -> None:
+    example = (torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.int64))
+    eager = EagerSession(Attending().eval(), example, dynamic_shapes={"x": {1: "length"}, "shown": {1: "length"}})
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    assert prove(session, eager, make_probes(eager.example, signature=exported.signature)).reason == ""
+    shown = np.array([[1, 0, 0], [0, 0, 0]], np.int64)
+    found = session.run({"x": np.ones((2, 3, 4), np.float32), "shown": shown})
+    (answer,) = found.values()
+    assert (answer[0] == 1).all()
+    assert (answer[1] == 0).all()
