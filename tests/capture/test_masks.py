@@ -215,7 +215,9 @@ def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a
     captured = capture(recipe, None, tmp_path / "b")
     bundle = open_bundle(captured.path)
     assert (bundle.program("onnx").rows, bundle.program("torch_export").rows) == ({"mask": "first"}, {})
-    verified = verify(captured.path)  # it asks the rows backwards: padding comes first, of which the oracle says nothing
+    verified = verify(
+        captured.path
+    )  # it asks the rows backwards: padding comes first, of which the oracle says nothing
     assert [(one.format, one.why) for one in verified.programs] == [("onnx", ""), ("torch_export", "")]
     assert verified.programs[1].probes > 15
 

@@ -90,8 +90,8 @@ def verify(
     """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
 
     `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
-    oracle; without it the programs are held against the one that is served. A program that fails is a Verdict, not an exception. Raises BundleError,
-    UsageError, RecipeError, CheckpointError, CaptureError.
+    oracle; without it the programs are held against the one that is served. A program that fails is a Verdict, not an
+    exception. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     if checkpoint is not None and against is None:
