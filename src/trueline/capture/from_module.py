@@ -83,7 +83,14 @@ def of_pickle(path: Path, declared: Declared) -> Recipe:
     def model() -> torch.nn.Module:
         import torch
 
-        found = torch.load(path, map_location="cpu", weights_only=False)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=False)
+        except Exception as error:
+            told = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            raise UsageError(
+                f"{path} cannot be unpickled: {type(error).__name__}: {told}",
+                hint="the classes that it names have to be importable here: run this where its maker's code is",
+            ) from error
         if isinstance(found, torch.nn.Module):
             return found.eval()
         raise _no_module(path, found)

@@ -346,6 +346,11 @@ def _taken_on(given: TensorSpec, name: str, free: Free) -> TensorSpec:
     return msgspec.structs.replace(given, name=name, shape=shape)
 
 
+_DENSE = "make it a dense tensor inside the model: .to_dense()"
+_AS_DENSE = {
+    "nested": "fill it up inside the model: torch.nested.to_padded_tensor(y, 0.0)",
+    "quantized": "make numbers of it inside the model: .dequantize()",
+}
 _AS_REAL = {
     "input": "take the real and the imaginary part in a last dimension of 2, and join them: torch.view_as_complex(x)",
     "output": "return torch.view_as_real(y): the real and the imaginary part in a last dimension of 2",
@@ -358,6 +363,9 @@ def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpe
             f"{role} '{name}' of the model is a {type(leaf).__name__}, not a tensor",
             hint="return tensors, or tuples and dicts of them",
         )
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
+        raise CaptureError(f"{role} '{name}' is {kind}, which no bundle can carry", hint=_AS_DENSE.get(kind, _DENSE))
     if leaf.is_complex():
         raise CaptureError(
             f"{role} '{name}' is complex ({leaf.dtype}), which no bundle can carry",

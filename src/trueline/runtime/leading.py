@@ -44,8 +44,10 @@ def leading(
             sure[name] = said.get(name, 0)
         else:
             doubtful[name] = _elsewhere(specs[at], batches, at, counts, declared)
+    if min(counts) < 1:
+        raise CaptureError("the example holds no record", hint="give a batch of a few records")
     held = all(_counts(batches, at, sure.get(specs[at].name) or 0, counts) for at in data if specs[at].name in sure)
-    if min(counts) < 1 or not held:
+    if not held:
         raise _unlike(specs, batches[0])
     if not doubtful:
         return sure, counts

@@ -187,8 +187,9 @@ def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     """By a number that follows from a size too: what is behind the cut comes first."""
     if all(isinstance(shift, int) for shift in shifts) or not dims:
         return core.aten_roll(self, shifts, dims)
+    rank = len(self.shape)
     for shift, dim in zip(shifts, dims, strict=True):
-        at = dim % len(self.shape)
+        at = dim % rank
         size = op.Shape(self, start=at, end=at + 1)
         by = op.Constant(value_ints=[shift]) if isinstance(shift, int) else op.Reshape(shift, [-1])
         cut, axis = op.Sub(size, op.Mod(by, size)), op.Constant(value_ints=[at])
@@ -199,14 +200,17 @@ def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
 
 def _median(self: Any, dim: int, keepdim: bool = False) -> Any:
     """The smaller of the two in the middle, and where it is."""
-    at = dim % len(self.shape)
-    count = op.Shape(self, start=at, end=at + 1)
-    return _smallest(self, op.Div(op.Add(count, 1), 2), at, keepdim)
+    return _middle(self, dim % len(self.shape), keepdim)
 
 
 def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> Any:
     count = op.Constant(value_ints=[k]) if isinstance(k, int) else op.Reshape(k, [-1])
     return _smallest(self, count, dim % len(self.shape), keepdim)
+
+
+def _middle(self: Any, at: int, keepdim: bool) -> Any:
+    count = op.Shape(self, start=at, end=at + 1)
+    return _smallest(self, op.Div(op.Add(count, 1), 2), at, keepdim)
 
 
 def _smallest(self: Any, k: Any, at: int, keepdim: bool) -> Any:
@@ -220,7 +224,7 @@ def _smallest(self: Any, k: Any, at: int, keepdim: bool) -> Any:
 
 
 def _median_of_all(self: Any) -> Any:
-    values, _ = _median(op.Reshape(self, op.Constant(value_ints=[-1])), 0)
+    values, _ = _middle(op.Reshape(self, op.Constant(value_ints=[-1])), 0, keepdim=False)
     return values
 
 

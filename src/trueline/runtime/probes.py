@@ -124,13 +124,13 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
         numbers = example[spec.name]
         if numbers.dtype.kind not in "iu" or not numbers.size or numbers.min() < 0 or is_mask(numbers):
             continue
-        others = {symbol: size for symbol, size in base.items() if symbol not in spec.shape}
-        reached = [symbol for symbol, size in others.items() if size >= numbers.max()]
-        beyond = [symbol for symbol in reached if others[symbol] > numbers.max()]
-        if spec.shape == (batch,) and numbers.min() and reached:
-            found[spec.name] = (min(reached, key=base.__getitem__), 0)
-        elif beyond:
-            found[spec.name] = (min(beyond, key=base.__getitem__), 1)
+        for_each = spec.shape == (batch,)
+        least = numbers.max() if for_each else numbers.max() + 1
+        holding = [symbol for symbol, size in base.items() if symbol not in spec.shape and size >= least]
+        if holding:
+            nearest = min(holding, key=base.__getitem__)
+            index = not for_each or (numbers.min() == 0 and base[nearest] > numbers.max())
+            found[spec.name] = (nearest, int(index))
     return found
 
 
