@@ -106,7 +106,8 @@ def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[st
                 found[spec.name] = np.take(found[spec.name], np.arange(size) % have, axis=axis)
     for name, (symbol, short) in _measures(example, signature).items():
         if symbol in sizes:
-            found[name] = np.minimum(found[name], np.asarray(max(sizes[symbol] - short, 0), found[name].dtype))
+            most = min(max(sizes[symbol] - short, 0), int(found[name].max(initial=0)))
+            found[name] = np.minimum(found[name], np.asarray(most, found[name].dtype))
     return found
 
 
@@ -125,11 +126,12 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
         if numbers.dtype.kind not in "iu" or not numbers.size or numbers.min() < 0 or is_mask(numbers):
             continue
         for_each = spec.shape == (batch,)
-        least = numbers.max() if for_each else numbers.max() + 1
+        most = int(numbers.max())
+        least = most if for_each else most + 1
         holding = [symbol for symbol, size in base.items() if symbol not in spec.shape and size >= least]
         if holding:
             nearest = min(holding, key=base.__getitem__)
-            index = not for_each or (numbers.min() == 0 and base[nearest] > numbers.max())
+            index = not for_each or (numbers.min() == 0 and base[nearest] > most)
             found[spec.name] = (nearest, int(index))
     return found
 
