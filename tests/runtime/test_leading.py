@@ -194,7 +194,7 @@ def test_it_is_sealed_in_both_formats_and_answers_at_other_sizes(
         session = open_program(bundle, entry.format)
         replay(bundle, session)
         for ours, theirs in zip(session.run(named).values(), wanted, strict=True):
-            np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

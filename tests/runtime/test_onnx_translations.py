@@ -111,7 +111,7 @@ class Signed(nn.Module):
     """The sign of zeros too: the products with nothing are 0.0 and -0.0."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.signbit(x * 0.0)
+        return torch.signbit(x.clamp(-1, 1) * 0.0)
 
 
 class Middle(nn.Module):
