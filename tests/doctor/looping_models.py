@@ -230,8 +230,8 @@ class Likelihood(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         p = self.fc(x).log_softmax(-1)
         alpha = torch.full((x.shape[0], len(self.word)), -1e4)
-        alpha[:, 0] = p[:, 0, 0]
-        for i in range(1, x.shape[1]):
+        alpha[:, 0] = 0.0
+        for i in range(x.shape[1]):
             new = []
             for s, letter in enumerate(self.word):
                 a = alpha[:, s]

@@ -150,10 +150,11 @@ def test_a_number_for_all_records_is_asked_in_other_values_too() -> None:
         def forward(self, x: Tensor, t: Tensor, on: Tensor) -> Tensor:
             return x * t * on
 
-    eager = EagerSession(Scaled().eval(), (torch.randn(3, 4), torch.tensor(7), torch.tensor(True)))
+    eager = EagerSession(Scaled().eval(), (torch.randn(3, 4), torch.tensor(2), torch.tensor(True)))
     probes = make_probes(eager.example, signature=eager.calling.presumed)
     assert len({int(probe.inputs["t"]) for probe in probes}) > 1
     assert {bool(probe.inputs["on"]) for probe in probes} == {True, False}
+    assert all(isinstance(array, np.ndarray) for probe in probes for array in probe.inputs.values())
 
 
 def never(*_: Any) -> Any:

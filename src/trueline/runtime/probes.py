@@ -107,7 +107,7 @@ def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[st
     for name, (symbol, short) in _measures(example, signature).items():
         if symbol in sizes:
             most = min(max(sizes[symbol] - short, 0), int(found[name].max(initial=0)))
-            found[name] = np.minimum(found[name], np.asarray(most, found[name].dtype))
+            found[name] = np.asarray(np.minimum(found[name], np.asarray(most, found[name].dtype)))
     return found
 
 
@@ -123,7 +123,13 @@ def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, t
     found: dict[str, tuple[str, int]] = {}
     for spec in signature.inputs:
         numbers = example[spec.name]
-        if numbers.dtype.kind not in "iu" or not numbers.size or numbers.min() < 0 or is_mask(numbers):
+        if (
+            spec.role == "state"
+            or numbers.dtype.kind not in "iu"
+            or not numbers.size
+            or numbers.min() < 0
+            or is_mask(numbers)
+        ):
             continue
         for_each = spec.shape == (batch,)
         most = int(numbers.max())
