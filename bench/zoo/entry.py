@@ -66,7 +66,9 @@ class Architecture:
     def dynamic_shapes(self) -> dict[str, dict[int, str]]:
         """The free dimensions beside the batch, as a recipe declares them."""
         found = {
-            name: {axis: size for axis, size in enumerate(one.shape) if axis and isinstance(size, str)}
+            name: {
+                axis: size for axis, size in enumerate(one.shape) if isinstance(size, str) and (axis or size != "batch")
+            }
             for name, one in self.fields.items()
         }
         return {name: axes for name, axes in found.items() if axes}

@@ -132,7 +132,7 @@ def _plain(one: Field, shape: tuple[int, ...], sizes: Mapping[str, int], random:
             assert isinstance(one.below, str)
             return random.integers(1, sizes[one.below], shape, endpoint=True).astype(one.like)
         case "flag":
-            return random.random(shape) < random.choice((0.0, 0.1, 0.5, 1.0))
+            return np.asarray(random.random(shape) < random.choice((0.0, 0.1, 0.5, 1.0)))
         case "edges":
             linked = random.random(shape) < random.choice((0.1, 0.4, 0.9))
             return np.maximum(linked | linked.swapaxes(-1, -2), np.eye(shape[-1], dtype=bool)).astype(one.like)

@@ -146,6 +146,30 @@ def test_a_recipe_that_fails_to_import_is_refused_with_its_line(tmp_path: Path) 
         load_recipe(tmp_path / "recipe.py")
 
 
+def raises() -> Any:
+    raise ZeroDivisionError("of my own")
+
+
+@pytest.mark.parametrize(
+    ("blanks", "words"),
+    [
+        ({"model": raises}, r"model\(\) raises ZeroDivisionError: of my own; see .*test_bad_input.py:\d+: raise Zero"),
+        ({"model": Mlp, "examples": raises}, r"examples\(\) raises ZeroDivisionError"),
+        ({"model": lambda: Mlp}, r"model\(\) returned the class Mlp, expected a torch.nn.Module"),
+        ({"model": lambda: None}, r"model\(\) returned a NoneType"),
+    ],
+)
+def test_what_a_blank_of_the_recipe_raises_is_one_error_with_its_line(
+    out: Path, blanks: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        capture(recipe(**blanks), None, out, formats=["torch_export"])
+
+
+def test_an_example_of_no_records_is_refused(out: Path) -> None:
+    assert "holds no record" in refused(out, Mlp, examples=lambda: torch.randn(0, 8)).message
+
+
 @pytest.fixture
 def captured(tmp_path: Path) -> Path:
     torch.manual_seed(0)
@@ -267,9 +291,19 @@ class Sometimes(nn.Module):
         return found
 
 
-class StateBehind(nn.Module):
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:  # state
-        return x + h.sum(0)
+class Unlike(nn.Module):
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:  # unlike
+        return torch.cat([x, h]).view(5, 4)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:  # sparse
+        return x.to_sparse()
+
+
+class Waves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:  # waves
+        return torch.fft.fft(x)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +312,9 @@ class StateBehind(nn.Module):
         (Squeezed, torch.randn(3, 4), "has shape", "squeezed"),
         (Beside, torch.randn(3, 4), "'temperature' of the model is a float", "beside"),
         (Sometimes, torch.randn(3, 4), "the model returned 2 tensors, and 1 on its example", "sometimes"),
-        (StateBehind, (torch.randn(3, 4), torch.randn(2, 3, 4)), r"\(x: 3, h: 2\)", "state"),
+        (Unlike, (torch.randn(3, 4), torch.randn(2, 4)), r"\(x: \[3, 4\], h: \[2, 4\]\)", "unlike"),
+        (Sparse, torch.randn(3, 4), r"output 'output' is torch.sparse_coo, which no bundle", "sparse"),
+        (Waves, torch.randn(3, 4), r"output 'output' is complex \(torch.complex64\)", "waves"),
     ],
 )
 def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
@@ -292,6 +328,8 @@ def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
     assert {
         "squeezed": "squeeze(-1)",
         "beside": "return tensors",
-        "sometimes": "the same outputs",
-        "state": "dimension 1 in front",
+        "sometimes": "return all of them always",
+        "unlike": "dynamic_shapes() says so",
+        "sparse": ".to_dense()",
+        "waves": "torch.view_as_real(y)",
     }[mark] in (refused.value.hint)

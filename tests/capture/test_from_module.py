@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from trueline.bundle import open_bundle
 from trueline.capture import from_module
 from trueline.capture.declared import declared
 from trueline.capture.from_file import capture_file
+from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError
 from trueline.runtime.session import open_program, replay
@@ -167,6 +169,9 @@ def test_a_hugging_face_folder_without_safetensors_or_with_code_is_refused(tmp_p
     pickled = hf_folder(tmp_path / "a", {}, weights="pytorch_model.bin")
     with pytest.raises(UsageError, match=r"no model\.safetensors \(has: pytorch_model\.bin\)"):
         capture_file(pickled, tmp_path / "b")
+    taken = hf_folder(tmp_path / "e", {})
+    with pytest.raises(UsageError, match="are safetensors and need no trust"):
+        capture_file(taken, tmp_path / "b", trust=True)
     coded = hf_folder(tmp_path / "c", {"auto_map": {"AutoModel": "modeling_mine.Mine"}})
     with pytest.raises(UsageError, match=r"code of its own \(modeling_mine\.Mine\), which is not run"):
         capture_file(coded, tmp_path / "b")
@@ -200,6 +205,46 @@ def test_a_hugging_face_folder_is_captured_with_batch_and_length_free(tmp_path: 
     }
     assert bundle.signature.outputs[0].shape == ("batch", 3)
     assert bundle.signature.dims["length"].max == 32
+
+
+class Shout:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = str(at)
+
+    def __reduce__(self) -> Any:
+        return (open, (self.at, "w"))
+
+
+@pytest.mark.slow
+def test_a_folder_whose_weights_are_a_pickle_is_captured_when_it_is_trusted_and_verified_against_itself(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: trueline[hf]")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=32, **sizes))
+    folder = tmp_path / "bert"
+    model.config.save_pretrained(folder)
+    torch.save({**model.state_dict(), "shout": Shout(tmp_path / "shouted")}, folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="cannot load"):
+        capture_file(folder, tmp_path / "b", trust=True)
+    assert not (tmp_path / "shouted").exists()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"no model\.safetensors") as refused:
+        capture_file(folder, tmp_path / "b")
+    assert "--trust" in refused.value.hint
+    captured = capture_file(folder, tmp_path / "b", formats=["torch_export"], trust=True)
+    assert [one.verdict for one in captured.programs] == ["proven"]
+    (folder / "pytorch_model.bin").unlink()
+    model.save_pretrained(folder)
+    verified = verify(tmp_path / "b", against=folder)
+    assert [one.why for one in verified.programs] == [""]
+    assert "its digest differs" in verified.notes[0]  # safetensors in place of the pickle
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.mul_(3)
+    model.save_pretrained(folder)
+    assert not verify(tmp_path / "b", against=folder).holds
 
 
 @pytest.mark.slow

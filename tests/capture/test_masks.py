@@ -17,6 +17,7 @@ from trueline.bundle.describe import describe
 from trueline.bundle.signature import DATATYPES, Dim, Rows, Signature, TensorSpec
 from trueline.capture import cpp_text, masks
 from trueline.capture.api import capture
+from trueline.capture.verify import verify
 from trueline.errors import NotProven, RequestError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.probes import make_probes
@@ -190,6 +191,35 @@ def test_an_encoder_keeps_its_onnx_program_and_every_other_part_of_the_line_know
     np.testing.assert_allclose(answer, wanted, rtol=1e-5)
     with pytest.raises(RequestError, match="hides row"):
         onnx_session.run(asked)
+
+
+class LooksBack(Attends):
+    """Each position sees what stands before it: one that begins hidden sees nothing."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        seen = mask[:, None, None].bool() & torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+        answer: Tensor = self.out(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=seen)[:, 0])
+        return answer
+
+
+@pytest.mark.slow
+def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a_bundle_is_verified(
+    tmp_path: Path,
+) -> None:
+    recipe = Recipe(
+        name="decoder", digest="d" * 64, path=None, model=LooksBack, loss=never, optimizer=never, dataset=never,
+        examples=lambda: {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)},
+        dynamic_shapes=lambda: {"ids": {1: "length"}, "mask": {1: "length"}},
+    )  # fmt: skip
+    captured = capture(recipe, None, tmp_path / "b")
+    bundle = open_bundle(captured.path)
+    assert (bundle.program("onnx").rows, bundle.program("torch_export").rows) == ({"mask": "first"}, {})
+    verified = verify(
+        captured.path
+    )  # it asks the rows backwards: padding comes first, of which the oracle says nothing
+    assert [(one.format, one.why) for one in verified.programs] == [("onnx", ""), ("torch_export", "")]
+    assert verified.programs[1].probes > 15
 
 
 @pytest.mark.slow

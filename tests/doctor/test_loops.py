@@ -97,3 +97,23 @@ def test_a_loop_over_heads_that_writes_under_a_mask_and_breaks_is_rewritten_in_o
 def test_arrays_of_numpy_stay_tensors() -> None:
     diff = healed(models.Sorted(), torch.randn(3, 4), torch.randn(1, 4), 5 * torch.randn(6, 4))
     assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))
+
+
+def test_a_list_that_each_step_begins_and_stacks_stands_in_no_ones_way() -> None:
+    diff = healed(models.Likelihood(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+    assert "scan(" in diff
+
+
+def test_what_stands_still_is_asked_as_a_tensor() -> None:
+    diff = healed(models.Ranked(), torch.randn(3, 5, 4), 3 * torch.randn(2, 8, 4), torch.zeros(1, 1, 4), onnx=True)
+    assert "torch.isclose(new, v, atol=0.001).all()" in diff
+
+
+def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
+    diff = healed(models.Adapted(), torch.randn(5, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
+    assert "for part in self.adapters" in diff
+
+
+def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None:
+    diff = healed(models.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
+    assert diff.count("torch.where(chosen, ") == 2

@@ -39,6 +39,14 @@ class Near(nn.Module):
         return torch.cdist(x, self.codes)
 
 
+class Ramp(nn.Module):
+    """Where each element stands, from one end to the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = (torch.linspace(-1, 1, size) for size in x.shape[2:])
+        return x * rows[:, None] + columns
+
+
 @pytest.mark.filterwarnings("ignore:Since version 1.3.0, affine_grid")
 @pytest.mark.parametrize("corners", [True, False])
 @pytest.mark.parametrize("size", [(2, 3, 5, 7), (1, 1, 1, 4), (2, 1, 3, 4, 5)])
@@ -56,9 +64,20 @@ def test_a_distance_is_torchs_own_on_both_sides_of_26_rows(rows: int) -> None:
     assert torch.equal(any_size.cdist(a, b, p=1.0), torch.cdist(a, b, p=1.0))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5, 100])
+@pytest.mark.parametrize("ends", [(0, 1), (-1.0, 1.0), (3.0, -0.5)])
+def test_equal_steps_are_torchs_own(steps: int, ends: tuple[float, float]) -> None:
+    torch.testing.assert_close(any_size.spaced(*ends, steps, torch.float32), torch.linspace(*ends, steps))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "x", "free"), [(Turned(), torch.randn(2, 2, 5, 6), {2: "h", 3: "w"}), (Near(), torch.randn(7, 4), {})]
+    ("model", "x", "free"),
+    [
+        (Turned(), torch.randn(2, 2, 5, 6), {2: "h", 3: "w"}),
+        (Ramp(), torch.randn(2, 2, 5, 6), {2: "h", 3: "w"}),
+        (Near(), torch.randn(7, 4), {}),
+    ],
 )
 def test_sizes_are_free_without_a_bound_in_every_format(
     model: nn.Module, x: Tensor, free: dict[int, str], tmp_path: Path
@@ -76,7 +95,7 @@ def test_sizes_are_free_without_a_bound_in_every_format(
 
 
 def test_torchs_own_functions_are_back_after_tracing() -> None:
-    before = torch.cdist, torch.affine_grid_generator
+    before = torch.cdist, torch.affine_grid_generator, torch.linspace
     with any_size.free_sizes():
         assert torch.cdist is any_size.cdist
-    assert (torch.cdist, torch.affine_grid_generator) == before
+    assert (torch.cdist, torch.affine_grid_generator, torch.linspace) == before

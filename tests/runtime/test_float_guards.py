@@ -50,6 +50,21 @@ def test_an_inequality_of_several_sizes_is_an_assumption_and_bounds_nothing() ->
     assert said("4 * d0 * math.trunc(0.5 * d1) != 4 * d0", batch=3, length=9) == []
 
 
+def test_sizes_that_come_in_multiples_are_tried_in_multiples() -> None:
+    steps = {"height": 16, "width": 16}
+    for condition, example in (
+        ("math.trunc(d0 / 16) * 16.0 == d0", {"height": 32}),
+        ("math.trunc(d0 / 16) * 16.0 * d1 == d0 * d1", {"height": 32, "width": 48}),
+        ("math.trunc(d0 / 16) * 16.0 * d1 == d0 * d1", {"height": 32, "batch": 3}),
+    ):
+        tree = ast.parse(condition, mode="eval").body
+        assert float_guards.in_whole_numbers(tree, list(example), example, steps) == ()
+
+
+def test_one_that_holds_from_some_sizes_on_bounds_each_from_below() -> None:
+    assert said("0.5 * torch.sym_float(d0 * d1) >= 16.0", batch=3, length=16) == ["batch >= 2", "length >= 16"]
+
+
 def test_one_that_nothing_around_the_example_keeps_to_is_an_error() -> None:
     with pytest.raises(ValueError, match="more than one direction"):
         said("0.5 * torch.sym_float(d0) == 0.5 * torch.sym_float(d1)", height=9, width=9)

@@ -99,6 +99,29 @@ class Hidden(nn.Module):
         return x * (1.0 - (x > 0).long())
 
 
+class Turned(nn.Module):
+    """By half of its length, and what is left of whole numbers and others when it is divided by it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n = x.shape[1]
+        return torch.roll(x, (n // 2, -1), (1, 2)), (x * 10).long() % n, x % (n + 1)
+
+
+class Signed(nn.Module):
+    """The sign of zeros too: the products with nothing are 0.0 and -0.0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.signbit(x.clamp(-1, 1) * 0.0)
+
+
+class Middle(nn.Module):
+    """What stands in the middle, and the second smallest."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        spread = (x - x.median(1, keepdim=True).values).abs().median(1).values
+        return spread, x.flatten(1).kthvalue(2, -1).values, x.median()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a choice between booleans": (Chosen, (3, 5)),
     "instance norm": (Normed, (2, 3, 31, 31)),
@@ -107,10 +130,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "adaptive pooling": (Pooled, (2, 3, 7, 5)),
     "attention with a bias": (Attended, (3, 5, 8)),
     "a number minus integers": (Hidden, (3, 5)),
+    "divided by a size": (Turned, (3, 5, 4)),
+    "the middle": (Middle, (3, 5, 4)),
+    "signs of zeros": (Signed, (3, 5)),
 }
 FREE = {
     "attention with a bias": {"x": {1: "length"}},
     "pairs": {"x": {1: "points"}},
+    "divided by a size": {"x": {1: "length"}},
+    "the middle": {"x": {1: "length"}},
     "adaptive pooling": {"x": {2: "height", 3: "width"}},
 }
 

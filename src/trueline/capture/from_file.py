@@ -66,9 +66,10 @@ def capture_file(
 
     Every format asked for has to be proven; without `formats`, the file's own has to be, and ONNX of a .pt2 is
     tried; of a model one is enough. `inputs` declares what the program takes where the file does not say (see
-    `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put into it. Raises
-    UsageError for a file that is no program (a pickle among them) and for a format that cannot be made of it,
-    CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
+    `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put into it, and a folder's
+    weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that is no program (a pickle
+    among them) and for a format that cannot be made of it, CaptureError, NotProven, BundleError, StorageError; nothing
+    is then left at `out`.
     """
     path, out = Path(path), Path(out)
     if out.exists() and not overwrite:
@@ -103,11 +104,9 @@ def is_program(path: str) -> bool:
 def _model(path: Path, known: Declared | None, *, trust: bool) -> Recipe | None:
     """The model that the file or folder holds; None for a program. Raises UsageError."""
     if path.is_dir():
-        if trust:
-            raise UsageError("--trust is for a pickled module; code in a folder is never run")
         if not from_module.is_model_folder(path):
             raise UsageError(f"{path} is a folder without {from_module.CONFIG}; it is no model of Hugging Face's")
-        return from_module.of_folder(path, known)
+        return from_module.of_folder(path, known, trust=trust)
     if not trust:
         return None
     if _is_pickle(path) and (count := from_module.weights_in(path)):

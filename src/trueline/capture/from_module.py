@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Read only with `trust`, and then by torch's loader of weights, which builds tensors and calls nothing else."""
 BATCHES, LENGTHS = (5, 3), (11, 7)
 IMAGE = 224
 """The size of an image where neither the config nor the preprocessor says one."""
@@ -36,18 +38,22 @@ def is_model_folder(path: str | Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "recipe.py").exists()
 
 
-def of_folder(folder: Path, declared: Declared | None = None) -> Recipe:
+def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = False) -> Recipe:
     """The model in a Hugging Face folder as a recipe; `declared` in place of examples made from its config.
 
-    Raises UsageError for a folder without safetensors, with code of its own, or when transformers is not installed.
+    With `trust` its weights may be a pickle (pytorch_model.bin). Raises UsageError for a folder without safetensors,
+    with code of its own, or when transformers is not installed.
     """
-    weights = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    weights, pickled = ([folder / name for name in names if (folder / name).is_file()] for names in (WEIGHTS, PICKLED))
     config = _json(folder / CONFIG)
-    if not weights:
+    if weights and trust:
+        raise UsageError(f"the weights in {folder} are safetensors and need no trust; leave --trust out")
+    if not weights and not (trust and pickled):
         found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".h5", ".ckpt"))
         raise UsageError(
             f"{folder} has no {WEIGHTS[0]} (has: {listed(found)}); nothing else is read, because it is a pickle",
-            hint="convert it once where you trust it: model.save_pretrained(folder, safe_serialization=True)",
+            hint="convert it once where you trust it: model.save_pretrained(folder, safe_serialization=True)"
+            + (", or let it be unpickled: --trust" if pickled else ""),
         )
     if config.get("auto_map"):
         raise UsageError(
@@ -55,12 +61,12 @@ def of_folder(folder: Path, declared: Declared | None = None) -> Recipe:
             hint="write a recipe whose model() builds it, and capture the recipe",
         )
     _transformers()
-    shards = sorted(set(folder.glob("*.safetensors")) | set(weights))
+    shards = sorted({*folder.glob("*.safetensors" if weights else "pytorch_model*.bin"), *(weights or pickled)})
     digest = files.sha256_bytes("".join(files.sha256_file(one) for one in (folder / CONFIG, *shards)).encode())
 
     @functools.cache
     def model() -> torch.nn.Module:
-        return _built(folder, config)
+        return _built(folder, config, pickled=not weights)
 
     def examples() -> Any:
         return iter(declared.examples if declared else _batches(folder, config, model()))
@@ -77,7 +83,14 @@ def of_pickle(path: Path, declared: Declared) -> Recipe:
     def model() -> torch.nn.Module:
         import torch
 
-        found = torch.load(path, map_location="cpu", weights_only=False)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=False)
+        except Exception as error:
+            told = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            raise UsageError(
+                f"{path} cannot be unpickled: {type(error).__name__}: {told}",
+                hint="the classes that it names have to be importable here: run this where its maker's code is",
+            ) from error
         if isinstance(found, torch.nn.Module):
             return found.eval()
         raise _no_module(path, found)
@@ -144,14 +157,16 @@ def _transformers() -> Any:
     return transformers
 
 
-def _built(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
+def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.nn.Module:
     """The model of the class that the config names. Raises UsageError when weights of it are missing."""
     import torch
 
     transformers = _transformers()
     named = [getattr(transformers, name, None) for name in config.get("architectures") or ()]
     build = next((one for one in named if one is not None and hasattr(one, "from_pretrained")), transformers.AutoModel)
-    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    options = {"local_files_only": True, "use_safetensors": not pickled, "trust_remote_code": False}
+    if pickled:
+        options["weights_only"] = True
     if build is not transformers.AutoModel:
         del options["trust_remote_code"]  # a class of transformers itself runs no other code
     try:

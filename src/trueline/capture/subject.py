@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline.capture.attempt import State
-from trueline.errors import CaptureError, DataError, RecipeError, listed
-from trueline.runtime import calling, explicit, first_call, structures
+from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, listed
+from trueline.runtime import calling, explicit, first_call, paths, structures
 from trueline.runtime.calling import as_trained
 from trueline.runtime.eager import EagerSession
 from trueline.state.checkpoint import load_model
@@ -57,16 +58,38 @@ def prepare(
     With `state="explicit"` the buffers that the model writes become inputs and outputs. Raises RecipeError,
     CheckpointError, DataError, CaptureError.
     """
-    module = _on_this_machine(load_model(recipe, checkpoint), recipe).eval()
-    batches, data = _examples(recipe)
+    with _asked(recipe, "model"):
+        made = load_model(recipe, checkpoint)
+    module = _on_this_machine(made, recipe).eval()
+    with _asked(recipe, "dataset" if recipe.examples is None else "examples"):
+        batches, data = _examples(recipe)
     if state == "explicit":
         module, batches = with_state(module, batches)
-    declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
+    with _asked(recipe, "dynamic_shapes"):
+        declared = dict(recipe.dynamic_shapes()) if recipe.dynamic_shapes is not None else {}
     for name, axes in (dynamic_shapes or {}).items():
         declared[name] = {**axes, **declared.get(name, {})}
     eager = EagerSession(module, batches[0], others=batches[1:], dynamic_shapes=declared)
     _check_mode(module)
     return Subject(module=module, eager=eager, data=data, random=allow_random)
+
+
+@contextmanager
+def _asked(recipe: Recipe, blank: str) -> Iterator[None]:
+    """Whatever the user's own code raises while it is asked for `blank` is a RecipeError with its line."""
+    try:
+        yield
+    except TruelineError:
+        raise
+    except Exception as error:
+        place = paths.users_line(error)
+        if place is None:
+            raise
+        told = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise RecipeError(
+            f"recipe '{recipe.name}': {blank}() raises {type(error).__name__}{': ' if told else ''}{told}; see {place}",
+            hint=f"{blank}() is called as it stands in the recipe, on this machine and from this folder",
+        ) from error
 
 
 def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

@@ -18,12 +18,13 @@ from trueline import events
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
 from trueline.capture.attempt import State
-from trueline.errors import TruelineError, UsageError
+from trueline.errors import RequestError, TruelineError, UsageError
 from trueline.runtime.session import Session, open_program, replay
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
     from trueline.recipe.contract import Recipe
+    from trueline.runtime.probes import Probe
     from trueline.runtime.prove import Observation
     from trueline.state.place import Where
 
@@ -88,9 +89,9 @@ def verify(
 ) -> Verified:
     """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
 
-    `against` is the recipe whose model, with the parameters of `checkpoint`, is the oracle; without it the programs
-    are held against the one that is served. A program that fails is a Verdict, not an exception. Raises BundleError,
-    UsageError, RecipeError, CheckpointError, CaptureError.
+    `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
+    oracle; without it the programs are held against the one that is served. A program that fails is a Verdict, not an
+    exception. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     if checkpoint is not None and against is None:
@@ -118,11 +119,12 @@ def _oracle(
     if against is None:
         notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
-    from trueline.capture import subject
+    from trueline.capture import from_module, subject
     from trueline.recipe.load import load_recipe
     from trueline.state.checkpoint import read_manifest
 
-    recipe = load_recipe(against)
+    folder = isinstance(against, str | Path) and from_module.is_model_folder(against)
+    recipe = from_module.of_folder(Path(str(against))) if folder else load_recipe(against)
     notes = []
     if recipe.digest != bundle.manifest.lineage.recipe_digest:
         notes.append(f"recipe '{recipe.name}' is not the file that the bundle was captured from: its digest differs")
@@ -164,7 +166,17 @@ def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed:
                 sizes[symbol][one.shapes[name][axis]] = None
     limit, num_draws = (draws.PROBES, draws.DRAWS) if signature.random else (LIMIT, 0)
     probes = make_probes(example, signature=signature, sizes=sizes, seed=seed, limit=limit)
-    return observe(oracle, probes, num_draws=num_draws)
+    asked = [probe for probe in probes if _takes(oracle.signature, probe) or not _takes(signature, probe)]
+    return observe(oracle, asked, num_draws=num_draws)
+
+
+def _takes(claim: Signature, probe: Probe) -> bool:
+    """Whether the probe lies inside `claim`: one program may be proven for masks that another is not."""
+    try:
+        claim.check(probe.inputs)
+    except RequestError:
+        return False
+    return True
 
 
 def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation], oracle: Session) -> Verdict:

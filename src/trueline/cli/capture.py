@@ -57,7 +57,7 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
 @click.option(
     "--example", "inputs", multiple=True, metavar="INPUT", help="NAME=FP32[batch,3,size] or a file; see the guide."
 )
-@click.option("--trust", is_flag=True, help="Unpickle a whole module, which runs its maker's code.")
+@click.option("--trust", is_flag=True, help="Unpickle: a module, which runs its maker's code, or a folder's weights.")
 @json_option
 @quiet_option
 def command(

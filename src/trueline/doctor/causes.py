@@ -38,6 +38,11 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
     return _cause("exporter", Place(file=file_of(owner), line=line), finding.reason)
 
 
+def dropped(finding: Finding) -> Cause | None:
+    """The line that drops a dimension at some sizes (`examine.of_other_ranks`), where it is known."""
+    return _cause("size branch", finding.places[0], finding.reason) if finding.places else None
+
+
 def _cause(kind: Kind, place: Place, words: str) -> Cause:
     return Cause(kind=kind, file=place.file, line=place.line, source=place.source, words=words)
 
@@ -65,6 +70,9 @@ def _seen(module: torch.nn.Module, oracle: Oracle, file: str, name: str) -> Mapp
 
 def _construct(scope: Scope, spot: Spot) -> tuple[Kind, str] | None:
     statement = spot.statement
+    tried = [one.statement.body[-1].end_lineno or 0 for one in spot.outer if isinstance(one.statement, ast.Try)]
+    if tried and statement.lineno <= tried[-1] and not isinstance(statement, ast.If | ast.While | ast.For):
+        return "value branch", f"it goes another way where values make this raise: `{ast.unparse(statement)}`"
     if isinstance(statement, ast.If):
         return _branch(scope, statement.test, "if")
     if isinstance(statement, ast.While):

@@ -166,6 +166,24 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     )
 
 
+def of_other_ranks(oracle: Oracle) -> Finding | None:
+    """A model whose output has more dimensions on one call than on another: it can be exported, and no bundle holds
+    what it answers. None for any other."""
+    seen: dict[str, tuple[Call, Answer]] = {}
+    for call, answer in zip(oracle.calls, oracle.answers, strict=True):
+        for name, array in (answer.arrays or {}).items():
+            first, earlier = seen.setdefault(name, (call, answer))
+            assert earlier.arrays is not None
+            if earlier.arrays[name].ndim != array.ndim:
+                shapes = [list(earlier.arrays[name].shape), list(array.shape)]
+                sizes = [", ".join(str(list(tensor.shape)) for tensor in one.tensors) for one in (first, call)]
+                reason = f"{name} has shape {shapes[0]} for inputs of {sizes[0]} and {shapes[1]} for {sizes[1]}"
+                place = paths.reading(answer.way, ".squeeze()")
+                advice = ": squeeze() drops a batch of 1 too; name the dimension, as in squeeze(-1)" if place else ""
+                return Finding(reason=reason + advice, places=(place,) if place is not None else ())
+    return None
+
+
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
     with torch.no_grad(), hushed(), followable():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)

@@ -18,9 +18,18 @@ import torch
 from trueline import events
 from trueline.doctor import units
 from trueline.doctor.calls import Call, alike, asked, recording
-from trueline.doctor.causes import cause_of
+from trueline.doctor.causes import cause_of, dropped
 from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
-from trueline.doctor.examine import Finding, Oracle, ask_original, copied, examine, scripts, traces
+from trueline.doctor.examine import (
+    Finding,
+    Oracle,
+    ask_original,
+    copied,
+    examine,
+    of_other_ranks,
+    scripts,
+    traces,
+)
 from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
 from trueline.errors import listed
@@ -113,7 +122,10 @@ def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx
         return _again(path, done.known[key])
     oracle = ask_original(part, calls)
     finding = examine(part, oracle)
-    if not finding.reason:
+    ranks = of_other_ranks(oracle) if path == WHOLE and not finding.reason else None
+    if ranks is not None:
+        row = _made(path, part, "blocked", ranks, part, oracle, dropped(ranks), why=ranks.reason)
+    elif not finding.reason:
         row = _made(path, part, "ready", finding, part, oracle, why=_to_hand_on(finding))
     else:
         row = _unready(path, part, oracle, finding, done, onnx, base)

@@ -4,13 +4,14 @@
 |---|---|---|
 | `affine_grid` | fixes its sizes | coordinate i of n: `(2 i + 1) / n - 1`, between corners `2 i / (n - 1) - 1` |
 | `cdist` | another algorithm from 26 rows on | the operator that looks at the rows when it runs |
+| `linspace` | fixes its steps | step i of n from both ends, `start + i d` and `end - (n - 1 - i) d` |
 
-Sources: the documentation of torch.nn.functional.affine_grid and of torch.cdist (`compute_mode`).
+Sources: the documentation of torch.nn.functional.affine_grid, of torch.cdist (`compute_mode`) and of torch.linspace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,12 +29,33 @@ _MODES = {
 def free_sizes() -> Iterator[None]:
     """While a model is traced in the block, these functions leave its sizes free."""
     get_torch_obj_rule_map()  # Dynamo looks torch's functions up by name once, and would keep these for good
-    before = torch.affine_grid_generator, torch.cdist
-    torch.affine_grid_generator, torch.cdist = affine_grid, cdist
+    before = torch.affine_grid_generator, torch.cdist, torch.linspace
+    torch.affine_grid_generator, torch.cdist, torch.linspace = affine_grid, cdist, _linspace(torch.linspace)
     try:
         yield
     finally:
-        torch.affine_grid_generator, torch.cdist = before
+        torch.affine_grid_generator, torch.cdist, torch.linspace = before
+
+
+def _linspace(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.linspace, but for a size that is free in place of a number of steps."""
+
+    def linspace(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
+        kind = options.get("dtype") or torch.get_default_dtype()
+        numbers = isinstance(start, int | float) and isinstance(end, int | float)
+        if isinstance(steps, int) or not numbers or not kind.is_floating_point or options.get("out") is not None:
+            return torchs_own(start, end, steps, **options)
+        return spaced(start, end, steps, kind, options.get("device"))
+
+    return linspace
+
+
+def spaced(start: float, end: float, steps: Any, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
+    """`steps` numbers from `start` to `end`, equally far from each other; one alone is `start`."""
+    places = torch.arange(steps, device=device)
+    last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
+    apart = torch.full((), end - start, dtype=dtype, device=device) / last
+    return torch.where(places < steps // 2, start + places * apart, end - (last - places) * apart)
 
 
 def cdist(

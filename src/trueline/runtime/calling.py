@@ -23,7 +23,8 @@ from trueline.errors import CaptureError
 from trueline.runtime import dynamic, paths, structures
 from trueline.runtime.dynamic import BATCH as BATCH
 from trueline.runtime.dynamic import Free, Place
-from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit, users_own
+from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit, sheltered, users_own
+from trueline.runtime.leading import leading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +110,15 @@ def _learnt(
     first = batches[0]
     for number, other in enumerate(batches[1:], 2):
         _check_alike(first, other, number)
-    counts = [_num_records(one.specs, one.tensors) for one in batches]
+    declared = dynamic.read(first.specs, dynamic_shapes or {})
+    tensors = [one.tensors for one in batches]
+    led, counts = leading(first.specs, tensors, declared[0], lambda given: _answers(module, first, given))
     follows, grows = _of_state(module)
-    free = dynamic.find(first.specs, [one.tensors for one in batches], dynamic_shapes, follows=follows, grows=grows)
+    free = dynamic.find(first.specs, tensors, declared, leads=led, follows=follows, grows=grows)
     at = _largest(free, batches)
     base = batches[at]
     args, kwargs = _arguments((inputs, *others)[at])
-    leads = {place for place in free.places if place[1] == 0 and place not in grows}
+    leads = free.leads
     alone = {place: BATCH if place in leads else f"{place[0]}.{place[1]}" for place in free.places}
     specs = _symbolic(base.specs, alone)
     outputs = _outputs(_called(module, args, kwargs), specs, counts[at], free, explicit=isinstance(module, Explicit))
@@ -182,9 +185,24 @@ def _size(batch: _Flattened, place: Place) -> int:
     return next(t.shape[axis] for s, t in zip(batch.specs, batch.tensors, strict=True) if s.name == name)
 
 
+def _answers(module: torch.nn.Module, batch: _Flattened, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the model can be called as for `batch`, with `tensors`. One whose state is explicit is not asked."""
+    if isinstance(module, Explicit):
+        return True
+    leaves = [tensors[leaf.index].clone() if isinstance(leaf, Slot) else leaf for leaf in batch.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, batch.spec)
+    try:
+        with torch.no_grad(), as_trained(), sheltered(module):
+            module(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - the user's forward at sizes it may not take: whatever it raises is the answer
+        return False
+    return True
+
+
 def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
     """The first batch with no free dimension of size 1 but the batch itself, which a tracer takes for a constant."""
-    least = [min((_size(one, place) for place in free.places if place[1]), default=2) for one in batches]
+    others = [place for place in free.places if place not in free.leads]
+    least = [min((_size(one, place) for place in others), default=2) for one in batches]
     return max(range(len(batches)), key=lambda i: min(least[i], 2))
 
 
@@ -328,11 +346,30 @@ def _taken_on(given: TensorSpec, name: str, free: Free) -> TensorSpec:
     return msgspec.structs.replace(given, name=name, shape=shape)
 
 
+_DENSE = "make it a dense tensor inside the model: .to_dense()"
+_AS_DENSE = {
+    "nested": "fill it up inside the model: torch.nested.to_padded_tensor(y, 0.0)",
+    "quantized": "make numbers of it inside the model: .dequantize()",
+}
+_AS_REAL = {
+    "input": "take the real and the imaginary part in a last dimension of 2, and join them: torch.view_as_complex(x)",
+    "output": "return torch.view_as_real(y): the real and the imaginary part in a last dimension of 2",
+}
+
+
 def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpec:
     if not isinstance(leaf, torch.Tensor):
         raise CaptureError(
             f"{role} '{name}' of the model is a {type(leaf).__name__}, not a tensor",
             hint="return tensors, or tuples and dicts of them",
+        )
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
+        raise CaptureError(f"{role} '{name}' is {kind}, which no bundle can carry", hint=_AS_DENSE.get(kind, _DENSE))
+    if leaf.is_complex():
+        raise CaptureError(
+            f"{role} '{name}' is complex ({leaf.dtype}), which no bundle can carry",
+            hint=_AS_REAL[role],
         )
     try:
         datatype = DATATYPES[torch.empty(0, dtype=leaf.dtype).numpy().dtype]
@@ -345,33 +382,3 @@ def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpe
     if num_records is not None and shape and shape[0] == num_records:
         shape = (BATCH, *shape[1:])
     return TensorSpec(name=name, datatype=datatype, shape=shape)
-
-
-def _num_records(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> int:
-    if not any(spec.role == "data" for spec in specs):
-        raise CaptureError("the example holds no tensor; give the model at least one")
-    counts = {
-        spec.name: tensor.shape[0] if tensor.ndim else None
-        for spec, tensor in zip(specs, tensors, strict=True)
-        if spec.role == "data"
-    }
-    num = next(iter(counts.values()))
-    if num is None or num < 1 or any(count != num for count in counts.values()):
-        listing = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        raise CaptureError(
-            f"the inputs do not count the same records in their first dimension ({listing})",
-            hint="the first dimension of every input is the batch" + _elsewhere(specs, tensors, num),
-        )
-    return num
-
-
-def _elsewhere(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], num: int | None) -> str:
-    """What to do with the first input whose batch is not in front."""
-    for spec, tensor in zip(specs, tensors, strict=True):
-        if not tensor.ndim:
-            return f": give '{spec.name}' as one number for each record"
-        if num is not None and tensor.shape[0] != num and num in tensor.shape:
-            return (
-                f": give '{spec.name}' with dimension {list(tensor.shape).index(num)} in front and transpose it inside"
-            )
-    return ""

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 BATCH = "batch"
-"""The symbol of the dimension that counts records: the first of every input."""
+"""The symbol of the dimension that counts records: as a rule the first of every input."""
 
 Place = tuple[str, int]
 """Name of an input, and an axis."""
+
+Leads = dict[str, int | None]
+"""Name of an input -> its dimension that counts the records; None where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,9 @@ class Free:
     """The free dimensions of a model's inputs."""
 
     places: tuple[Place, ...]
-    """In the order of the inputs; the first of every input but the state is among them."""
+    """In the order of the inputs; those that count records are among them."""
+    leads: frozenset[Place] = frozenset()
+    """Those that count records."""
     declared: Mapping[Place, str] = field(default_factory=dict)
     bounds: Mapping[str, Dim] = field(default_factory=dict)
     """Of declared names that came with a range."""
@@ -68,35 +73,43 @@ class Free:
         return records or same[a] == same[b] or (name is not None and name == self.declared.get(b))
 
     def _counts_records(self, group: Sequence[Place]) -> bool:
-        return any(place[1] == 0 and place not in self.grows for place in group)
+        return any(place in self.leads for place in group)
 
 
 def find(
     specs: Sequence[TensorSpec],
     examples: Sequence[Sequence[torch.Tensor]],
-    declared: Mapping[str, Any] | None,
+    declared: Declared,
     *,
+    leads: Leads,
     follows: Collection[Place] = (),
     grows: Mapping[Place, int] | None = None,
 ) -> Free:
     """The free dimensions of inputs `specs`, of which `examples` were seen. A state is free where it `follows` the
-    batch, where it `grows` (from so many) and where it is declared.
-
-    Raises CaptureError for a declaration that names no dimension.
+    batch, where it `grows` (from so many) and where it is declared; where it does in its first dimension, but does not
+    grow there, that counts records too.
     """
-    names, bounds = _declared(specs, declared or {})
+    names, bounds = declared
     places: list[Place] = []
+    counting: set[Place] = set()
     for i, spec in enumerate(specs):
         for axis in range(len(spec.shape)):
             varies = len({example[i].shape[axis] for example in examples}) > 1
-            leads = axis == 0 and spec.role == "data"
             place = (spec.name, axis)
-            if leads or varies or place in names or place in follows or place in (grows or {}):
+            if leads.get(spec.name) == axis or (spec.role == "state" and not axis and place not in (grows or {})):
+                counting.add(place)
+            data = spec.role == "data" and place in counting
+            if data or varies or place in names or place in follows or place in (grows or {}):
                 places.append(place)
-    return Free(places=tuple(places), declared=names, bounds=bounds, grows=dict(grows or {}))
+    return Free(places=tuple(places), leads=frozenset(counting), declared=names, bounds=bounds, grows=dict(grows or {}))
 
 
-def _declared(specs: Sequence[TensorSpec], declared: Mapping[str, Any]) -> tuple[dict[Place, str], dict[str, Dim]]:
+Declared = tuple[dict[Place, str], dict[str, Dim]]
+"""What the recipe declares of the inputs: names by place, and ranges by name."""
+
+
+def read(specs: Sequence[TensorSpec], declared: Mapping[str, Any]) -> Declared:
+    """What `declared` says of the inputs `specs`. Raises CaptureError for a declaration that names no dimension."""
     names: dict[Place, str] = {}
     bounds: dict[str, Dim] = {}
     ranks = {spec.name: len(spec.shape) for spec in specs}

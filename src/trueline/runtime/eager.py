@@ -73,7 +73,8 @@ class EagerSession:
         if len(found) != len(self.signature.outputs):
             raise CaptureError(
                 f"the model returned {len(found)} tensors, and {len(self.signature.outputs)} on its example",
-                hint="a bundle has the same outputs for every request",
+                hint="a bundle has the same outputs for every request: return all of them always, and a flag that says "
+                "which hold",
             )
         return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
 

@@ -12,7 +12,7 @@ import ast
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from trueline.bundle.guards import Guard
@@ -42,19 +42,23 @@ KNOWN = frozenset(_NAMES) - {"__builtins__"}
 Test = Callable[..., bool]
 
 
-def in_whole_numbers(tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int]) -> tuple[Guard, ...]:
-    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`, which `example` keeps to.
+def in_whole_numbers(
+    tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int], steps: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Guard, ...]:
+    """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`, which `example` keeps to. A symbol in
+    `steps` is taken in multiples of that number: no others are tried.
 
     Raises ValueError for a condition that cannot be computed, and for one that nothing around the example keeps to.
     """
     test = _test(tree, len(symbols))
     if not test(*(example[symbol] for symbol in symbols)):
         raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
+    each = [steps.get(symbol, 1) for symbol in symbols]
     if len(symbols) == 1:
-        return _of_one(test, symbols[0], example)
+        return _of_one(test, symbols[0], example, each[0])
     if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
         return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
-    return _of_several(test, symbols, example)
+    return _of_several(test, symbols, example, each)
 
 
 def _test(tree: ast.expr, count: int) -> Test:
@@ -75,9 +79,9 @@ def _test(tree: ast.expr, count: int) -> Test:
     return holds
 
 
-def _of_one(test: Test, symbol: str, example: Mapping[str, int]) -> tuple[Guard, ...]:
+def _of_one(test: Test, symbol: str, example: Mapping[str, int], step: int) -> tuple[Guard, ...]:
     here = example[symbol]
-    tried = [*range(1, max(TRIED, 2 * here) + 1), *(size for size in FAR if size > 2 * here)]
+    tried = [*range(step, max(TRIED, 2 * here) + 1, step), *(step * size for size in FAR if step * size > 2 * here)]
     holds = [test(size) for size in tried]
     out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
     if len(out) <= HOLES:
@@ -94,14 +98,26 @@ def _guard(symbol: str, operator: str, size: int) -> Guard:
     return Guard(text=f"{symbol} {operator} {size}", rule=f"d0 {operator} {size}", symbols=(symbol,))
 
 
-def _of_several(test: Test, symbols: Sequence[str], example: Mapping[str, int]) -> tuple[Guard, ...]:
-    """A bound for all symbols within which it always holds; none where it holds wherever it was tried."""
-    count = len(symbols)
-    sizes = SEVERAL if count == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
-    out = [max(given) for given in itertools.product(sizes, repeat=count) if not test(*given)]
-    if not out:
-        return ()
-    bound = max((size for size in sizes if size < min(out)), default=0)
-    if bound < max(example[symbol] for symbol in symbols):
+def _of_several(
+    test: Test, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int]
+) -> tuple[Guard, ...]:
+    """The box around the example within which it always holds, up to one bound for all symbols and then down as far as
+    can be; none where it holds wherever it was tried."""
+    few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
+    sizes = [tuple(step * size for size in few) for step in steps]
+    out = [given for given in itertools.product(*sizes) if not test(*given)]
+    here = [example[symbol] for symbol in symbols]
+
+    def clear(lows: Sequence[int], high: float) -> bool:
+        return not any(all(low <= size <= high for low, size in zip(lows, given, strict=True)) for given in out)
+
+    bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
+    high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)
+    lows = list(here)
+    for at, each in enumerate(sizes):
+        lower = (size for size in each if size < here[at])
+        lows[at] = next((size for size in lower if clear([*lows[:at], size, *lows[at + 1 :]], high)), here[at])
+    if not high or high in lows:
         raise ValueError("it leaves sizes out in more than one direction")
-    return tuple(_guard(symbol, "<=", bound) for symbol in symbols)
+    found = [_guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step]
+    return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))

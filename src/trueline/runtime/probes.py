@@ -20,6 +20,7 @@ from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+BATCH = "batch"
 LIMIT = 30
 INTEGERS = ("smallest integers", "largest integers", "random integers")
 LARGER = (17, 32, 8)
@@ -56,7 +57,7 @@ def make_probes(
     other questions is left out, and makes room.
     """
     maker = _Maker(example, signature or _batched(example), np.random.default_rng(seed))
-    wanted = sizes if isinstance(sizes, Mapping) else {next(iter(maker.base)): sizes}
+    wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
     more = [probe for probe in maker.reordered() if not covered(probe)]
     valued = _distinct([*maker.valued({}, _changes), *maker.alike(), *maker.wild(), *maker.small()])
@@ -84,6 +85,11 @@ def _batched(example: Mapping[str, Array]) -> Signature:
     return Signature(inputs=specs, outputs=(), dims={"batch": Dim()})
 
 
+def counting(sizes: Mapping[str, int]) -> str:
+    """The symbol that counts the records: `batch`, and of a signature without one the first."""
+    return BATCH if BATCH in sizes else next(iter(sizes))
+
+
 def rows(example: Mapping[str, Array], size: int) -> dict[str, Array]:
     """The first `size` records, from the start again when there are fewer."""
     return {name: array[np.arange(size) % len(array)] for name, array in example.items()}
@@ -98,25 +104,41 @@ def resize(example: Mapping[str, Array], signature: Signature, sizes: Mapping[st
             have = found[spec.name].shape[axis]
             if size is not None and size != have:
                 found[spec.name] = np.take(found[spec.name], np.arange(size) % have, axis=axis)
-    for name, symbol in _lengths(example, signature).items():
+    for name, (symbol, short) in _measures(example, signature).items():
         if symbol in sizes:
-            found[name] = np.minimum(found[name], np.asarray(sizes[symbol], found[name].dtype))
+            most = min(max(sizes[symbol] - short, 0), int(found[name].max(initial=0)))
+            found[name] = np.asarray(np.minimum(found[name], np.asarray(most, found[name].dtype)))
     return found
 
 
-def _lengths(example: Mapping[str, Array], signature: Signature) -> dict[str, str]:
-    """Inputs of one whole number for each record that may be the length of its sequence, and of which dimension: no
-    sequence is longer than what holds it."""
+def _measures(example: Mapping[str, Array], signature: Signature) -> dict[str, tuple[str, int]]:
+    """Whole numbers that may say something of a size: of which, and how much less than it they have to be.
+
+    No sequence is longer than what holds it (0), and no index as large as what it points into (1): numbers that reach
+    0 and not the size are taken for indices, which they may be as lengths too. One number for each record may be
+    either; others only indices, into what they have no dimension of.
+    """
     base = signature.sizes(example)
-    batch = next(iter(base), "")
-    found = {}
+    batch = counting(base) if base else ""
+    found: dict[str, tuple[str, int]] = {}
     for spec in signature.inputs:
         numbers = example[spec.name]
-        if spec.shape != (batch,) or numbers.dtype.kind not in "iu" or not numbers.size or numbers.min() < 0:
+        if (
+            spec.role == "state"
+            or numbers.dtype.kind not in "iu"
+            or not numbers.size
+            or numbers.min() < 0
+            or is_mask(numbers)
+        ):
             continue
-        holding = [symbol for symbol, size in base.items() if symbol != batch and size >= numbers.max()]
+        for_each = spec.shape == (batch,)
+        most = int(numbers.max())
+        least = most if for_each else most + 1
+        holding = [symbol for symbol, size in base.items() if symbol not in spec.shape and size >= least]
         if holding:
-            found[spec.name] = min(holding, key=base.__getitem__)
+            nearest = min(holding, key=base.__getitem__)
+            index = not for_each or (numbers.min() == 0 and base[nearest] > most)
+            found[spec.name] = (nearest, int(index))
     return found
 
 
@@ -148,6 +170,7 @@ class _Maker:
         self.signature = signature
         self.random = random
         self.base = signature.sizes(example)
+        self.batch = counting(self.base)
         self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
         self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
         self.masks = [name for name in self.whole if is_mask(example[name])]
@@ -166,24 +189,24 @@ class _Maker:
         return Probe(
             name=f"{named}, {what}",
             origin="made" if made else "given",
-            num_records=len(next(iter(inputs.values()))),
+            num_records=sizes.get(self.batch, self.base[self.batch]),
             inputs=change(inputs) if change else inputs,
             wild=wild,
         )
 
     def reordered(self) -> Iterator[Probe]:
         """Single records, the last record first, and the other dimensions backwards."""
-        batch, count = next(iter(self.base.items()))
-        if count > 1:
-            yield self.probe({batch: 1}, "record 1", change=lambda _: self._one(1))
+        if self.base[self.batch] > 1:
+            yield self.probe({self.batch: 1}, "record 1", change=lambda inputs: self._one(1, inputs))
             yield self.probe({}, "last record first", change=self._reversed)
         if len(self.base) > 1:
             yield self.probe({}, "backwards", change=self._backwards)
 
-    def _one(self, start: int) -> dict[str, Array]:
+    def _one(self, start: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
         axes = self._records
         return {
-            name: array.take([start], axes[name]) if name in axes else array for name, array in self.example.items()
+            name: array.take([start], axes[name]) if name in axes else inputs[name]
+            for name, array in self.example.items()
         }
 
     def _reversed(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -193,8 +216,7 @@ class _Maker:
     @property
     def _records(self) -> dict[str, int]:
         """Which dimension of an input counts the records, where one does."""
-        batch = next(iter(self.base))
-        return {spec.name: spec.shape.index(batch) for spec in self.signature.inputs if batch in spec.shape}
+        return {spec.name: spec.shape.index(self.batch) for spec in self.signature.inputs if self.batch in spec.shape}
 
     def _backwards(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         free = {
@@ -219,7 +241,7 @@ class _Maker:
         n, dim = self.base[symbol], self.signature.dims[symbol]
         step = dim.multiple_of
         usual = [step, n + step, 2 * step, 2 * n, 3 * step, n - step]
-        last = [size for size in LARGER if symbol == next(iter(self.base))]
+        last = [size for size in LARGER if symbol == self.batch]
         sizes = dict.fromkeys([*usual[:2], *borders, *usual[2:], *last])
         return [size for size in sizes if size >= min(dim.min, 1) and size != n]
 
@@ -240,10 +262,10 @@ class _Maker:
 
     def alike(self) -> Iterator[Probe]:
         """Many records of equal values: which of equal scores a sort or a top-k takes first, each runtime decides."""
-        sizes = fitting(self.signature, self.base, {next(iter(self.base)): MANY}) or self.base
+        sizes = fitting(self.signature, self.base, {self.batch: MANY}) or self.base
 
         def three(array: Array) -> Array:
-            return self.random.integers(-1, 2, array.shape).astype(array.dtype)
+            return np.asarray(self.random.integers(-1, 2, array.shape)).astype(array.dtype)
 
         if self.floats:
             yield self.probe(sizes, "three values", change=_on(self.floats, three), made=True)
@@ -251,7 +273,7 @@ class _Maker:
     def small(self) -> Iterator[Probe]:
         """Other values at the smallest sizes."""
         smallest = {symbol: self.signature.dims[symbol].min for symbol in self.base}
-        sizes = fitting(self.signature, self.base, smallest) or {**self.base, next(iter(self.base)): 1}
+        sizes = fitting(self.signature, self.base, smallest) or {**self.base, self.batch: 1}
         if sizes != self.base:
             yield from self.valued(sizes, _few_changes, ("random integers",))
 
@@ -263,9 +285,16 @@ class _Maker:
             yield self.probe({}, what, change=_on(self.masks, change), made=True, wild=True)
 
     def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
-        """Other integers, inside what the whole example shows of the same input."""
+        """Other integers, inside what the whole example shows of the same input.
+
+        Of numbers that are the same for all records the example shows one set: it may be any from 0 to its largest.
+        """
+        shown = {
+            name: self.example[name] if name in self._records else np.append(self.example[name], 0)
+            for name in self.whole
+        }
         return lambda inputs: {
-            name: _whole(array, self.example[name], what, self.random) if name in self.whole else array
+            name: _whole(array, shown[name], what, self.random) if name in shown else array
             for name, array in inputs.items()
         }
 
@@ -315,7 +344,7 @@ _MASKS: dict[str, Change] = {
 def is_mask(array: Array) -> bool:
     """Whether `array` may be a mask: booleans, or rows of integers that are 0 or 1."""
     rows = array.dtype.kind in "iu" and array.ndim > 1 and array.size > 0
-    return array.dtype.kind == "b" or (rows and set(np.unique(array)) <= {0, 1})
+    return (array.dtype.kind == "b" and array.ndim > 0) or (rows and set(np.unique(array)) <= {0, 1})
 
 
 def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:

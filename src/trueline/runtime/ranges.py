@@ -95,7 +95,8 @@ def _read(code: str, found: Found) -> list[tuple[Guard, bool]]:
     assumed = _assumes(tree)
     if not reader.symbols or (assumed and len(reader.symbols) > 1):
         return []
-    return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example)]
+    steps = {symbol: dim.multiple_of for symbol, dim in found.spans.items()}
+    return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example, steps)]
 
 
 def translated(code: str, found: Found) -> Guard | None:

@@ -47,7 +47,8 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
     if calling.signature.state:
         return None
     found = _beneath(flat, calling, export) if beneath.may_help(module, error.message) else None
-    return found or _by_records(flat, calling, export)
+    in_rows = all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs)
+    return found or (_by_records(flat, calling, export) if in_rows else None)
 
 
 def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:

@@ -113,7 +113,7 @@ def _plainer(array: Array) -> Iterator[Array]:
         fewer = flat.copy()
         fewer[part] = 0
         yield fewer.reshape(array.shape)
-    yield np.sign(array) * np.ceil(np.abs(array))
+    yield np.asarray(np.sign(array) * np.ceil(np.abs(array)))
 
 
 def _shown(name: str, array: Array) -> str:

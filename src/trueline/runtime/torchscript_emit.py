@@ -28,7 +28,7 @@ from trueline import files
 from trueline.bundle.signature import TensorSpec
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import paths, script_archive, taken
-from trueline.runtime.calling import Calling, Flat
+from trueline.runtime.calling import BATCH, Calling, Flat
 from trueline.runtime.dynamic import resized
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
@@ -88,7 +88,7 @@ def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
 def _led(spec: TensorSpec) -> list[int]:
     """The dimension that counts the records: with one record it would be taken for a constant."""
     free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
-    return free if spec.role == "state" else [axis for axis in free if axis == 0]
+    return free if spec.role == "state" else [axis for axis in free if spec.shape[axis] == BATCH]
 
 
 def _flattened(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:

@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 
 from trueline import clock, events, files
-from trueline.errors import CheckpointError
+from trueline.errors import CheckpointError, RecipeError
 from trueline.state import tensorfile, tree
 from trueline.state.place import Parts, Place, Where, inside, place_of, split
 
@@ -242,13 +242,27 @@ def sweep(folder: Where) -> int:
     return len(leftovers)
 
 
+def _check_made(recipe: Recipe, model: object) -> None:
+    """Raises RecipeError for what is no model."""
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        return
+    found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise RecipeError(
+        f"recipe '{recipe.name}': model() returned {found}, expected a torch.nn.Module",
+        hint=f"make one of it: return {model.__name__}(...)" if isinstance(model, type) else "return the model",
+    )
+
+
 def load_model(recipe: Recipe, checkpoint: Where | None) -> torch.nn.Module:
     """The recipe's model in evaluation mode with the checkpoint's parameters (None: as the recipe makes it).
 
     Where the job kept a moving average (`state["ema"]`), that is what is loaded. Raises CheckpointError when the
-    parameters are not those of this recipe's model.
+    parameters are not those of this recipe's model, RecipeError when it makes none.
     """
     model = recipe.model()
+    _check_made(recipe, model)
     if checkpoint is not None:
         found = read(checkpoint)
         try:

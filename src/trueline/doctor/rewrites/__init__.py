@@ -10,6 +10,7 @@ from trueline.doctor.rewrites import (
     asides,
     attributes,
     branch,
+    experts,
     loops,
     masks,
     scalars,
@@ -20,7 +21,7 @@ from trueline.doctor.rewrites import (
 )
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 
-_FAMILIES = (asides, arrays, sizes, worklist, branch, masks, scalars, value_loops, loops, state, attributes)
+_FAMILIES = (asides, arrays, sizes, experts, worklist, branch, masks, scalars, value_loops, loops, state, attributes)
 """Safest first."""
 
 

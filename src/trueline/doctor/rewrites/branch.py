@@ -168,16 +168,16 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
             break
         if isinstance(statement, ast.Pass) or _is_words(statement):
             continue
-        name, value = _assigned(pure(scope, statement))
-        value = _renamed(value, current, scope)
         last = index == len(block) - 1
-        if last:
-            current[name] = value
-        else:
-            fresh = scope.fresh(name + suffix)
-            way.lines.append(ast.Assign(targets=[ast.Name(id=fresh, ctx=ast.Store())], value=value))
-            current[name] = expression(fresh)
-        known.add(name)
+        pairs = [(name, _renamed(value, current, scope)) for name, value in _assigned(pure(scope, statement))]
+        for name, value in pairs:
+            if last and len(pairs) == 1:
+                current[name] = value
+            else:
+                fresh = scope.fresh(name + suffix)
+                way.lines.append(ast.Assign(targets=[ast.Name(id=fresh, ctx=ast.Store())], value=value))
+                current[name] = expression(fresh)
+            known.add(name)
     way.values = current
     return way
 
@@ -202,14 +202,19 @@ def _is_words(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _assigned(statement: ast.stmt) -> tuple[str, ast.expr]:
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id, statement.value
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
-        return statement.target.id, statement.value
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        left = ast.Name(id=statement.target.id, ctx=ast.Load())
-        return statement.target.id, ast.BinOp(left=left, op=statement.op, right=statement.value)
+def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
+    """Names and their values, all of which are computed before the first name changes."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return [(name, value)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            return [(name, value)]
+        case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+            return [(name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=op, right=value))]
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
+            named = [one.id for one in targets if isinstance(one, ast.Name)]
+            if len(set(named)) == len(targets):
+                return list(zip(named, values, strict=True))
     raise NotStraight(f"`{ast.unparse(statement).splitlines()[0]}` is no assignment to a name")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trueline.doctor.rewrites.scope import Scope, expression
 
 _BOOLEAN = ("any", "all", "isnan", "isinf", "isfinite", "eq", "ne", "gt", "lt", "ge", "le", "bool", "equal", "allclose")
-_PLAIN = ("float", "int", "bool")
+_ALIKE = ("allclose", "equal")
 
 
 def predicate(test: ast.expr, scope: Scope) -> ast.expr:
@@ -72,12 +72,25 @@ class _Numbers(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(function, ast.Attribute) and function.attr == "item" and not node.args:
             return function.value
+        if isinstance(function, ast.Attribute) and function.attr in _ALIKE and node.args:
+            return _alike(function, node)
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "math":
             if worth in ("number", "tensor"):
                 return ast.Call(func=expression(f"torch.{function.attr}"), args=node.args, keywords=[])
         elif isinstance(function, ast.Name) and node.args and any(one in ("number", "tensor") for one in arguments):
             return _builtin(function.id, node, arguments)
         return node
+
+
+def _alike(function: ast.Attribute, node: ast.Call) -> ast.expr:
+    """`torch.allclose(a, b)` and `a.equal(b)`, which answer with a bool of Python's, as a tensor of one boolean."""
+    owner = ast.unparse(function.value)
+    given = [ast.unparse(one) for one in node.args]
+    pair, rest = (given[:2], given[2:]) if owner == "torch" else ([f"({owner})", given[0]], given[1:])
+    if function.attr == "equal":
+        return expression(f"({pair[0]} == {pair[1]}).all()")
+    options = [*rest, *(ast.unparse(keyword) for keyword in node.keywords)]
+    return expression(f"torch.isclose({', '.join([*pair, *options])}).all()")
 
 
 def _builtin(name: str, node: ast.Call, worths: Sequence[str]) -> ast.AST:
