@@ -176,60 +176,6 @@ def _remainder(self: Any, other: Any) -> Any:
     return core.aten_remainder(self, op.CastLike(other, self))
 
 
-def _signbit(self: Any) -> Any:
-    """Of -0.0 too, which is not less than 0: its reciprocal is."""
-    below = op.Less(self, op.CastLike(op.Constant(value_float=0.0), self))
-    if self.dtype.is_integer():
-        return below
-    inverse = op.Reciprocal(self)
-    return op.Or(below, op.Less(inverse, op.CastLike(op.Constant(value_float=0.0), inverse)))
-
-
-def _roll(self: Any, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
-    """By a number that follows from a size too: what is behind the cut comes first."""
-    if all(isinstance(shift, int) for shift in shifts) or not dims:
-        return core.aten_roll(self, shifts, dims)
-    rank = len(self.shape)
-    for shift, dim in zip(shifts, dims, strict=True):
-        at = dim % rank
-        size = op.Shape(self, start=at, end=at + 1)
-        by = op.Constant(value_ints=[shift]) if isinstance(shift, int) else op.Reshape(shift, [-1])
-        cut, axis = op.Sub(size, op.Mod(by, size)), op.Constant(value_ints=[at])
-        start = op.Constant(value_ints=[0])
-        self = op.Concat(op.Slice(self, cut, size, axis), op.Slice(self, start, cut, axis), axis=at)
-    return self
-
-
-def _median(self: Any, dim: int, keepdim: bool = False) -> Any:
-    """The smaller of the two in the middle, and where it is."""
-    return _middle(self, dim % len(self.shape), keepdim)
-
-
-def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> Any:
-    count = op.Constant(value_ints=[k]) if isinstance(k, int) else op.Reshape(k, [-1])
-    return _smallest(self, count, dim % len(self.shape), keepdim)
-
-
-def _middle(self: Any, at: int, keepdim: bool) -> Any:
-    count = op.Shape(self, start=at, end=at + 1)
-    return _smallest(self, op.Div(op.Add(count, 1), 2), at, keepdim)
-
-
-def _smallest(self: Any, k: Any, at: int, keepdim: bool) -> Any:
-    """The last of the `k` smallest along a dimension, and where it is."""
-    last = op.Sub(k, 1)
-    found = op.TopK(self, k, axis=at, largest=0, sorted=1)
-    values, places = (op.Slice(one, last, k, op.Constant(value_ints=[at])) for one in found)
-    if keepdim:
-        return values, places
-    return op.Squeeze(values, [at]), op.Squeeze(places, [at])
-
-
-def _median_of_all(self: Any) -> Any:
-    values, _ = _middle(op.Reshape(self, op.Constant(value_ints=[-1])), 0, keepdim=False)
-    return values
-
-
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **onnx_numbers.TRANSLATIONS,
     **onnx_orders.TRANSLATIONS,
@@ -246,11 +192,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.upsample_nearest3d.vec: _nearest,
     _ATEN.multinomial.default: _multinomial,
     _ATEN.remainder.Scalar: _remainder,
-    _ATEN.signbit.default: _signbit,
-    _ATEN.roll.default: _roll,
-    _ATEN.median.dim: _median,
-    _ATEN.median.default: _median_of_all,
-    _ATEN.kthvalue.default: _kthvalue,
     torch.ops.higher_order.map_impl: _map,
 }
 """Operator of an exported program -> what writes it in ONNX."""
