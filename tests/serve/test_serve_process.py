@@ -334,7 +334,7 @@ def test_the_server_dies_with_the_process_that_started_it(source: Path) -> None:
         assert parent.stdout is not None
         handle = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
-    assert select.select([handle], [], [], 30)[0]
+    assert select.select([handle], [], [], 100)[0]
     os.close(handle)
 
 

@@ -156,7 +156,7 @@ def test_handlers_die_with_their_server_and_a_restart_brings_them_back(tmp_path:
         pid = asking.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
         handler = os.pidfd_open(pid)
         os.kill(running.pid, signal.SIGKILL)
-        assert select.select([handler], [], [], 60)[0], "the handler's process ends"
+        assert select.select([handler], [], [], 100)[0], "the handler's process ends"
         os.close(handler)
     assert json.loads(Path(state).read_text())["models"]["double"]["default"] == "1.0"
     with serve.start(model_store=str(tmp_path), state=state, allow_code=True) as again:
