@@ -198,26 +198,62 @@ from pathlib import Path
 from test_records import damaged_copies, read_all
 from trueline.data.open import open_records
 from trueline.errors import DataError
-path = Path({path!r})
-data = path.read_bytes()
-for what, copy in damaged_copies(data, 7, {count}):
-    print(what, flush=True)
-    path.write_bytes(copy)
-    try:
-        read_all(open_records(path))
-    except DataError as error:
-        assert path.stem in error.message, error.message
+for path in map(Path, map(str.strip, sys.stdin)):
+    for what, copy in damaged_copies(path.read_bytes(), 7, 120):
+        print(what, flush=True)
+        path.write_bytes(copy)
+        try:
+            read_all(open_records(path))
+        except DataError as error:
+            assert path.stem in error.message, error.message
+    print("all read", flush=True)
 """
 
 
+class Reading:
+    """A process of its own that reads damaged copies of one file after the other, and another one if it has ended."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def read(self, path: Path) -> str:
+        """The last thing that it said: `all read`, or which copy it did not survive."""
+        if self._process is None:
+            command = [sys.executable, "-c", _READ_DAMAGED.format(tests=str(Path(__file__).parent))]
+            pipe = subprocess.PIPE
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        said = "nothing"
+        print(path, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            said = line.strip()
+            if said == "all read":
+                return said
+        self.end()
+        return f"{said}: {self._log.read_text()[-2000:]}"
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
+    made = Reading(tmp_path_factory.mktemp("reading") / "log")
+    yield made
+    made.end()
+
+
 def test_damage_anywhere_is_an_error_that_names_the_file_and_never_the_end_of_the_process(
-    file_world: World, tmp_path: Path
+    file_world: World, tmp_path: Path, reading: Reading
 ) -> None:
     """Where a format has no checksums, other values may come; what comes can be used."""
     path, _ = written(file_world, tmp_path)
-    code = _READ_DAMAGED.format(tests=str(Path(__file__).parent), path=str(path), count=120)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, f"{(ended.stdout.splitlines() or ['nothing'])[-1]}: {ended.stderr[-2000:]}"
+    assert reading.read(path) == "all read"
 
 
 def test_foreign_bytes_are_an_error_that_names_the_file(file_world: World, tmp_path: Path) -> None:

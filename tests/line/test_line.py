@@ -37,15 +37,15 @@ def told_by(folder: Path, *arguments: str) -> str:
     return out
 
 
-def left(folder: Path) -> list[str]:
-    """Processes that work in `folder` or speak of it."""
+def left(folder: Path) -> list[psutil.Process]:
+    """Processes that work in `folder` or speak of it, and do not end."""
     found = []
     for process in psutil.process_iter(["cmdline", "cwd", "status"]):
         line = " ".join(process.info["cmdline"] or [])
         here = process.info["cwd"] == str(folder) or str(folder) in line
         if here and "pytest" not in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(line)
-    return found
+            found.append(process)
+    return psutil.wait_procs(found, timeout=100)[1]
 
 
 def partials(folder: Path) -> list[Path]:
@@ -105,6 +105,5 @@ def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode in (130, 0)  # 0: it was done before the signal came
-    psutil.wait_procs([psutil.Process(p.pid) for p in psutil.process_iter() if p.pid == process.pid], timeout=100)
     assert left(tmp_path) == []
     assert partials(tmp_path) == []

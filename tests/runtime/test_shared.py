@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,18 @@ def writes(text: str) -> Callable[[Path], None]:
         (folder / "made").write_text(text)
 
     return make
+
+
+def forked(work: Callable[[], None]) -> BaseProcess:
+    """A process that does `work` and destroys nothing of this one's garbage, which may wait for threads it has not."""
+
+    def life() -> None:
+        gc.disable()
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=life)
+    process.start()
+    return process
 
 
 def never(folder: Path) -> None:
@@ -73,8 +87,7 @@ def test_what_a_process_left_that_died_is_cleared_away_by_who_looks_next(place: 
         (place.folder / ".partial-x").mkdir()
         os._exit(9)
 
-    process = multiprocessing.get_context("fork").Process(target=die)
-    process.start()
+    process = forked(die)
     process.join()
     assert process.exitcode == 9
     assert sorted(path.name for path in place.folder.iterdir()) == [".partial-x", "k", "lock"]
@@ -91,9 +104,7 @@ def test_of_processes_that_come_together_one_makes_it(place: Place) -> None:
 
     context = multiprocessing.get_context("fork")
     answers, done = context.Queue(), context.Event()
-    processes = [context.Process(target=come) for _ in range(4)]
-    for process in processes:
-        process.start()
+    processes = [forked(come) for _ in range(4)]
     makers = {answers.get(timeout=60) for _ in processes}
     done.set()
     for process in processes:

@@ -10,7 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import httpx
+import asking
 import mar_worlds as worlds
 import pytest
 
@@ -253,7 +253,7 @@ def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_
     answers = []
     for source, options in ((tmp_path / "noop.bundle", {}), (made, {"allow_code": True})):
         with serve.start(source, **options) as server:  # type: ignore[arg-type]
-            found = httpx.post(f"{server.url}/predictions/{server.model}", json=row, timeout=120)
+            found = asking.post(f"{server.url}/predictions/{server.model}", json=row)
             assert found.status_code == 200, found.text
             answers.append(found.json())
     assert answers[0] == pytest.approx(answers[1], rel=1e-6)

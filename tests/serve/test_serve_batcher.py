@@ -194,7 +194,7 @@ def test_a_withdrawn_request_is_not_run() -> None:
 
 def test_a_deadline_ends_the_waiting_whether_the_request_waits_or_runs() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
-        running = batcher.submit(rows(1), 1, "k", timeout_s=0.01)
+        running = batcher.submit(rows(1), 1, "k", timeout_s=1.0)  # which it has to be begun within
         await entered(gate)
         waiting = batcher.submit(rows(2), 1, "k", timeout_s=0.01)
         for one in (running, waiting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
+import asking
 import pytest
 import serve_worlds as worlds
 
@@ -80,15 +80,13 @@ def test_a_browsers_preflight_needs_no_token_and_opens_no_door(tmp_path: Path) -
     source = worlds.double_plus(tmp_path / "tiny.bundle").path
     with serve.start(source, key_file=str(tmp_path / "keys.json"), **found.options) as running:
         url = f"{running.url}/predictions/tiny"
-        before = httpx.options(url, headers={"origin": OURS, "access-control-request-method": "POST"}, timeout=60)
+        before = asking.options(url, headers={"origin": OURS, "access-control-request-method": "POST"})
         assert before.status_code == 200
         assert before.headers["access-control-allow-methods"] == "POST"
         assert "X-Mine" in before.headers["access-control-allow-headers"]
-        refused = httpx.post(url, content=b"[1, 2, 3]", headers={"origin": OURS}, timeout=60)
+        refused = asking.post(url, content=b"[1, 2, 3]", headers={"origin": OURS})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == OURS, "the page may read why"
-        others = httpx.options(
-            url, headers={"origin": "https://else.where", "access-control-request-method": "POST"}, timeout=60
-        )
+        others = asking.options(url, headers={"origin": "https://else.where", "access-control-request-method": "POST"})
         assert others.status_code == 401
         assert "access-control-allow-origin" not in others.headers

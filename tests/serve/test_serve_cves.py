@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import asking
 import pytest
 import serve_worlds as worlds
 
@@ -56,7 +56,7 @@ class Listener:
 def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(server: RunningServer) -> None:
     called = Listener()
     for url in (called.url, "http://169.254.169.254/latest/meta-data", "file:///etc/passwd", "s3://bucket/model.tlb"):
-        found = httpx.post(f"{server.management_url}/models", params={"url": url}, timeout=60)
+        found = asking.post(f"{server.management_url}/models", params={"url": url})
         assert found.status_code == 404
         assert "does not match any allowed URL(s)" in found.json()["message"]
     assert not called.was_called()
@@ -66,8 +66,8 @@ def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(server: RunningSe
 @pytest.mark.parametrize("url", ["../outside.bundle", "tiny.bundle/../../outside.bundle", "..%2foutside.bundle"])
 def test_cve_2024_35198_dots_in_a_url_leave_no_store(server: RunningServer, url: str) -> None:
     for face, path in ((server.management_url, f"/models?url={url}"), (server.management_url, f"/models/x?url={url}")):
-        assert httpx.post(f"{face}{path}", timeout=60).status_code in (404, 405)
-    assert httpx.get(f"{server.management_url}/models/outside", timeout=60).status_code == 404
+        assert asking.post(f"{face}{path}").status_code in (404, 405)
+    assert asking.get(f"{server.management_url}/models/outside").status_code == 404
 
 
 def test_cve_2024_35199_and_shelltorch_nothing_listens_where_others_reach_it_unasked(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_cve_2025_23310_and_23311_a_body_of_very_many_chunks_is_refused(server: 
     answer = sent(server, head, *[b"1\r\n \r\n" * 10_000] * 8)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"chunks" in answer
-    assert httpx.get(f"{server.url}/v2/health/live", timeout=60).status_code == 200
+    assert asking.get(f"{server.url}/v2/health/live").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2foutside", "%2fetc%2fpasswd", "tiny%00", "a" * 5000])
@@ -143,14 +143,14 @@ def test_cve_2023_31036_and_2025_23316_a_name_is_no_path_and_is_not_echoed_at_le
     server: RunningServer, name: str
 ) -> None:
     for act in ("load", "unload"):
-        found = httpx.post(f"{server.url}/v2/repository/models/{name}/{act}", content=b"{}", timeout=60)
+        found = asking.post(f"{server.url}/v2/repository/models/{name}/{act}", content=b"{}")
         assert found.status_code in (400, 404)
         assert len(found.text) < 1000
 
 
 def test_cve_2023_31036_files_that_come_with_a_load_are_not_written(server: RunningServer) -> None:
     given = {"parameters": {"config": "{}", "file:../../x": "AAAA"}}
-    found = httpx.post(f"{server.url}/v2/repository/models/tiny/load", json=given, timeout=60)
+    found = asking.post(f"{server.url}/v2/repository/models/tiny/load", json=given)
     assert found.status_code == 400
     assert "is not taken" in found.json()["error"]
 
@@ -166,9 +166,7 @@ def test_cve_2026_24173_and_2025_33201_shapes_that_lie_are_the_clients_fault(
         tensor |= {"data": data} if size is None else {"parameters": {"binary_data_size": size}}
         body = json.dumps({"inputs": [tensor]}).encode()
         headers = {} if size is None else {"inference-header-content-length": str(len(body))}
-        found = httpx.post(
-            f"{server.url}/v2/models/tiny/infer", content=body + b"\0" * (size or 0), headers=headers, timeout=60
-        )
+        found = asking.post(f"{server.url}/v2/models/tiny/infer", content=body + b"\0" * (size or 0), headers=headers)
         assert found.status_code == 400
 
 
@@ -189,7 +187,7 @@ def test_cve_2024_2912_and_2025_32375_a_pickle_in_a_request_is_bytes_and_no_obje
     evil = pickle.dumps(Mark(tmp_path / "mark"))
     for path in ("/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict", "/invocations"):
         headers = {"content-type": kind, "payload-container": "PickleBytesContainer"}
-        found = httpx.post(f"{server.url}{path}", content=evil, headers=headers, timeout=60)
+        found = asking.post(f"{server.url}{path}", content=evil, headers=headers)
         assert found.status_code in (400, 415)
     assert not (tmp_path / "mark").exists()
     pickle.loads(evil)
@@ -210,10 +208,10 @@ def test_cve_2025_23319_no_path_names_memory_and_no_error_tells_one(
     server: RunningServer, method: str, path: str
 ) -> None:
     body = {"key": "/triton_python_backend_shm_region_1", "offset": 0, "byte_size": 8}
-    found = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+    found = asking.request(method, f"{server.url}{path}", json=body)
     assert (found.status_code, found.json()) == (404, {"error": "Not Found"})
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"shared_memory_region": "a"}}
-    refused = httpx.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": [tensor]}, timeout=60)
+    refused = asking.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": [tensor]})
     assert refused.status_code == 400
     assert "shm" not in refused.text
 
@@ -221,9 +219,9 @@ def test_cve_2025_23319_no_path_names_memory_and_no_error_tells_one(
 def test_cve_2025_54381_an_address_that_comes_as_data_is_not_fetched(server: RunningServer) -> None:
     called = Listener()
     for path in ("/predictions/tiny", "/invocations", "/v1/models/tiny:predict"):
-        form = httpx.post(f"{server.url}{path}", files={"data": ("x", called.url.encode())}, timeout=60)
+        form = asking.post(f"{server.url}{path}", files={"data": ("x", called.url.encode())})
         assert form.status_code == 415
         for body in ({"instances": [called.url]}, {"x": called.url}, called.url):
-            assert httpx.post(f"{server.url}{path}", json=body, timeout=60).status_code == 400
+            assert asking.post(f"{server.url}{path}", json=body).status_code == 400
     assert not called.was_called()
     called.socket.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import asking
 import pytest
 import serve_worlds as worlds
 from test_serve_fleet import Office
@@ -100,7 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.RunningSe
     worlds.double_plus(store / "alone.bundle")
     with serve.start(store / "alone.bundle", name="digits <b>", model_store=str(store), load="pair",
                      management_port=0) as running:  # fmt: skip
-        httpx.put(f"{running.management_url}/models/pair/split?1=3&2=1", timeout=60).raise_for_status()
+        asking.put(f"{running.management_url}/models/pair/split?1=3&2=1").raise_for_status()
         yield running
 
 
@@ -120,7 +120,7 @@ def test_a_browser_shows_the_versions_and_draws_what_they_do(
     page.until("document.querySelectorAll('h2').length === 2")
     for _ in range(3):
         for model in ("pair", "digits%20%3Cb%3E"):
-            httpx.post(f"{served.url}/predictions/{model}", content=ROWS, timeout=60).raise_for_status()
+            asking.post(f"{served.url}/predictions/{model}", content=ROWS).raise_for_status()
     page.until("[...document.querySelectorAll('path')].some((line) => line.getAttribute('d').includes('L'))")
     shown = page.text()
     assert "● ready" in shown

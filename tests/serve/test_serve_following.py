@@ -7,8 +7,8 @@ import shutil
 import time
 from pathlib import Path
 
+import asking
 import fsspec
-import httpx
 import pytest
 import serve_worlds as worlds
 from test_serve_fleet import Office
@@ -193,9 +193,9 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
         register(worlds.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
         versions, until = ["1"], time.monotonic() + 300
         while versions != ["2"] and time.monotonic() < until:
-            versions = httpx.get(f"{server.url}/v2/models/tiny").json()["versions"]
-            assert httpx.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
-            time.sleep(0.1)  # leaves the processor to those who are waited for
+            versions = asking.get(f"{server.url}/v2/models/tiny").json()["versions"]
+            assert asking.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
+            time.sleep(0.5)  # leaves the processor to those who are waited for
         assert versions == ["2"]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import asking
 import grpc
 import numpy as np
 import pytest
 import serve_worlds as worlds
+from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.errors import PortInUse
@@ -236,11 +239,16 @@ def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_str
 
 def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
     source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    answers: Queue[Any] = Queue()
     with (
-        serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=60.0) as running,
+        serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=200.0) as running,
         client_of.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client,
-        pytest.raises(client_of.InferenceServerException),
     ):
-        client.infer("tiny", [given(np.ones((40, 3), np.float32))], client_timeout=0.5)
-    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
-    assert (line["status"], line["code"]) in ((504, "DEADLINE_EXCEEDED"), (499, "CANCELLED"))
+        waits = [given(np.ones((40, 3), np.float32))]
+        call = client.async_infer("tiny", waits, lambda result, error: answers.put(error))
+        page = f"{running.url}/metrics?name[]=trueline_waiting_requests"
+        eventually(lambda: re.search(r"^trueline_waiting_requests\S* 1", asking.get(page).text, re.MULTILINE))
+        call.cancel()
+        assert answers.get(timeout=120) is not None
+    (line,) = [line for line in map(json.loads, log.read_text().splitlines()) if line["face"] == "grpc"]
+    assert (line["method"], line["status"], line["code"]) == ("ModelInfer", 499, "CANCELLED")

@@ -88,6 +88,21 @@ def test_a_full_batch_that_waits_begins_on_the_thread_that_ends_a_run_while_the_
     assert len(set(steps.threads)) == 1
 
 
+def test_who_asks_in_another_thread_how_many_wait_is_told_and_takes_nothing_out_of_the_loops_hands() -> None:
+    async def scene(batcher: Batcher, steps: Steps) -> None:
+        asked = [await first_runs(batcher, steps), *(batcher.submit(x(value), 1, "k") for value in (1, 2))]
+        steps.let_go()
+        steps.begun()  # a thread has taken 1 from the deck, and the loop has done nothing yet
+        with ThreadPoolExecutor(1) as scraping:
+            assert scraping.submit(lambda: batcher.num_waiting).result() == 1
+        assert len(batcher._queue) == 2
+        steps.let_go(2)
+        await asyncio.gather(*asked)
+        assert batcher.num_waiting == 0
+
+    play(scene)
+
+
 def test_a_batch_that_may_still_grow_is_not_begun_behind_the_loops_back() -> None:
     async def scene(batcher: Batcher, steps: Steps) -> None:
         asked = [await first_runs(batcher, steps), batcher.submit(x(1), 1, "k"), batcher.submit(x(2), 1, "k")]
@@ -202,7 +217,7 @@ def test_whatever_comes_goes_and_hurries_each_request_is_answered_once_and_runs_
                 if rng.random() < 0.3:
                     await asyncio.sleep(0)
                 if rng.random() < 0.02:
-                    await asyncio.sleep(0.001)
+                    await asyncio.wait(asked.values())  # the threads, too, get their time
             for value, one in asked.items():
                 try:
                     assert (await one)["y"].tolist() == [value + 1]

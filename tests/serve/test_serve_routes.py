@@ -472,7 +472,7 @@ def test_options_of_a_model_are_the_document_of_what_it_is_asked(desk: Desk) -> 
 PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predictions/tiny/1", "/v2/models/tiny"])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     path=PATHS, method=st.sampled_from(["POST", "GET", "PUT"]), at=st.integers(0, len(BODY)), junk=st.binary(max_size=8)
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import asking
 import httpx
 import numpy as np
 import pytest
@@ -160,9 +161,9 @@ def test_machine_code_is_served_where_the_operator_allows_code_and_nowhere_else(
     x = np.linspace(-2, 2, 9, dtype=np.float32).reshape(3, 3)
     wanted = scaled()(torch.from_numpy(x)).detach().numpy()
     with serve.start(bundle.path, program="aotinductor", allow_code=True) as server:
-        told = httpx.get(f"{server.url}/v2/models/scaled", timeout=60).json()
+        told = asking.get(f"{server.url}/v2/models/scaled").json()
         assert told["platform"] == "pytorch_aotinductor"
-        answer = httpx.post(f"{server.url}/predictions/scaled", json=x.tolist(), timeout=60).json()
+        answer = asking.post(f"{server.url}/predictions/scaled", json=x.tolist()).json()
         np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -174,17 +175,18 @@ def dataset(mode): ...
 """
 
 
-def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(tmp_path: Path) -> None:
+def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(
+    path: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
-    bundle = sealed(tmp_path / "scaled.bundle", ["onnx", "torch_export"])
     (tmp_path / "recipe.py").write_text(RECIPE)
-    made = archive(bundle, tmp_path / "recipe.py", tmp_path / "scaled.mar", any_recipe=True)
+    made = archive(path, tmp_path / "recipe.py", tmp_path / "scaled.mar", any_recipe=True)
     x = np.array([[0.5, -1.0, 2.0]], np.float32)
     with torch.no_grad():
         at, zero = scaled()(torch.from_numpy(x))[0], scaled()(torch.zeros(1, 3))[0]
     with serve.start(made, allow_code=True) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        for path in ("/explanations/scaled", "/v1/models/scaled:explain", "/v2/models/scaled/explain"):
-            found = client.post(path, json=x.tolist(), headers={"target": "1"})
+        for where in ("/explanations/scaled", "/v1/models/scaled:explain", "/v2/models/scaled/explain"):
+            found = client.post(where, json=x.tolist(), headers={"target": "1"})
             assert found.status_code == 200, found.text
             told = found.json()
             assert told["target"] == 1

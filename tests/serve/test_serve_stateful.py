@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import asking
 import grpc
 import httpx
 import mar_worlds as worlds
@@ -126,7 +127,7 @@ class Client:
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Returns when the model's description is so."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not holds(self.facts()):
             assert time.monotonic() < deadline, self.facts()
             time.sleep(0.01)
@@ -139,7 +140,7 @@ class Client:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
     worlds.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
-    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 3000\nsequenceTimeoutMSec: 5000"
+    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 2000\nsequenceTimeoutMSec: 6000"
     worlds.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
     with serve.start(
         model_store=str(store), load="sum,brief", management_port=0, grpc_port=0, allow_code=True
@@ -228,20 +229,22 @@ def test_a_worker_that_dies_takes_its_sequences_along_and_says_so(client: Client
     assert client.ask("3", "l1")["sum"] == 6
 
 
-def test_idle_and_old_sequences_expire_and_free_their_place(server: RunningServer) -> None:
+def test_idle_and_old_sequences_expire_and_free_their_place(server: RunningServer, tmp_path: Path) -> None:
     brief = Client(server, "brief")
-    assert brief.ask("1", "a")["sum"] == 1
+    held = brief.hold(tmp_path / "gate", "a")  # which is not idle meanwhile
     assert brief.refused("1", "b").startswith("as many sequences are open as may be (1); ")
-    deadline = time.monotonic() + 60
+    (tmp_path / "gate").touch()
+    assert held.result()["sum"] == 1
+    deadline = time.monotonic() + 200
     while brief.post("1", "b").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 3 s; ")
+    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 2 s; ")
     sums = []
     while (answer := brief.post("1", "b")).status_code == 200:
         assert time.monotonic() < deadline
         sums.append(answer.json()["sum"])
-        time.sleep(0.05)
+        time.sleep(0.2)
     assert sums == list(range(2, len(sums) + 2))
     assert brief.refused("1", "b").startswith("sequence 'b' has expired: it ")
     brief.close()
@@ -249,6 +252,7 @@ def test_idle_and_old_sequences_expire_and_free_their_place(server: RunningServe
 
 def test_scaling_down_waits_for_sequences_and_scaling_to_nothing_closes_them(client: Client) -> None:
     assert client.facts()["minWorkers"] == 2
+    client.until(lambda facts: [one["status"] for one in facts["workers"]] == ["READY", "READY"])
     where = {name: client.ask("1", name)["pid"] for name in ("s1", "s2", "s3")}
     client.scale(1)
     leaving = [one["pid"] for one in client.facts()["workers"] if one["status"] == "UNLOADING"]
@@ -272,7 +276,7 @@ def test_the_description_tells_a_stateful_model_truly_and_asks_its_handler_outsi
     facts = client.facts()
     told = ("stateful", "sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
     assert [facts[key] for key in told] == [True, 120000, 0, 16, 3]
-    own = httpx.get(f"{server.management_url}/models/sum", params={"customized": "true"}, timeout=60).json()[0]
+    own = asking.get(f"{server.management_url}/models/sum", params={"customized": "true"}).json()[0]
     assert own["customizedMetadata"]["batch"] == [None]
     assert client.facts()["jobQueueStatus"] == {"remainingCapacity": 48, "pendingRequests": 0}
 

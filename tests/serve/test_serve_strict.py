@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import asking
 import httpx
 import mar_worlds
 import pytest
@@ -117,5 +118,5 @@ def test_json_and_text_reach_a_handler_as_values_or_as_they_came(tmp_path: Path,
     options = properties.read(config, {}).options
     with serve.start(allow_code=True, **options) as running:
         asked = {"content": b'{"a": 1}', "headers": {"content-type": "application/json"}, "timeout": 60}
-        found = httpx.post(f"{running.url}/predictions/noop", **asked).text  # type: ignore[arg-type]
+        found = asking.post(f"{running.url}/predictions/noop", **asked).text  # type: ignore[arg-type]
         assert found == ("dict" if kind == "dict" else "bytearray")

@@ -168,12 +168,12 @@ def test_a_server_that_asks_for_certificates_may_be_reached_and_answers_over_htt
         assert running.url.startswith("https://")
         known = ssl.create_default_context(cafile=authority.certificate)
         url = f"https://127.0.0.1:{running.port}/predictions/tiny"
-        with httpx.Client(verify=known) as anonymous, pytest.raises(httpx.TransportError):
+        with httpx.Client(verify=known, timeout=60) as anonymous, pytest.raises(httpx.TransportError):
             anonymous.post(url, json=[1, 2, 3])
         known.load_cert_chain(mine.certificate, mine.key)
-        with httpx.Client(verify=known) as client:
+        with httpx.Client(verify=known, timeout=60) as client:
             assert client.post(url, json=[1, 2, 3]).json() == [3, 5, 7]
-        with httpx.Client() as plain, pytest.raises(httpx.TransportError):
+        with httpx.Client(timeout=60) as plain, pytest.raises(httpx.TransportError):
             plain.post(url.replace("https", "http"), json=[1, 2, 3])
         with grpc_client.InferenceServerClient(
             f"127.0.0.1:{running.grpc_port}",

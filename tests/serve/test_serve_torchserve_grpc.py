@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import asking
 import grpc
-import httpx
 import mar_worlds
 import pytest
 import serve_worlds as worlds
@@ -193,4 +193,4 @@ def test_strict_statuses_are_torchserves(tmp_path: Path) -> None:
         assert code == grpc.StatusCode.INTERNAL
         code, _ = refused(client.call, "Predictions", predict("tiny", data=b"?"), pb.PredictionResponse)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert httpx.get(running.url).status_code == 405
+        assert asking.get(running.url).status_code == 405

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import httpx
+import asking
 import mar_worlds
 import pytest
 import serve_worlds as worlds
@@ -60,8 +60,8 @@ def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path:
     body = {"x": [1, 2, 3]} if what == "archive" else [1, 2, 3]
     with serve.start(source, name="noop", metrics_port=0, allow_code=what == "archive") as running:
         for _ in range(3):
-            httpx.post(f"{running.url}/predictions/noop", json=body, timeout=60).raise_for_status()
-        page = httpx.get(f"{running.metrics_url}/metrics", timeout=60).text
+            asking.post(f"{running.url}/predictions/noop", json=body).raise_for_status()
+        page = asking.get(f"{running.metrics_url}/metrics").text
     found = labels_by_name(page)
     missing = {name: labels for name, labels in NAMES.items() if not labels <= found.get(name, set())}
     assert not missing

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import asking
 import httpx
 import mar_worlds as worlds
 import pytest
@@ -98,7 +99,7 @@ def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answ
 
 
 def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(server: RunningServer) -> None:
-    (facts,) = httpx.get(f"{server.management_url}/models/echo", timeout=60).json()
+    (facts,) = asking.get(f"{server.management_url}/models/echo").json()
     process = Path(f"/proc/{facts['workers'][0]['pid']}")
     assert "NoNewPrivs:\t1\n" in (process / "status").read_text()
     assert re.search(r"Max core file size +0 +0 ", (process / "limits").read_text())
@@ -152,14 +153,14 @@ def test_handlers_die_with_their_server_and_a_restart_brings_them_back(tmp_path:
     with serve.start(tmp_path / "double.mar", allow_code=True, state=state, management_port=0) as running:
         assert (running.model, running.version) == ("double", "1.0")
         assert running.management_url is not None
-        pid = httpx.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
+        pid = asking.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
         handler = os.pidfd_open(pid)
         os.kill(running.pid, signal.SIGKILL)
-        assert select.select([handler], [], [], 60)[0], "the handler's process ends"
+        assert select.select([handler], [], [], 100)[0], "the handler's process ends"
         os.close(handler)
     assert json.loads(Path(state).read_text())["models"]["double"]["default"] == "1.0"
     with serve.start(model_store=str(tmp_path), state=state, allow_code=True) as again:
-        assert httpx.post(f"{again.url}/predictions/double", json={"x": 3}, timeout=60).json() == {"doubled": 6}
+        assert asking.post(f"{again.url}/predictions/double", json={"x": 3}).json() == {"doubled": 6}
 
 
 def test_a_server_that_was_not_allowed_to_run_code_does_not_start_with_an_archive(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import asking
 import mar_worlds as worlds
 import pytest
 import yaml
@@ -739,18 +739,18 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
 
     def ask(url: str) -> set[Any]:
         """What new connections are told, each by the process that it reaches."""
-        answers = [httpx.post(f"{url}/wfpredict/flow", content=b"4", timeout=60) for _ in range(8)]
+        answers = [asking.post(f"{url}/wfpredict/flow", content=b"4") for _ in range(8)]
         return {(one.status_code, one.text if one.status_code == 200 else "") for one in answers}
 
     joined = json.dumps({"double": {"times": 2, "is": 8}, "triple": {"times": 3, "is": 12}}, indent=2)
     with start() as running:
-        told = httpx.post(f"{running.management_url}/workflows", params={"url": "flow.war"}, timeout=120)
+        told = asking.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
         assert told.json() == {"status": "Workflow flow has been registered and scaled successfully."}
         eventually(lambda: ask(running.url) == {(200, joined)})
-        answer = httpx.post(f"{running.url}/wfpredict/flow", files={"data": b"4"}, timeout=60)
+        answer = asking.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
         assert (answer.text, answer.headers["content-type"]) == (joined, "application/json")
         assert answer.headers["x-request-id"]
-        unknown = httpx.get(f"{running.url}/wfpredict/InvalidModel")
+        unknown = asking.get(f"{running.url}/wfpredict/InvalidModel")
         assert unknown.json() == {
             "code": 404,
             "type": "WorkflowNotFoundException",
@@ -758,7 +758,7 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
         }
     with start() as again:
         assert ask(again.url) == {(200, joined)}
-        gone = httpx.delete(f"{again.management_url}/workflows/flow", timeout=60)
+        gone = asking.delete(f"{again.management_url}/workflows/flow")
         assert gone.json() == {"status": 'Workflow "flow" unregistered'}
         eventually(lambda: ask(again.url) == {(404, "")})
     assert "workflows" not in json.loads(Path(state).read_text())

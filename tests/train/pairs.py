@@ -78,9 +78,11 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
 
 def _answer(results: Any, processes: list[Any]) -> tuple[int, bool, Any]:
     """The next member's answer; that of one that died without any is its end."""
-    multiprocessing.connection.wait([results._reader, *(one.sentinel for one in processes)], timeout=WAIT_S)
+    running = [one.sentinel for one in processes if one.is_alive()]
+    multiprocessing.connection.wait([results._reader, *running], timeout=WAIT_S)
+    died = any(one.exitcode for one in processes)  # who ends well has answered before
     try:
-        found: tuple[int, bool, Any] = results.get(timeout=WAIT_S if all(one.is_alive() for one in processes) else 5)
+        found: tuple[int, bool, Any] = results.get(timeout=5 if died else WAIT_S)
     except queue.Empty:
         ends = [(rank, one.exitcode) for rank, one in enumerate(processes)]
         raise AssertionError(f"no answer; members and how they ended: {ends}") from None

@@ -32,7 +32,7 @@ class Line:
         file = self.folder / "master.json"
         file.unlink(missing_ok=True)
         self.masters.start("--port", str(port))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not file.exists():
             assert self.masters.poll() is None, (self.folder / "logs" / "master.log").read_text()
             assert time.monotonic() < deadline
@@ -56,7 +56,7 @@ def line(tmp_path):
 
 
 def gone(process):
-    return psutil.wait_procs([process], timeout=60)[1] == []
+    return psutil.wait_procs([process], timeout=100)[1] == []
 
 
 def test_a_successor_comes_from_the_same_zygote_to_the_same_port_and_the_end_before_is_told(line):
@@ -64,7 +64,7 @@ def test_a_successor_comes_from_the_same_zygote_to_the_same_port_and_the_end_bef
     zygote = first.parent()
     assert zygote.pid != os.getpid()
     first.kill()
-    assert line.masters.wait(60) == -signal.SIGKILL
+    assert line.masters.wait(200) == -signal.SIGKILL
     assert line.masters.poll() == -signal.SIGKILL  # it is not forgotten
     second, again = line.start(port)
     assert (second.parent(), again) == (zygote, port)
@@ -84,7 +84,7 @@ def test_a_zygote_that_is_killed_takes_its_master_along_and_another_pair_can_beg
     if stopped:
         master.send_signal(signal.SIGSTOP)
     zygote.kill()
-    assert line.masters.wait(60) == -signal.SIGKILL
+    assert line.masters.wait(200) == -signal.SIGKILL
     assert gone(master)
     other, again = line.start(port)
     assert other.parent() != zygote
@@ -106,5 +106,5 @@ def test_both_end_with_the_lifeline(line, stopped):
 def test_a_master_that_cannot_begin_says_so_by_its_exit_code(line):
     (line.folder / "job.json").write_text("{")
     line.masters.start("--port", "0")
-    assert line.masters.wait(60) == 1
+    assert line.masters.wait(200) == 1
     assert "job.json" in (line.folder / "logs" / "master.log").read_text()

@@ -105,8 +105,9 @@ class Batcher:
 
     @property
     def num_waiting(self) -> int:
-        self._notice()
-        return len(self._queue)
+        """How many wait, for any thread that asks: what is the loop's to notice is left to it."""
+        with self._lock:
+            return len(self._queue) - sum(map(len, self._taken))
 
     @property
     def idle(self) -> bool:

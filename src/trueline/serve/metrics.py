@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from time import monotonic
@@ -70,6 +71,8 @@ class Collector:
         self._of_version: dict[Version, dict[str, float]] = {}
         self._of_all: dict[str, float] = dict.fromkeys(_TIMES, 0.0)
         """Times as they were last told: they stand until something new is known."""
+        self.looking = threading.Lock()
+        """Of the thread that looks: two at once would each tell a part of what is new."""
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at a scrape."""
@@ -221,7 +224,9 @@ def page(collector: Collector, names: Collection[str] = ()) -> bytes:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    told = generate_latest(registry) if not names else _only(generate_latest(registry), names)
+    with collector.looking:
+        every = generate_latest(registry)
+    told = _only(every, names) if names else every
     return _OF_HOST.sub(rb'{Level="Host",Hostname=\1,}', told)
 
 

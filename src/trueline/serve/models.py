@@ -139,11 +139,13 @@ class Models:
         return list(self._versions[model])
 
     def all(self) -> list[Version]:
-        return [version for versions in self._versions.values() for version in versions.values()]
+        """Those that there are now; a scrape asks in a thread of its own, while versions come and go."""
+        return [version for versions in list(self._versions.values()) for version in list(versions.values())]
 
     @property
     def ready(self) -> bool:
         """Whether every model has a default version that is ready."""
         fine = ("ready", "loading") if self.started else ("ready",)
-        found = [self._versions[model][version] for model, version in self._defaults.items()]
+        defaults = list(self._defaults.items())  # in a scrape's thread one may have gone by now
+        found = [one for model, version in defaults if (one := self._versions.get(model, {}).get(version)) is not None]
         return all(version.state in fine for version in found) and (bool(found) or self.started)

@@ -116,15 +116,22 @@ async def run(settings: Settings, announce: Announce) -> None:
     stop.listen(loop, lifeline=settings.lifeline)
     ports = Ports(settings, loop)
     chores = [loop.create_task(ports.sweep())]
-    try:
+
+    async def listen() -> None:
         for what, (app, number) in apps.items():
             if number is not None:
                 shown = app if rule is None or what == "metrics" else Cors(app, rule)
                 await ports.open(what, shown if log is None else Logged(shown, what, log), number)
         await _open_grpc(ports, settings, routes, management, keys, log)
+
+    try:
+        if not settings.joins:
+            await listen()
         record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
         if record is not None:
             models.started = True
+            if settings.joins:
+                await listen()
             if state is not None:
                 follower = Follower(fleet, state, sources.operator, keys, workflows)
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))

@@ -83,6 +83,8 @@ class Settings:
     """Server processes that share the ports and the wanted state."""
     shared: bool = False
     """This is one of several processes that listen on the same ports."""
+    joins: bool = False
+    """Others of them answer already: this one listens when it is ready, and no sooner."""
     most_threads: int = 0
     """Its share of the cores: threads of one run where `threads` leaves them to the server; 0: no bound."""
     shared_weights: str | None = None

@@ -2,9 +2,10 @@
 
 Each process listens with SO_REUSEPORT, and the kernel spreads connections among them; each loads and checks every
 version by itself, and follows the state file, so that an act of management on one reaches all. Weights are mapped from
-files in one folder, which is this server's and goes with it. The parent answers
-nobody and holds the ports: a number that the system chose stays the same when every process is replaced. Metrics are
-each process's own; with a metrics port the processes take that one and those after it.
+files in one folder, which is this server's and goes with it. The first process listens while it loads, so that it can
+be asked whether it lives; those that join it listen when they are ready. The parent answers nobody and holds the ports:
+a number that the system chose stays the same when every process is replaced. Metrics are each process's own; with a
+metrics port the processes take that one and those after it.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
 
     def resume(self) -> None:
-        """From now on it begins with what the state file says, if there is one."""
-        if self._settings.state is not None:
-            self._settings = replace(self._settings, resumed=True)
+        """From now on it begins with what the state file says, if there is one, and joins those that answer."""
+        self._settings = replace(self._settings, resumed=self._settings.state is not None, joins=True)
 
     async def start(self) -> dict[str, Any]:
         """Returns its record when it is ready. Raises what it says, TruelineError when it says nothing."""

@@ -82,7 +82,7 @@ class Pool:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting())
+        return len(self._queue) + (self._sequences.num_waiting if self._sequences else 0)
 
     def _waiting(self) -> list[_Job]:
         return self._queue + self._sequences.waiting() if self._sequences else self._queue

@@ -135,6 +135,11 @@ class Sequences(Generic[J]):
         """How many sequences a worker has."""
         return sum(one.worker == worker for one in self._live.values())
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, counted in any thread."""
+        return sum(len(one.waiting) for one in list(self._live.values()))
+
     def waiting(self) -> list[J]:
         return [job for one in self._live.values() for job in one.waiting]
 
