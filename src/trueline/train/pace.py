@@ -60,7 +60,8 @@ class Pace:
         if records and local_s > 0:
             # What a process loads and allocates in its first step says nothing of the next ones.
             before = self.rate if self._measured != 1 else 0.0
-            self.rate = shares.smoothed(before, records / local_s, max(0, self._measured - 1))
+            step_s = self._data_s + self._compute_s + self._wait_s
+            self.rate = shares.smoothed(before, records / local_s, step_s, max(0, self._measured - 1))
             self._measured += 1
 
     def applied(self) -> None:
