@@ -26,6 +26,8 @@ REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
 much behind the truth. Each report takes milliseconds of processor time from the steps, here, at the master and at the
 launcher. What ends an epoch, an evaluation and the first step of a group do not wait."""
 OVERDUE_NS = 3_000_000_000
+ONE_THREAD = ("SingleThreadedUnaryStream", 1)
+"""Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
 RETRY_S = 0.05
 
 
@@ -48,7 +50,7 @@ class MasterLink:
         self._metadata = (("authorization", f"Bearer {secret}"),)
         options = [("grpc.keepalive_time_ms", 20000), ("grpc.initial_reconnect_backoff_ms", 50),
                    ("grpc.min_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
-                   ("grpc.enable_http_proxy", 0)]  # fmt: skip
+                   ("grpc.enable_http_proxy", 0), ONE_THREAD]  # fmt: skip
         self._channel = grpc.insecure_channel(address, options=options)
         self._master = pb_grpc.MasterStub(self._channel)
         self._news = threading.Condition()
