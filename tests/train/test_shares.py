@@ -30,8 +30,8 @@ def test_the_split_settles_where_all_are_done_at_the_same_time(speeds):
     for _ in range(60):
         counts = [stop - start for start, stop in order.split(batch, split.weights)]
         times = [20.0 + count / speed for count, speed in zip(counts, speeds, strict=True)]
-        measured = [count / took for count, took in zip(counts, times, strict=True)]
-        rates = [shares.smoothed(before, rate, max(times)) for before, rate in zip(rates, measured, strict=True)]
+        rates = [shares.smoothed(before, count, took, max(times))
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
         split = split.following(rates, batch)
     ideal = 20.0 + batch / sum(speeds)
     assert max(times) <= 1.05 * ideal
@@ -56,9 +56,8 @@ def test_short_steps_do_not_follow_every_moment_in_which_somebody_else_had_the_p
     for step in range(400):
         counts = [stop - start for start, stop in order.split(batch, split.weights)]
         times = [0.01 * count / batch * dice.choice((1, 1, 2)) for count in counts]
-        measured = [count / took for count, took in zip(counts, times, strict=True)]
-        rates = [shares.smoothed(before, rate, max(times), step)
-                 for before, rate in zip(rates, measured, strict=True)]  # fmt: skip
+        rates = [shares.smoothed(before, count, took, max(times), step)
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
         before, split = split, split.following(rates, batch)
         changes += split.weights != before.weights
     assert changes <= 10
@@ -71,9 +70,8 @@ def test_short_steps_follow_a_worker_that_has_become_slow_within_some_seconds():
         counts = [stop - start for start, stop in order.split(batch, split.weights)]
         times = [count / speed for count, speed in zip(counts, (2e4, 2e3), strict=True)]
         elapsed_s += max(times)
-        measured = [count / took for count, took in zip(counts, times, strict=True)]
-        rates = [shares.smoothed(before, rate, max(times), 500)
-                 for before, rate in zip(rates, measured, strict=True)]  # fmt: skip
+        rates = [shares.smoothed(before, count, took, max(times), 500)
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
         split = split.following(rates, batch)
     assert elapsed_s < 5.0
 
@@ -105,6 +103,26 @@ def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkey
         pace.summed(100)
         rates.append(pace.rate)
     assert rates == [50.0, 100.0, pytest.approx((100.0 + 100 / 1.5) / 2)]
+
+
+def test_a_short_step_in_which_a_worker_or_its_peers_stood_still_counts_as_much_as_the_others(monkeypatch):
+    pace, clock = Pace(), [0.0]
+    monkeypatch.setattr("trueline.train.pace.time.perf_counter", lambda: clock[0])
+
+    def step(compute_s, wait_s):
+        pace.begin()
+        pace.read()
+        clock[0] += compute_s
+        pace.computed()
+        clock[0] += wait_s
+        pace.summed(100)
+        return pace.rate
+
+    for _ in range(300):
+        step(0.005, 0.005)
+    step(0.01, 0.5)
+    assert step(0.005, 0.005) > 0.99 * 100 / 0.005
+    assert step(0.5, 0.0) > 0.98 * 100 / 0.005
 
 
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [-5.0, 0.0]])

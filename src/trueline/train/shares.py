@@ -26,18 +26,18 @@ FLOOR = 0.01
 """Least rate, in parts of the greatest: who is slower still gets a little, so that it can be measured again."""
 
 
-def smoothed(before: float, rate: float, step_s: float, measured: int = 9) -> float:
-    """The rate to send after measuring `rate` in a step of `step_s` seconds. The first few measurements (`measured` of
-    them before) count alike. A worker that became much slower says so at once, if its steps are long: in a short one it
-    may only have had to wait for the processor.
+def smoothed(before: float, records: int, took_s: float, step_s: float, measured: int = 9) -> float:
+    """The rate to send after `records` took `took_s` seconds in steps of `step_s`. The first few measurements
+    (`measured` of them before) count alike. A worker that became much slower says so at once, if what it computes
+    usually takes long: in a short step it may only have had to wait for the processor.
 
-    >>> smoothed(0.0, 100.0, 1.0), smoothed(100.0, 110.0, 1.0), smoothed(100.0, 110.0, 1.0, 1)
+    >>> smoothed(0.0, 100, 1.0, 1.0), smoothed(100.0, 110, 1.0, 1.0), smoothed(100.0, 110, 1.0, 1.0, 1)
     (100.0, 103.0, 105.0)
-    >>> smoothed(100.0, 10.0, 5.0), smoothed(100.0, 10.0, 0.1), round(smoothed(100.0, 110.0, 0.01, 500), 6)
-    (10.0, 91.0, 100.1)
+    >>> smoothed(100.0, 50, 5.0, 0.5), smoothed(1e4, 80, 0.08, 0.1), round(smoothed(1e4, 88, 0.008, 0.01, 500), 6)
+    (10.0, 9100.0, 10010.0)
     """
-    usual_s = step_s * rate / before if before > 0.0 else step_s
-    if before <= 0.0 or (rate < before / 2 and usual_s >= SMOOTHING * OVER_S):
+    rate = records / took_s
+    if before <= 0.0 or (rate < before / 2 and records / before >= SMOOTHING * OVER_S):
         return rate
     newest = max(min(SMOOTHING, step_s / OVER_S), 1 / (measured + 1))
     return (1 - newest) * before + newest * rate
