@@ -42,6 +42,11 @@ def emit(name: str, /, **fields: Field) -> None:
         logger.info("%s", render(name, fields))
 
 
+def heard() -> bool:
+    """Whether anybody hears what is emitted: a listener of this process, or its log."""
+    return bool(_listeners) or logger.isEnabledFor(logging.INFO)
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Calls `listener(name, fields)` for every event of this process while the block runs."""

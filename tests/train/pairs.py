@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from trueline.train import elastic, group
-from trueline.train.link import Solo
+from trueline.train.solo import Solo
 from trueline.wire import train_pb2 as pb
 
 WAIT_S = 250

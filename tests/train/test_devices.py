@@ -1,5 +1,7 @@
 """Promises of devices: where workers compute, and that nothing they say to each other depends on it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices
+from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
-from trueline.train.settings import JobSettings, device_kind
+from trueline.train.settings import JobSettings, device_kind, load
 from trueline.train.wanted import applied
 
 META = torch.device("meta")
@@ -41,6 +44,18 @@ def test_a_backend_that_cannot_lose_a_worker_is_refused_by_name_before_a_job_beg
         applied(JOB, {"backend": wanted}, cores=2)
     assert "gloo" in raised.value.hint
     assert applied(JOB, {"backend": "gloo"}, cores=2).backend == "gloo"
+
+
+@pytest.mark.parametrize("wanted", ["nccl", "glo"])
+def test_a_backend_that_a_recipe_asks_for_is_refused_as_that_of_the_command_is_which_wins(tmp_path, wanted):
+    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    recipe = tmp_path / "asks.py"
+    recipe.write_text(f'{shown}\nbackend = "{wanted}"\n')
+    with pytest.raises(UsageError, match=rf"backend is '{wanted}'") as raised:
+        prepare(recipe, workers=2, job_dir=tmp_path / "refused")
+    assert "recipe" in raised.value.hint
+    assert not (tmp_path / "refused").exists()
+    assert load(prepare(recipe, workers=2, job_dir=tmp_path / "told", backend="gloo")).backend == "gloo"
 
 
 def test_workers_share_out_the_devices_of_a_machine_by_their_slots(two_devices, monkeypatch):

@@ -6,8 +6,8 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trueline.train import link as links
-from trueline.train.link import MasterLink
+from trueline.train import master_link
+from trueline.train.master_link import MasterLink
 from trueline.train.stepped import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -37,7 +37,7 @@ class Master(pb_grpc.MasterServicer):
 @pytest.fixture
 def line(monkeypatch):
     """Opens a line to a master of so many lives; whatever may be gathered is gathered for longer than a test lasts."""
-    monkeypatch.setattr(links, "gathering_s", lambda age_s: 10.0 * WAIT_S)
+    monkeypatch.setattr(master_link, "gathering_s", lambda age_s: 10.0 * WAIT_S)
     ends = []
 
     def opened(lives: int = 1):

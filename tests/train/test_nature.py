@@ -1,5 +1,6 @@
 """What is found out about a model: what it draws, and which of its layers look at their neighbours."""
 
+import pytest
 import torch
 
 from trueline.train import nature
@@ -29,3 +30,15 @@ def test_after_an_evaluation_each_module_is_in_the_mode_that_it_was_in():
     with nature.evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(("took_s", "rate"), [([9.0, 0.04, 0.02, 0.05], 400.0), ([9.0, 0.4], 20.0)])
+def test_the_speed_before_the_first_step_is_that_of_the_fastest_of_a_few_short_tries(took_s, rate, monkeypatch):
+    clock, left = [0.0], list(took_s)
+    monkeypatch.setattr("trueline.train.nature.time.perf_counter", lambda: clock[0])
+
+    def forward():
+        clock[0] += left.pop(0)
+
+    assert nature.tried(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
+    assert not left

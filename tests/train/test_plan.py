@@ -46,6 +46,15 @@ def test_shards_are_the_same_whoever_trains_them_and_however_fast(num_records, g
     assert sum(plan.shard_counts(step, tuple(weights))) == len(alone)
 
 
+@given(st.integers(1, 300), st.integers(0, 70), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
+def test_the_shares_that_are_told_are_those_that_are_trained(num_records, micro_batch, weights):
+    asked = tuple(weights)
+    plan = JobPlan(num_records=num_records, global_batch=64, epochs=1, seed=3, micro_batch=micro_batch)
+    for step in range(plan.epoch_steps):
+        parts = [plan.pieces(step, rank=rank, weights=asked) for rank in range(len(asked))]
+        assert plan.share_counts(step, asked) == [sum(len(piece.records) for piece in pieces) for pieces in parts]
+
+
 def test_records_that_were_set_aside_are_in_no_step_and_all_others_stay_where_they_were():
     plan = JobPlan(num_records=100, global_batch=8, epochs=1, seed=0)
     before = [plan.records(step).tolist() for step in range(plan.epoch_steps)]

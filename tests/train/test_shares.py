@@ -1,6 +1,7 @@
 """Promises of the split of a step: it follows measured speed, for all members alike, and holds still otherwise."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -29,9 +30,9 @@ def test_the_split_settles_where_all_are_done_at_the_same_time(speeds):
     for _ in range(60):
         counts = [stop - start for start, stop in order.split(batch, split.weights)]
         times = [20.0 + count / speed for count, speed in zip(counts, speeds, strict=True)]
-        measured = [count / took for count, took in zip(counts, times, strict=True)]
-        rates = [shares.smoothed(before, rate) for before, rate in zip(rates, measured, strict=True)]
-        split = split.following(rates)
+        rates = [shares.smoothed(before, count, took, max(times))
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
+        split = split.following(rates, batch)
     ideal = 20.0 + batch / sum(speeds)
     assert max(times) <= 1.05 * ideal
 
@@ -39,12 +40,40 @@ def test_the_split_settles_where_all_are_done_at_the_same_time(speeds):
 def test_noise_below_a_tenth_moves_no_record_unless_it_lasts():
     split = before = shares.Split((100.0, 100.0, 100.0))
     for step in range(3 * shares.STEADY):
-        split = split.following([107.0, 97.0, 100.0] if step % shares.STEADY else [100.0, 100.0, 100.0])
+        split = split.following([107.0, 97.0, 100.0] if step % shares.STEADY else [100.0, 100.0, 100.0], 300)
         assert split.weights == before.weights
-    assert before.following([150.0, 97.0, 100.0]).weights != before.weights
+    assert before.following([150.0, 97.0, 100.0], 300).weights != before.weights
     for _ in range(shares.STEADY):
-        split = split.following([93.0, 100.0, 100.0])
+        split = split.following([93.0, 100.0, 100.0], 300)
     assert split == shares.Split((93.0, 100.0, 100.0))
+
+
+def test_short_steps_do_not_follow_every_moment_in_which_somebody_else_had_the_processor():
+    """In one step of three a worker waits for the processor as long as it computes: a split that followed each of them
+    changed in every third step, and what was read ahead was read in vain."""
+    dice, batch = random.Random(0), 200
+    split, rates, changes = shares.Split((100.0, 100.0)), [0.0, 0.0], 0
+    for step in range(400):
+        counts = [stop - start for start, stop in order.split(batch, split.weights)]
+        times = [0.01 * count / batch * dice.choice((1, 1, 2)) for count in counts]
+        rates = [shares.smoothed(before, count, took, max(times), step)
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
+        before, split = split, split.following(rates, batch)
+        changes += split.weights != before.weights
+    assert changes <= 10
+    assert 0.8 <= split.weights[0] / split.weights[1] <= 1.25
+
+
+def test_short_steps_follow_a_worker_that_has_become_slow_within_some_seconds():
+    batch, split, rates, elapsed_s, times = 200, shares.Split((1e4, 1e4)), [2e4, 2e4], 0.0, [1.0, 0.0]
+    while max(times) > 1.1 * batch / (2e4 + 2e3):
+        counts = [stop - start for start, stop in order.split(batch, split.weights)]
+        times = [count / speed for count, speed in zip(counts, (2e4, 2e3), strict=True)]
+        elapsed_s += max(times)
+        rates = [shares.smoothed(before, count, took, max(times), 500)
+                 for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
+        split = split.following(rates, batch)
+    assert elapsed_s < 5.0
 
 
 @pytest.mark.parametrize(("known", "steps"), [([-100.0, -100.0], 1), ([100.0, 100.0], shares.STEADY)])
@@ -54,12 +83,12 @@ def test_a_split_that_was_only_tried_gives_way_to_the_first_steps_that_were_meas
     needed = 0
     while fellows.weights == (100.0, 100.0):
         needed += 1
-        fellows.heard([100.0, 94.0])
+        fellows.heard([100.0, 94.0], 200)
     assert needed == steps
     assert fellows.weights == (100.0, 94.0)
     again = shares.STEADY if known[0] > 0 else 1  # the first measurement was not the last word either
     for _ in range(again):
-        fellows.heard([106.0, 94.0])
+        fellows.heard([106.0, 94.0], 200)
     assert fellows.weights == (106.0, 94.0)
 
 
@@ -76,9 +105,29 @@ def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkey
     assert rates == [50.0, 100.0, pytest.approx((100.0 + 100 / 1.5) / 2)]
 
 
+def test_a_short_step_in_which_a_worker_or_its_peers_stood_still_counts_as_much_as_the_others(monkeypatch):
+    pace, clock = Pace(), [0.0]
+    monkeypatch.setattr("trueline.train.pace.time.perf_counter", lambda: clock[0])
+
+    def step(compute_s, wait_s):
+        pace.begin()
+        pace.read()
+        clock[0] += compute_s
+        pace.computed()
+        clock[0] += wait_s
+        pace.summed(100)
+        return pace.rate
+
+    for _ in range(300):
+        step(0.005, 0.005)
+    step(0.01, 0.5)
+    assert step(0.005, 0.005) > 0.99 * 100 / 0.005
+    assert step(0.5, 0.0) > 0.98 * 100 / 0.005
+
+
 @pytest.mark.parametrize("rates", [[0.0, 0.0], [-5.0, 0.0]])
 def test_rates_that_nobody_measured_change_nothing(rates):
-    assert shares.Split((3.0, 1.0)).following(rates) == shares.Split((3.0, 1.0))
+    assert shares.Split((3.0, 1.0)).following(rates, 4) == shares.Split((3.0, 1.0))
 
 
 def test_records_change_hands_with_the_rotation_however_uneven_the_members_were():

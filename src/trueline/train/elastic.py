@@ -286,7 +286,7 @@ class Elastic:
         self._faults.at("allreduced", step)
         self._pace.summed(self._part.count)
         self._wishes = round(summed[6])
-        self._fellows.heard(summed[books.WORDS :])
+        self._fellows.heard(summed[books.WORDS :], books.counted(summed))
         self._healing.heard(round(summed[7]))
         if not holds:
             self._observe(summed)

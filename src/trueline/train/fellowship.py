@@ -123,10 +123,10 @@ class Fellowship:
             self.dealt = tuple([split.weights[rank] for rank in self.order])
         self.split = split
 
-    def heard(self, rates: list[float]) -> None:
-        """The words of a step said how fast the members are."""
+    def heard(self, rates: list[float], records: int) -> None:
+        """The words of a step of `records` records said how fast the members are."""
         self.rates = tuple(rates)
-        self._deal(self.split.following(self.rates))
+        self._deal(self.split.following(self.rates, records))
 
     def my_rate(self, measured: float) -> float:
         """What to say of this worker's speed; as long as nothing was measured, what it is taken for."""

@@ -38,6 +38,7 @@ from trueline.engine.local import start_agent
 from trueline.state.place import located
 from trueline.train import ending, folder
 from trueline.train import settings as job_settings
+from trueline.train.master_link import ONE_THREAD
 from trueline.train.settings import JobSettings
 from trueline.train.succession import Succession
 from trueline.wire import train_pb2 as pb
@@ -45,7 +46,8 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 
 PRELOAD = ("trueline.train.worker", "trueline.train.warm")
 """What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
-POLL_S = 0.1
+POLL_S = 0.25
+"""Between two looks at whether the agent lives; the end of a master's stream of events is looked into at once."""
 MAX_RESTARTS = 10
 
 
@@ -166,7 +168,8 @@ class LocalJob:
 
     @contextlib.contextmanager
     def _stub(self) -> Any:
-        with grpc.insecure_channel(self._address(), options=[("grpc.enable_http_proxy", 0)]) as channel:
+        options = [("grpc.enable_http_proxy", 0), ONE_THREAD]
+        with grpc.insecure_channel(self._address(), options=options) as channel:
             yield pb_grpc.MasterStub(channel)
 
     @property
@@ -179,18 +182,22 @@ class LocalJob:
         looked_at = time.monotonic()
         summary: dict[str, Any] | None = None
         while summary is None:
-            if time.monotonic() >= looked_at + POLL_S:
+            said = pb.Events()
+            with contextlib.suppress(queue.Empty):
+                said = self._said.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
+            for event in said.events:
+                summary = self._hear(event) or summary
+            if summary is None and (not said.events or time.monotonic() >= looked_at + POLL_S):
                 looked_at = time.monotonic()
                 self._keep_alive()
-            with contextlib.suppress(queue.Empty):
-                for event in self._said.get(timeout=POLL_S).events:
-                    summary = self._hear(event) or summary
         if self.settings.script:
             ending.let_scripts_end(self.job_dir, self.socket)
         return summary
 
     def _hear(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the end."""
+        if event.name == "step.applied" and not events.heard():
+            return None  # they are many
         fields = json.loads(event.fields)
         if event.name == "job.failed":
             raise _error(fields)
@@ -216,6 +223,7 @@ class LocalJob:
             with contextlib.suppress(grpc.RpcError, errors.TrainError), self._stub() as master:
                 for bundle in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
                     self._said.put(bundle)
+            self._said.put(pb.Events())
             time.sleep(0.05)  # the master is away; it is being started again
 
     def _keep_alive(self) -> None:

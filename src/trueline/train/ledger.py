@@ -19,6 +19,7 @@ Torch-free: the master uses it to know what an epoch's digest has to be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,11 @@ def words(count: int, digest: int, generation: int, step: int, *, wish: bool) ->
 def observing(*, wish: bool) -> list[float]:
     """The words of a member that takes part without holding the state."""
     return [0.0] * 6 + [float(wish), 0.0, 0.0]
+
+
+def counted(words: Sequence[float]) -> int:
+    """How many records `words` say, of one worker or summed."""
+    return round(words[0]) + (round(words[1]) << 12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

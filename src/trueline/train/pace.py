@@ -5,6 +5,7 @@ Measured on the host: what a GPU does counts where the host waits for it.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Pace:
     _since: float = 0.0
     _ahead_s: float = 0.0
     """What reading the next step's batch took within this step."""
+    _step_s: float = math.inf
+    """Of the last step. One that is longer than those beside it counts as they do: somebody stood still in it."""
     _before_s: float = 0.0
     """What reading this step's batch took within the one before."""
 
@@ -60,7 +63,9 @@ class Pace:
         if records and local_s > 0:
             # What a process loads and allocates in its first step says nothing of the next ones.
             before = self.rate if self._measured != 1 else 0.0
-            self.rate = shares.smoothed(before, records / local_s, max(0, self._measured - 1))
+            before_s, self._step_s = self._step_s, self._data_s + self._compute_s + self._wait_s
+            usual_s = min(before_s, self._step_s)
+            self.rate = shares.smoothed(before, records, local_s, usual_s, max(0, self._measured - 1))
             self._measured += 1
 
     def applied(self) -> None:

@@ -105,12 +105,18 @@ class Page:
     def _serve(self, listener: socket.socket) -> None:
         import uvicorn
 
+        closing = self._closing
+
         class Server(uvicorn.Server):
             def capture_signals(self) -> Any:  # the process's signals are its own
                 return contextlib.nullcontext()
 
+            async def main_loop(self) -> None:  # uvicorn's looks ten times a second, for a page that nobody may look at
+                await closing.wait()
+
         config = uvicorn.Config(_app(self), log_config=None, access_log=False, lifespan="off", ws="none",
-                                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False)  # fmt: skip
+                                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False,
+                                date_header=False)  # fmt: skip
         self._server, self._listener = Server(config), listener
         self._tasks.append(asyncio.ensure_future(self._server.serve([listener])))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"

@@ -203,5 +203,9 @@ class JobPlan:
 
     def share_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
         """How many records of `step` each rank has."""
-        return [sum(len(piece.records) for piece in self.pieces(step, rank=rank, weights=weights))
-                for rank in range(len(weights))]  # fmt: skip
+        count = len(self.records(step))
+        if not self.micro_batch or not count:
+            return [stop - start for start, stop in _slices(count, weights)]
+        bounds_of = _slices(count, (1.0,) * self.num_shards(step))
+        return [sum(stop - start for start, stop in bounds_of[slice(*shards)])
+                for shards in _slices(len(bounds_of), weights)]  # fmt: skip

@@ -135,9 +135,13 @@ def check_backend(wanted: str) -> None:
         raise UsageError(
             f"backend is '{wanted}', and workers sum over gloo alone: what a collective of {wanted} holds of a step "
             "after a death is not proven",
-            hint="leave --backend out; with --device cuda gradients are summed in host memory, over gloo",
+            hint="leave --backend out, and `backend` out of the recipe; with --device cuda gradients are summed in "
+            "host memory, over gloo",
         )
-    raise UsageError(f"backend is '{wanted}', which is none", hint="say gloo, or leave --backend out")
+    raise UsageError(
+        f"backend is '{wanted}', which is none",
+        hint="say gloo, or leave --backend out; a value of the recipe's own is better called `_backend`",
+    )
 
 
 def save(settings: JobSettings, job_dir: Path) -> None:

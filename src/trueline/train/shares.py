@@ -4,11 +4,11 @@ Each member measures the records a second that it computes and sends the figure 
 see the same figures after the same step and derive the same weights from them here, so the split needs no message of
 its own. A member whose figure is 0 takes no part: it is still taking the state.
 
-Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end
-another split would have saved more than `SLACK`. Where the split was only tried before the first step, one such step is
-enough in the first `SETTLING`: what a process does in its first step is no measure of its speed. A noisy neighbour of a
-second does not make the batch sizes dance (compiled models and caches like them steady), a slow machine does, and so
-does a split that was guessed a little wrong.
+Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end,
+and for a second, another split would have saved more than `SLACK`. Where the split was only tried before the first
+step, one such step is enough in the first `SETTLING`: what a process does in its first step is no measure of its speed.
+A noisy neighbour of a moment does not make the batch sizes dance (what was read ahead was read in vain then; compiled
+models and caches like them steady), a slow machine does, and so does a split that was guessed a little wrong.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from dataclasses import dataclass
 
 DEAD_BAND = 0.10
 SLACK, STEADY, SETTLING = 0.02, 8, 8
+OVER_S = 1.0
+"""A rate is that of about so many seconds, where these are more than a few steps."""
 SMOOTHING = 0.3
-"""Weight of the newest measurement."""
+"""Weight of the newest measurement, when its step took `SMOOTHING * OVER_S` or longer."""
 FLOOR = 0.01
 """Least rate, in parts of the greatest: who is slower still gets a little, so that it can be measured again."""
 
 
-def smoothed(before: float, rate: float, measured: int = 9) -> float:
-    """The rate to send after measuring `rate`; a worker that became much slower says so at once. The first few
-    measurements (`measured` of them before) count alike.
+def smoothed(before: float, records: int, took_s: float, step_s: float, measured: int = 9) -> float:
+    """The rate to send after `records` took `took_s` seconds in steps of `step_s`. The first few measurements
+    (`measured` of them before) count alike. A worker that became much slower says so at once, if what it computes
+    usually takes long: in a short step it may only have had to wait for the processor.
 
-    >>> smoothed(0.0, 100.0), smoothed(100.0, 110.0), smoothed(100.0, 10.0), smoothed(100.0, 110.0, 1)
-    (100.0, 103.0, 10.0, 105.0)
+    >>> smoothed(0.0, 100, 1.0, 1.0), smoothed(100.0, 110, 1.0, 1.0), smoothed(100.0, 110, 1.0, 1.0, 1)
+    (100.0, 103.0, 105.0)
+    >>> smoothed(100.0, 50, 5.0, 0.5), smoothed(1e4, 80, 0.08, 0.1), round(smoothed(1e4, 88, 0.008, 0.01, 500), 6)
+    (10.0, 9100.0, 10010.0)
     """
-    if before <= 0.0 or rate < before / 2:
+    rate = records / took_s
+    if before <= 0.0 or (rate < before / 2 and records / before >= SMOOTHING * OVER_S):
         return rate
-    newest = max(SMOOTHING, 1 / (measured + 1))
+    newest = max(min(SMOOTHING, step_s / OVER_S), 1 / (measured + 1))
     return (1 - newest) * before + newest * rate
 
 
@@ -66,18 +72,20 @@ class Split:
     settling: int = 0
     """In so many steps more one uneven step is enough: there is no split that was measured."""
 
-    def following(self, rates: Sequence[float]) -> Split:
-        """The split of the next step, when the members of this one measured `rates`.
+    def following(self, rates: Sequence[float], records: int) -> Split:
+        """The split of the next step, when the members of this one, of `records` records, measured `rates`.
 
-        >>> Split((1.0, 1.0)).following([100.0, 101.0])
+        >>> Split((1.0, 1.0)).following([100.0, 101.0], 200)
         Split(weights=(1.0, 1.0), uneven=0, settling=0)
-        >>> Split((1.0, 1.0)).following([100.0, 10.0])
+        >>> Split((1.0, 1.0)).following([100.0, 10.0], 200)
         Split(weights=(100.0, 10.0), uneven=0, settling=0)
-        >>> Split((1.0, 1.0), uneven=6).following([100.0, 106.0])
+        >>> Split((1.0, 1.0), uneven=6).following([100.0, 106.0], 200)
         Split(weights=(1.0, 1.0), uneven=7, settling=0)
-        >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0])
+        >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0], 200)
         Split(weights=(100.0, 106.0), uneven=0, settling=0)
-        >>> Split((1.0, 1.0), settling=4).following([100.0, 106.0])
+        >>> Split((1.0, 1.0), uneven=7).following([100.0, 106.0], 2)  # steps of a hundredth of a second
+        Split(weights=(1.0, 1.0), uneven=8, settling=0)
+        >>> Split((1.0, 1.0), settling=4).following([100.0, 106.0], 200)
         Split(weights=(100.0, 106.0), uneven=0, settling=3)
         """
         if not max(rates) > 0:
@@ -94,7 +102,7 @@ class Split:
         if max(speeds) > (1 + DEAD_BAND) * usual or min(speeds) < (1 - DEAD_BAND) * usual:
             return Split(new, settling=left)
         uneven = self.uneven + 1 if usual > (1 + SLACK) * min(speeds) else 0
-        if uneven >= (1 if self.settling else STEADY):
+        if uneven >= (1 if self.settling else max(STEADY, OVER_S * sum(new) / max(records, 1))):
             return Split(new, settling=left)
         return self if uneven == self.uneven and left == self.settling else Split(old, uneven, left)
 

@@ -147,7 +147,8 @@ def train(recipe: Recipe, job: Elastic, options: Options) -> None:
 
     def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
         with cast():
-            return recipe.loss(call(job.model, batch.inputs), batch.labels).mean()
+            loss = recipe.loss(call(job.model, batch.inputs), batch.labels)
+            return loss if loss.dim() == 0 else loss.mean()  # of one number it is two operations for nothing
 
     job.try_with(loss_of)
     for batch in job:
