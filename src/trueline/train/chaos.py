@@ -126,4 +126,7 @@ def _disk(home: Path, *, own: bool) -> Iterator[Path]:
 
 
 def home_for(keep: str | None) -> Path:
+    """A new folder for storms, in `keep` (made where it is not there) or among the temporary ones."""
+    if keep is not None:
+        Path(keep).mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="storm-", dir=keep))
