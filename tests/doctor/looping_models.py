@@ -219,29 +219,6 @@ class Sorted(nn.Module):
         return self.layer(torch.from_numpy(a))
 
 
-class Likelihood(nn.Module):
-    """How likely a word is, over all ways to spell it (CTC): each step makes a list of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 5)
-        self.word = [0, 2, 0, 3, 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        p = self.fc(x).log_softmax(-1)
-        alpha = torch.full((x.shape[0], len(self.word)), -1e4)
-        alpha[:, 0] = 0.0
-        for i in range(x.shape[1]):
-            new = []
-            for s, letter in enumerate(self.word):
-                a = alpha[:, s]
-                if s > 0:
-                    a = torch.logaddexp(a, alpha[:, s - 1])
-                new.append(a + p[:, i, letter])
-            alpha = torch.stack(new, 1)
-        return alpha[:, -1]
-
-
 class Ranked(nn.Module):
     """Weights that are passed round until they stand still."""
 

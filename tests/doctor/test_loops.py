@@ -99,11 +99,6 @@ def test_arrays_of_numpy_stay_tensors() -> None:
     assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))
 
 
-def test_a_list_that_each_step_begins_and_stacks_stands_in_no_ones_way() -> None:
-    diff = healed(models.Likelihood(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
-    assert "scan(" in diff
-
-
 def test_what_stands_still_is_asked_as_a_tensor() -> None:
     diff = healed(models.Ranked(), torch.randn(3, 5, 4), 3 * torch.randn(2, 8, 4), torch.zeros(1, 1, 4), onnx=True)
     assert "torch.isclose(new, v, atol=0.001).all()" in diff

@@ -90,7 +90,7 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
         else:
             name, axis, value = fills
             steps.filled[name], appended = axis, (name, slicing.visit(copy.deepcopy(value)))
-        if appended is None or appended[0] in begun(loop.body):
+        if appended is None:
             steps.body.append(new)
         elif appended[0] in steps.lists:
             return None
@@ -121,13 +121,8 @@ def _filled(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> t
 
 
 def has_effects(block: list[ast.stmt]) -> bool:
-    """Whether `block` does more than compute names: jumps, writes into objects, calls for their effect. What it appends
-    to a list that it begins itself is none."""
-    own = begun(block)
+    """Whether `block` does more than compute names: jumps, writes into objects, calls for their effect."""
     for node in (node for statement in block for node in _run(statement)):
-        appended = appended_by(node) if isinstance(node, ast.stmt) else None
-        if appended is not None and appended[0] in own:
-            continue
         if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
             return True
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -135,17 +130,6 @@ def has_effects(block: list[ast.stmt]) -> bool:
         if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
             return True
     return False
-
-
-def begun(block: list[ast.stmt]) -> set[str]:
-    """Names of lists that `block` begins anew each time it runs."""
-    return {
-        target.id
-        for statement in block
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
-    }
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
