@@ -168,13 +168,14 @@ def test_a_name_that_no_uri_could_say_is_refused(tmp_path: Path, name: str) -> N
         register(tmp_path / "b.bundle", name=name, tracking_uri=uri(tmp_path))
 
 
-def test_the_child_process_says_one_line_of_json(world: Path) -> None:
-    good = in_child(world, "-m", "trueline.registry", "resolve", "models:/double@first")
-    (line,) = good.stdout.splitlines()
+def test_the_child_process_says_one_line_of_json(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert child.main(["resolve", "models:/double@first", "--tracking-uri", uri(world)]) == 0
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
     found = json.loads(line)
     assert set(found) == {"path", "name", "version", "digest"}
     assert (found["name"], found["version"]) == ("double", 1)
-    assert good.stderr == ""
+    assert said.err == ""
 
 
 def test_the_child_process_says_its_errors_as_one_line_of_json(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,11 @@ def is_here(program: str) -> bool:
     return program != "openvino" or importlib.util.find_spec("openvino") is not None
 
 
-@pytest.mark.parametrize("program", PLATFORMS)
+LONG = {"torchscript": pytest.mark.long}
+"""Beside torch_export; an archive of TorchScript is served in test_serve_archive.py."""
+
+
+@pytest.mark.parametrize("program", [pytest.param(one, marks=LONG.get(one, ())) for one in PLATFORMS])
 def test_a_server_answers_from_the_program_that_it_is_told(path: Path, program: str) -> None:
     if not is_here(program):
         pytest.skip("openvino is not installed")
@@ -175,18 +179,17 @@ def dataset(mode): ...
 """
 
 
-def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(
-    path: Path, tmp_path: Path
-) -> None:
+def test_an_answer_of_a_recipes_archive_is_explained_at_torchserves_path_and_kserves(tmp_path: Path) -> None:
     pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
+    bundle = sealed(tmp_path / "scaled.bundle", ["onnx", "torch_export"])
     (tmp_path / "recipe.py").write_text(RECIPE)
-    made = archive(path, tmp_path / "recipe.py", tmp_path / "scaled.mar", any_recipe=True)
+    made = archive(bundle, tmp_path / "recipe.py", tmp_path / "scaled.mar", any_recipe=True)
     x = np.array([[0.5, -1.0, 2.0]], np.float32)
     with torch.no_grad():
         at, zero = scaled()(torch.from_numpy(x))[0], scaled()(torch.zeros(1, 3))[0]
     with serve.start(made, allow_code=True) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        for where in ("/explanations/scaled", "/v1/models/scaled:explain", "/v2/models/scaled/explain"):
-            found = client.post(where, json=x.tolist(), headers={"target": "1"})
+        for path in ("/explanations/scaled", "/v1/models/scaled:explain", "/v2/models/scaled/explain"):
+            found = client.post(path, json=x.tolist(), headers={"target": "1"})
             assert found.status_code == 200, found.text
             told = found.json()
             assert told["target"] == 1
