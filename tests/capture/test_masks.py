@@ -142,6 +142,11 @@ def test_the_condition_goes_into_the_tables_of_a_cpp_project() -> None:
     assert '{"mask", at::kLong, "INT64", {{-1, 0}, {4, -1}}, Rows::first},' in text
 
 
+def hiding(mask: Tensor) -> Tensor:
+    """What is added to scores: a row that is hidden whole is zero in torch, and no number in ONNX."""
+    return torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
+
+
 class Attends(nn.Module):
     """Attention whose answer for a row that is hidden whole lies in how softmax is written."""
 
@@ -153,7 +158,7 @@ class Attends(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.embed(ids)[:, None]
-        found = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None, None].bool())
+        found = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=hiding(mask)[:, None, None])
         answer: Tensor = self.out(found[:, 0])
         return answer
 
@@ -198,7 +203,7 @@ class LooksBack(Attends):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.embed(ids)[:, None]
-        seen = mask[:, None, None].bool() & torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+        seen = hiding(mask[:, None, None] * torch.ones(ids.shape[1], ids.shape[1]).tril())
         answer: Tensor = self.out(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=seen)[:, 0])
         return answer
 

@@ -119,7 +119,7 @@ def test_an_id_beyond_the_table_is_the_requests_fault(tmp_path: Path) -> None:
         (Text(), torch.zeros(2, 2), "output 'output_1' of the model is a str"),
         (Mlp(), torch.zeros(2, 3), "cannot be called with its own example"),
         (Mlp(), torch.zeros(2, 8, dtype=torch.bfloat16), "input 'x' has dtype torch.bfloat16"),
-        (Pair(), (torch.zeros(2, 8), torch.zeros(3, 4, dtype=torch.int64)), "x: 2, ids: 3"),
+        (Pair(), (torch.zeros(2, 8), torch.zeros(3, 4, dtype=torch.int64)), "The size of tensor a (2) must match"),
         (Mlp(), {}, "holds no tensor"),
     ],
 )
