@@ -66,6 +66,14 @@ def test_a_branch_is_named_with_its_line_and_its_rewrite_is_proven(
     assert edit in row.rewrite.diff
 
 
+def test_a_class_that_was_written_in_no_file_is_named_and_said_to_need_one() -> None:
+    typed: dict[str, Any] = {"torch": torch}
+    text = "class Typed(torch.nn.Module):\n    def forward(self, x):\n        return x + 1 if x.sum() > 0 else -x\n"
+    exec(text, typed)
+    row = whole(typed["Typed"](), torch.randn(3, 4))
+    assert row.why_not == "Typed was written in no file (<string>): put it into a module, and it can be rewritten there"
+
+
 def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
     row = whole(models.Number(), torch.randn(3, 4))
     assert row.status == "rewritten"

@@ -77,6 +77,8 @@ def heal(module: torch.nn.Module, oracle: Oracle, texts: Mapping[str, str], find
     """
     owner = owner_of(module)
     file = file_of(owner)
+    if file not in texts and not Path(file).is_file():
+        return f"{owner.__name__} was written in no file ({file}): put it into a module, and it can be rewritten there"
     start = texts.get(file) or Path(file).read_text()
     search = _Search(module=module, oracle=oracle, texts=texts, file=file, owner=owner)
     found = _deeper(search, start, (), finding, {}) or search.in_units
