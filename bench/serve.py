@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import statistics
@@ -301,86 +302,128 @@ def apart(begin: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
 
 
 def overload(bench: Bench) -> Figures:
-    """Models of some twenty and fifty milliseconds, asked ten times as often as they can answer, in rounds.
+    """Models of some twenty and fifty milliseconds, asked ten times as often as they can answer.
 
-    A refusal wakes two processes, whatever server sends it: what that leaves of a model's runs is measured beside, on a
-    bare server (`overload_floor`).
+    The peak and ten times the capacity take turns of some seconds, each flood is compared with the peaks on either
+    side of it, and the figure is the median: a machine's speed drifts by more than refusals cost. A refusal wakes two
+    processes, whatever server sends it: what that leaves of a model's runs is measured beside, on a bare server
+    (`overload_floor`).
     """
     found: Figures = {}
+    turns = 2 if bench.quick else 10
     for width, suffix in ((4096, ""), (2560, "_20ms")):
         bundle = bench.bundle(f"deep{width}", lambda width=width: mlp(width=width, layers=12))
-        rounds = [_overloaded(bench, bundle) for _ in range(1 if bench.quick else 3)]
-        floors = [_refusing(bench, bundle, rounds[0]) for _ in rounds]
+        one = _overloaded(bundle, turns)
+        floors = _refusing(bundle, one, (turns + 1) // 2)
         found |= {
-            f"overload_goodput{suffix}": round(statistics.median(one.goodput for one in rounds), 3),
-            f"overload_goodputs{suffix}": [round(one.goodput, 3) for one in rounds],
+            f"overload_goodput{suffix}": round(statistics.median(one.goodputs), 3),
+            f"overload_goodputs{suffix}": [round(ratio, 2) for ratio in one.goodputs],
             f"overload_floor{suffix}": round(statistics.median(floors), 3),
-            f"overload_ms{suffix}": round(1e3 / statistics.median(one.peak for one in rounds), 1),
-            f"overload_us_per_429{suffix}": round(statistics.median(one.us_per_429 for one in rounds)),
-            f"time_to_429_ms{suffix}": round(statistics.median(one.to_429_ms for one in rounds), 2),
-            f"overload_asked_x{suffix}": round(statistics.median(one.asked_x for one in rounds), 1),
-            f"overload_429{suffix}": sum(one.refused for one in rounds),
-            f"overload_other{suffix}": sum(one.other for one in rounds),
-            f"overload_p99_ms{suffix}": round(statistics.median(one.p99_ms for one in rounds)),
+            f"overload_floors{suffix}": [round(ratio, 2) for ratio in floors],
+            f"overload_ms{suffix}": round(1e3 / one.peak, 1),
+            f"overload_us_per_429{suffix}": round(one.us_per_429),
+            f"time_to_429_ms{suffix}": round(quantile_ms(one.answers, 0.5, status=429), 2),
+            f"overload_asked_x{suffix}": round(len(one.answers) / (turns * FLOOD_S) / one.peak, 1),
+            f"overload_429{suffix}": one.num_refused,
+            f"overload_other{suffix}": len(one.answers) - one.num_refused - one.num_good,
+            f"overload_p99_ms{suffix}": round(quantile_ms(one.answers, 0.99)),
         }
     return found
 
 
+PEAK_S, FLOOD_S = 4.0, 7.0
+CONNECT_S = 1.0
+"""At the beginning of a flood, not counted: its clients connect."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """What became of a model that was asked ten times as often as it can answer."""
+    """What became of a model that was asked ten times as often as it can answer, in turns with its peak."""
 
-    goodput: float
+    goodputs: list[float]
+    """Of each flood, over the peaks before and after it."""
     peak: float
-    us_per_429: float
-    to_429_ms: float
-    asked_x: float
-    refused: int
-    other: int
-    p99_ms: float
+    """Answers a second when nobody is refused; the median."""
+    answers: list[Answer]
+    """Of all floods."""
+    spent_s: float
+    """CPU time of the server within them."""
+    usual_s: float
+    """CPU time of an answer when nobody is refused."""
+
+    @property
+    def us_per_429(self) -> float:
+        return (self.spent_s - self.num_good * self.usual_s) * 1e6 / max(1, self.num_refused)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(one.status == 429 for one in self.answers)
+
+    @property
+    def num_good(self) -> int:
+        return sum(one.status == 200 for one in self.answers)
 
 
-def _overloaded(bench: Bench, bundle: Bundle) -> Overloaded:
-    """One round: the peak, ten times as much, and the peak again, since a machine's speed drifts."""
+def _between(turns: list[float], around: list[float]) -> list[float]:
+    """Each of `turns` over the mean of what was measured before and after it."""
+    return [2 * one / (before + after) for one, (before, after) in zip(turns, itertools.pairwise(around), strict=True)]
+
+
+def _within(answers: list[Answer], since: float, until: float) -> list[Answer]:
+    """Those that came while somebody asked: a queue that runs empty afterwards refuses nobody."""
+    return [one for one in answers if since <= one.at < until]
+
+
+def _overloaded(bundle: Bundle, turns: int) -> Overloaded:
     request = asking(bundle.path.stem, ROW, binary=True)
+    peaks: list[float] = []
+    floods: list[float] = []
+    answers: list[Answer] = []
+    usual_s = spent_s = 0.0
+    num_usual = 0
     with apart(lambda: start(bundle.path, max_batch=1, max_queue=32)) as server:
-        before = rate(settled(server.port, request, 16, bench.seconds))
-        spent = -cpu_s(server.pid)
-        answers = paced(server.port, request, per_second=10 * before, seconds=2 * bench.seconds, clients=256)
-        spent += cpu_s(server.pid)
-        usual = -cpu_s(server.pid)
-        after = closed_loop(server.port, request, clients=16, seconds=bench.seconds)
-        usual += cpu_s(server.pid)
-    peak = (before + rate(after)) / 2
-    refused, good = (sum(one.status == status for one in answers) for status in (429, 200))
+        settled(server.port, request, 16, PEAK_S)
+        for turn in range(turns + 1):
+            usual_s -= cpu_s(server.pid)
+            began = time.perf_counter()
+            calm = closed_loop(server.port, request, clients=16, seconds=PEAK_S)
+            usual_s += cpu_s(server.pid)
+            num_usual += len(calm)
+            peaks.append(rate(_within(calm, began, began + PEAK_S)))
+            if turn == turns:
+                break
+            spent_s -= cpu_s(server.pid)
+            began = time.perf_counter()
+            flood = paced(server.port, request, per_second=10 * peaks[-1], seconds=FLOOD_S, clients=256)
+            spent_s += cpu_s(server.pid)
+            floods.append(rate(_within(flood, began + CONNECT_S, began + FLOOD_S)))
+            answers += flood
     return Overloaded(
-        goodput=rate(answers) / peak,
-        peak=peak,
-        us_per_429=(spent - good * usual / len(after)) * 1e6 / max(1, refused),
-        to_429_ms=quantile_ms(answers, 0.5, status=429),
-        asked_x=len(answers) / (2 * bench.seconds) / peak,
-        refused=refused,
-        other=len(answers) - refused - good,
-        p99_ms=quantile_ms(answers, 0.99),
+        goodputs=_between(floods, peaks),
+        peak=statistics.median(peaks),
+        answers=answers,
+        usual_s=usual_s / num_usual,
+        spent_s=spent_s,
     )
 
 
-def _refusing(bench: Bench, bundle: Bundle, like: Overloaded) -> float:
+def _refusing(bundle: Bundle, like: Overloaded, turns: int) -> list[float]:
     """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks."""
     request = asking(bundle.path.stem, ROW, binary=True)
+    calm: list[float] = []
+    floods: list[float] = []
     with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (_, port):
         while runs_of(port, request) < 3:
             time.sleep(0.1)
-        rates: list[float] = []
-        for per_second in (0.0, 9 * like.peak, 0.0):
+        for turn in range(2 * turns + 1):
             began, runs = time.perf_counter(), -runs_of(port, request)
-            if per_second:
-                paced(port, request, per_second=per_second, seconds=2 * bench.seconds, clients=256)
+            if turn % 2:
+                paced(port, request, per_second=9 * like.peak, seconds=FLOOD_S, clients=256)
             else:
-                time.sleep(bench.seconds)
+                time.sleep(PEAK_S)
             runs += runs_of(port, request)
-            rates.append(runs / (time.perf_counter() - began))
-    return 2 * rates[1] / (rates[0] + rates[2])
+            (floods if turn % 2 else calm).append(runs / (time.perf_counter() - began))
+    return _between(floods, calm)
 
 
 def runs_of(port: int, request: bytes) -> int:
