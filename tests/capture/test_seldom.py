@@ -15,6 +15,7 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
 from trueline.errors import CaptureError, NotProven
 from trueline.recipe.contract import Recipe
+from trueline.runtime.recall import Recall
 from trueline.runtime.session import open_program
 
 pytestmark = pytest.mark.slow
@@ -75,6 +76,65 @@ class Keeps(nn.Module):
         return x * 2
 
 
+class KeepsAMean(nn.Module):
+    """Of the first batch of each size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int(x.shape[0])
+        if rows not in self.means:  # mean of a size
+            self.means[rows] = x.mean()
+        return x - self.means[rows]
+
+
+class TakesAPlainScale(nn.Module):
+    """From the first batch, whatever its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = float(x.abs().max())  # plain scale
+        return x / self.scale
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+
+
+class TakesNotes(nn.Module):
+    """In an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.notes.first is None:
+            self.notes.first = x.mean(0)  # notes
+        return x + self.notes.first
+
+
+class TableOfASize(nn.Module):
+    """Made when a size first comes, of nothing but the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = int(x.shape[1])
+        if width not in self.tables:
+            self.tables[width] = torch.arange(width, dtype=x.dtype)
+        return x + self.tables[width]
+
+
 def never(*_: Any) -> Any:
     raise AssertionError("capture has no use for this blank")
 
@@ -103,6 +163,9 @@ def line_of(mark: str) -> str:
         (NoisyNumpy, "draws random numbers outside of torch, and it answers differently", "numpy"),
         (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
         (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
+        (KeepsAMean, r"\(means\): it answers differently after another question of the same sizes", "mean of a size"),
+        (TakesAPlainScale, r"\(scale\): it answers differently after another question", "plain scale"),
+        (TakesNotes, r"\(notes\): it answers differently after another question", "notes"),
     ],
 )
 def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
@@ -119,6 +182,25 @@ def test_parameters_that_a_call_writes_are_no_state_that_could_be_handed_on(tmp_
     with pytest.raises(CaptureError, match=r"writes its own parameters when it is called \(scale\)") as refused:
         captured(TakesItsScale, tmp_path / "b", state="explicit")
     assert line_of("first batch") in refused.value.message
+
+
+def test_a_table_that_a_model_makes_for_a_size_is_nobodys_business(tmp_path: Path) -> None:
+    x = np.ones((2, 4), np.float32)
+    answer = open_program(captured(TableOfASize, tmp_path / "b")).run({"x": x})["output"]
+    assert answer.tolist() == [[1, 2, 3, 4]] * 2
+
+
+def test_what_a_model_held_before_it_was_asked_is_put_back_after_a_look() -> None:
+    model = TakesNotes()
+    recall = Recall(model)
+    x = torch.ones(2, 4)
+    kept = model(x), model.notes.first
+    assert recall.changed() == ("notes",)
+    with recall.as_before():
+        assert model.notes.first is None
+        model(2 * x)
+    assert model.notes.first is kept[1]
+    assert recall.changed() == ("notes",)
 
 
 def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     if hidden:  # asked twice it was the same: a state that shows only after other questions
         found = steady.searched(subject.eager, hidden)
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
+    recalled = steady.recalled(subject.eager, observations)
+    if recalled is not None:
+        raise NotProven(recalled.why + (f"; see {recalled.place}" if recalled.place else ""), hint=recalled.hint)
     shared_s = time.monotonic() - started
     while True:
         rungs = [

@@ -13,6 +13,7 @@ from trueline.errors import CaptureError
 from trueline.runtime import explicit, first_call, torch_settings
 from trueline.runtime.calling import BATCH, Calling, as_trained, learn
 from trueline.runtime.explicit import Explicit
+from trueline.runtime.recall import Recall
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class EagerSession:
         self._settings = settings
         torch_settings.autocast(settings, self._device)  # refuses a precision before the model is called
         before = first_call.marks(explicit.users_own(module))
+        self.recall = Recall(explicit.users_own(module))
+        """What its plain attributes held before it was called with its example."""
         self.calling: Calling = learn(module, example, others=others, dynamic_shapes=dynamic_shapes)
         self.changed: tuple[str, ...] = first_call.changed(before, explicit.users_own(module))
         """Parameters and buffers that were another before the model was called with its example."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import random
 import sys
-from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from types import CodeType, FrameType
@@ -26,11 +25,14 @@ from trueline.runtime import compare, explicit, first_call, paths
 from trueline.runtime.explicit import Asked
 from trueline.runtime.export import STATE_HINT
 from trueline.runtime.paths import Event, Place
+from trueline.runtime.recall import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from trueline.bundle.signature import Array
     from trueline.runtime.eager import EagerSession
+    from trueline.runtime.prove import Observation
 
 RANDOM_HINT = (
     "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "
@@ -135,10 +137,10 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
     """
     users = explicit.users_own(eager.module)
     watch = _Watch(list(users.buffers()))
-    held, drawn = _held(users), random_states()
+    before, drawn = held(users), random_states()
     with paths.watching() as way, watch:
         eager.run(eager.example)
-    changed = [name for name, trace in _held(users).items() if held.get(name) != trace]
+    changed = [name for name, trace in held(users).items() if before.get(name) != trace]
     if watch.draws and reason:
         operator, place = watch.draws[0]
         return Unsteady(
@@ -171,6 +173,55 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
     return Unsteady(why=f"the model keeps a state{where}: {again}", place=place, hint=ATTRIBUTE_HINT)
 
 
+ORDERS = 4
+"""Pairs of questions of the same sizes that are asked in either order."""
+
+
+def recalled(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
+    """Why a model that keeps something in its attributes is no function of its inputs; None when it keeps nothing, or
+    nothing that the values of a question decide, as a table that is made for a size.
+
+    A second question is asked of the model as it was before it was ever called, and again after a first one of the same
+    sizes: the answer has to be the same.
+    """
+    for first, second in _alike(observations):
+        names = eager.recall.changed()
+        if not names:
+            return None
+        with eager.recall.as_before():
+            alone = _answer(eager, second)
+        with eager.recall.as_before(), paths.watching() as way:
+            _answer(eager, first)
+            after = _answer(eager, second)
+        if alone is None or after is None:
+            continue
+        found = compare.compare(alone, after)
+        if not found.agrees:
+            return Unsteady(
+                why=f"the model keeps a state in the Python attributes it stores ({listed(names)}): it answers "
+                f"differently after another question of the same sizes ({found.reason})",
+                place=_stored(way) or _named(way, {name.rpartition(".")[2] for name in names}),
+                hint=ATTRIBUTE_HINT,
+            )
+    return None
+
+
+def _alike(observations: Sequence[Observation]) -> Iterator[tuple[Observation, Observation]]:
+    """Pairs of the same sizes and other values, each of other sizes than the last."""
+    by_sizes: dict[object, list[Observation]] = {}
+    for seen in observations:
+        if seen.outputs is not None and seen.draws is None and not seen.probe.wild:
+            by_sizes.setdefault(tuple(value.shape for value in seen.probe.inputs.values()), []).append(seen)
+    yield from islice(((some[0], some[-1]) for some in by_sizes.values() if len(some) > 1), ORDERS)
+
+
+def _answer(eager: EagerSession, seen: Observation) -> dict[str, Array] | None:
+    try:
+        return eager.run(seen.probe.inputs)
+    except Exception:  # noqa: BLE001 - the user's forward in a state that it was in only once: no answer to compare
+        return None
+
+
 def random_states() -> tuple[object, object]:
     """Those of Python's and numpy's shared generators, in a form that can be compared."""
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -185,46 +236,6 @@ def _same_when_seeded(eager: EagerSession) -> bool:
             torch.manual_seed(0)
             answers.append(eager.run(eager.example))
     return compare.compare(*answers).agrees
-
-
-_OWN = frozenset(vars(torch.nn.Module()))
-"""What every module has: no user's attribute."""
-_DEPTH, _WIDTH = 4, 1000
-
-
-def _held(module: torch.nn.Module) -> dict[str, object]:
-    """A trace of what each attribute holds, by its name; parameters, buffers and submodules are no attributes here.
-
-    >>> module = torch.nn.Module()
-    >>> module.seen = [1]
-    >>> before = _held(module)
-    >>> module.seen.append(2)
-    >>> before["seen"] == _held(module)["seen"]
-    False
-    """
-    return {
-        f"{prefix}.{name}" if prefix else name: _trace(value, _DEPTH)
-        for prefix, one in module.named_modules()
-        for name, value in vars(one).items()
-        if name not in _OWN
-    }
-
-
-def _trace(value: Any, depth: int) -> object:
-    """Something that is another when `value` has been written to, as far as it is looked into."""
-    if isinstance(value, int | float | str | bytes | None):
-        return value
-    if isinstance(value, torch.Tensor):
-        return id(value), tuple(value.shape), value._version
-    if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes() if value.size <= _WIDTH else id(value)
-    if depth and isinstance(value, dict):
-        return len(value), [(str(key), _trace(one, depth - 1)) for key, one in islice(value.items(), _WIDTH)]
-    if depth and isinstance(value, list | tuple | set | frozenset | deque):
-        return len(value), [_trace(one, depth - 1) for one in islice(value, _WIDTH)]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) and not callable(value):
-        return id(value), _trace(vars(value), depth - 1)
-    return id(value)
 
 
 def _stored(way: Sequence[Event], names: set[str] | None = None) -> Place | None:
