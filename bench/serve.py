@@ -310,13 +310,14 @@ def overload(bench: Bench) -> Figures:
     for width, suffix in ((4096, ""), (2560, "_20ms")):
         bundle = bench.bundle(f"deep{width}", lambda width=width: mlp(width=width, layers=12))
         rounds = [_overloaded(bench, bundle) for _ in range(1 if bench.quick else 3)]
-        floors = [_refusing(bench, bundle, rounds[0]) for _ in rounds]
+        floors, floors_us = zip(*[_refusing(bench, bundle, rounds[0]) for _ in rounds], strict=True)
         found |= {
             f"overload_goodput{suffix}": round(statistics.median(one.goodput for one in rounds), 3),
             f"overload_goodputs{suffix}": [round(one.goodput, 3) for one in rounds],
             f"overload_floor{suffix}": round(statistics.median(floors), 3),
             f"overload_ms{suffix}": round(1e3 / statistics.median(one.peak for one in rounds), 1),
             f"overload_us_per_429{suffix}": round(statistics.median(one.us_per_429 for one in rounds)),
+            f"overload_floor_us_per_429{suffix}": round(statistics.median(floors_us)),
             f"time_to_429_ms{suffix}": round(statistics.median(one.to_429_ms for one in rounds), 2),
             f"overload_asked_x{suffix}": round(statistics.median(one.asked_x for one in rounds), 1),
             f"overload_429{suffix}": sum(one.refused for one in rounds),
@@ -345,12 +346,12 @@ def _overloaded(bench: Bench, bundle: Bundle) -> Overloaded:
     request = asking(bundle.path.stem, ROW, binary=True)
     with apart(lambda: start(bundle.path, max_batch=1, max_queue=32)) as server:
         before = rate(settled(server.port, request, 16, bench.seconds))
-        spent = -cpu_s(server.pid)
+        spent = -loop_s(server.pid)
         answers = paced(server.port, request, per_second=10 * before, seconds=2 * bench.seconds, clients=256)
-        spent += cpu_s(server.pid)
-        usual = -cpu_s(server.pid)
+        spent += loop_s(server.pid)
+        usual = -loop_s(server.pid)
         after = closed_loop(server.port, request, clients=16, seconds=bench.seconds)
-        usual += cpu_s(server.pid)
+        usual += loop_s(server.pid)
     peak = (before + rate(after)) / 2
     refused, good = (sum(one.status == status for one in answers) for status in (429, 200))
     return Overloaded(
@@ -365,22 +366,34 @@ def _overloaded(bench: Bench, bundle: Bundle) -> Overloaded:
     )
 
 
-def _refusing(bench: Bench, bundle: Bundle, like: Overloaded) -> float:
-    """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks."""
+def loop_s(pid: int) -> float:
+    """Processor time of a process's first thread, which answers: without the runs of the model beside it, of which a
+    hundredth is more than all refusals.
+    """
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _refusing(bench: Bench, bundle: Bundle, like: Overloaded) -> tuple[float, float]:
+    """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks; and
+    microseconds of its processor time for each of them.
+    """
     request = asking(bundle.path.stem, ROW, binary=True)
-    with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (_, port):
+    with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (pid, port):
         while runs_of(port, request) < 3:
             time.sleep(0.1)
         rates: list[float] = []
+        us_per_429 = 0.0
         for per_second in (0.0, 9 * like.peak, 0.0):
             began, runs = time.perf_counter(), -runs_of(port, request)
             if per_second:
-                paced(port, request, per_second=per_second, seconds=2 * bench.seconds, clients=256)
+                spent = -loop_s(pid)
+                refused = paced(port, request, per_second=per_second, seconds=2 * bench.seconds, clients=256)
+                us_per_429 = (spent + loop_s(pid)) * 1e6 / len(refused)
             else:
                 time.sleep(bench.seconds)
             runs += runs_of(port, request)
             rates.append(runs / (time.perf_counter() - began))
-    return 2 * rates[1] / (rates[0] + rates[2])
+    return 2 * rates[1] / (rates[0] + rates[2]), us_per_429
 
 
 def runs_of(port: int, request: bytes) -> int:
