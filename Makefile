@@ -60,14 +60,14 @@ suite-line: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
 
 suite-train: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine tests/data tests/state
 
 suite-programs: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/capture tests/doctor tests/runtime
 
 suite-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ --ignore=tests/train --ignore=tests/engine \
-	  --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
+	  --ignore=tests/data --ignore=tests/state --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -m jobs $(call MARKED,jobs)
