@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import statistics
@@ -48,7 +49,7 @@ from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _table import report
 from peers import serving
-from serve_overhead import TICK_S, connect, cpu_s, first_answer, pss_mb
+from serve_overhead import connect, cpu_s, first_answer, loop_s, pss_mb, runs_of, tree_cpu_s
 from trueline.bundle import Bundle
 from trueline.serve import RunningServer, start
 
@@ -138,21 +139,6 @@ def overhead(bench: Bench) -> Figures:
             found |= {f"bare_us_{name}_c1": round(bare_us - raw_us, 1)}
             found |= {f"overhead_us_{name}_c{clients}": round(spent_us[clients] - raw_us, 1) for clients in (1, 32)}
     return found
-
-
-def tree_cpu_s(root: int) -> float:
-    """Processor time so far of a process and of all that live below it or in its session."""
-    parents: dict[int, tuple[int, int, float]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        parents[int(path.parent.name)] = (int(fields[1]), int(fields[3]), sum(map(int, fields[11:15])) * TICK_S)
-    below = {root}
-    while more := {pid for pid, (parent, _, _) in parents.items() if parent in below} - below:
-        below |= more
-    return sum(spent for pid, (_, group, spent) in parents.items() if pid in below or group == root)
 
 
 def asked_by_32(pid: int, port: int, request: bytes, seconds: float) -> tuple[float, float]:
@@ -301,107 +287,134 @@ def apart(begin: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
 
 
 def overload(bench: Bench) -> Figures:
-    """Models of some twenty and fifty milliseconds, asked ten times as often as they can answer, in rounds.
+    """Models of some twenty and fifty milliseconds, asked ten times as often as they can answer.
 
-    A refusal wakes two processes, whatever server sends it: what that leaves of a model's runs is measured beside, on a
-    bare server (`overload_floor`).
+    The peak and ten times the capacity take turns of some seconds, each flood is compared with the peaks on either
+    side of it, and the figure is the median: a machine's speed drifts by more than refusals cost. A refusal wakes two
+    processes, whatever server sends it: what that leaves of a model's runs is measured beside, on a bare server
+    (`overload_floor`).
     """
     found: Figures = {}
+    turns = 2 if bench.quick else 10
     for width, suffix in ((4096, ""), (2560, "_20ms")):
         bundle = bench.bundle(f"deep{width}", lambda width=width: mlp(width=width, layers=12))
-        rounds = [_overloaded(bench, bundle) for _ in range(1 if bench.quick else 3)]
-        floors, floors_us = zip(*[_refusing(bench, bundle, rounds[0]) for _ in rounds], strict=True)
+        one = _overloaded(bundle, turns)
+        floors, floor_us = _refusing(bundle, one, (turns + 1) // 2)
         found |= {
-            f"overload_goodput{suffix}": round(statistics.median(one.goodput for one in rounds), 3),
-            f"overload_goodputs{suffix}": [round(one.goodput, 3) for one in rounds],
+            f"overload_goodput{suffix}": round(statistics.median(one.goodputs), 3),
+            f"overload_goodputs{suffix}": [round(ratio, 2) for ratio in one.goodputs],
             f"overload_floor{suffix}": round(statistics.median(floors), 3),
-            f"overload_ms{suffix}": round(1e3 / statistics.median(one.peak for one in rounds), 1),
-            f"overload_us_per_429{suffix}": round(statistics.median(one.us_per_429 for one in rounds)),
-            f"overload_floor_us_per_429{suffix}": round(statistics.median(floors_us)),
-            f"time_to_429_ms{suffix}": round(statistics.median(one.to_429_ms for one in rounds), 2),
-            f"overload_asked_x{suffix}": round(statistics.median(one.asked_x for one in rounds), 1),
-            f"overload_429{suffix}": sum(one.refused for one in rounds),
-            f"overload_other{suffix}": sum(one.other for one in rounds),
-            f"overload_p99_ms{suffix}": round(statistics.median(one.p99_ms for one in rounds)),
+            f"overload_floors{suffix}": [round(ratio, 2) for ratio in floors],
+            f"overload_ms{suffix}": round(1e3 / one.peak, 1),
+            f"overload_us_per_429{suffix}": round(one.us_per_429),
+            f"overload_floor_us_per_429{suffix}": round(floor_us),
+            f"time_to_429_ms{suffix}": round(quantile_ms(one.answers, 0.5, status=429), 2),
+            f"overload_asked_x{suffix}": round(len(one.answers) / (turns * FLOOD_S) / one.peak, 1),
+            f"overload_429{suffix}": one.num_refused,
+            f"overload_other{suffix}": len(one.answers) - one.num_refused - one.num_good,
+            f"overload_p99_ms{suffix}": round(quantile_ms(one.answers, 0.99)),
         }
     return found
 
 
+PEAK_S, FLOOD_S = 4.0, 7.0
+CONNECT_S = 1.0
+"""At the beginning of a flood, not counted: its clients connect."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """What became of a model that was asked ten times as often as it can answer."""
+    """What became of a model that was asked ten times as often as it can answer, in turns with its peak."""
 
-    goodput: float
+    goodputs: list[float]
+    """Of each flood, over the peaks before and after it."""
     peak: float
-    us_per_429: float
-    to_429_ms: float
-    asked_x: float
-    refused: int
-    other: int
-    p99_ms: float
+    """Answers a second when nobody is refused; the median."""
+    answers: list[Answer]
+    """Of all floods."""
+    spent_s: float
+    """CPU time of the thread that answers within them."""
+    usual_s: float
+    """Its CPU time for an answer when nobody is refused."""
+
+    @property
+    def us_per_429(self) -> float:
+        return (self.spent_s - self.num_good * self.usual_s) * 1e6 / max(1, self.num_refused)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(one.status == 429 for one in self.answers)
+
+    @property
+    def num_good(self) -> int:
+        return sum(one.status == 200 for one in self.answers)
 
 
-def _overloaded(bench: Bench, bundle: Bundle) -> Overloaded:
-    """One round: the peak, ten times as much, and the peak again, since a machine's speed drifts."""
+def _between(turns: list[float], around: list[float]) -> list[float]:
+    """Each of `turns` over the mean of what was measured before and after it."""
+    return [2 * one / (before + after) for one, (before, after) in zip(turns, itertools.pairwise(around), strict=True)]
+
+
+def _within(answers: list[Answer], since: float, until: float) -> list[Answer]:
+    """Those that came while somebody asked: a queue that runs empty afterwards refuses nobody."""
+    return [one for one in answers if since <= one.at < until]
+
+
+def _overloaded(bundle: Bundle, turns: int) -> Overloaded:
     request = asking(bundle.path.stem, ROW, binary=True)
+    peaks: list[float] = []
+    floods: list[float] = []
+    answers: list[Answer] = []
+    usual_s = spent_s = 0.0
+    num_usual = 0
     with apart(lambda: start(bundle.path, max_batch=1, max_queue=32)) as server:
-        before = rate(settled(server.port, request, 16, bench.seconds))
-        spent = -loop_s(server.pid)
-        answers = paced(server.port, request, per_second=10 * before, seconds=2 * bench.seconds, clients=256)
-        spent += loop_s(server.pid)
-        usual = -loop_s(server.pid)
-        after = closed_loop(server.port, request, clients=16, seconds=bench.seconds)
-        usual += loop_s(server.pid)
-    peak = (before + rate(after)) / 2
-    refused, good = (sum(one.status == status for one in answers) for status in (429, 200))
+        settled(server.port, request, 16, PEAK_S)
+        for turn in range(turns + 1):
+            usual_s -= loop_s(server.pid)
+            began = time.perf_counter()
+            calm = closed_loop(server.port, request, clients=16, seconds=PEAK_S)
+            usual_s += loop_s(server.pid)
+            num_usual += len(calm)
+            peaks.append(rate(_within(calm, began, began + PEAK_S)))
+            if turn == turns:
+                break
+            spent_s -= loop_s(server.pid)
+            began = time.perf_counter()
+            flood = paced(server.port, request, per_second=10 * peaks[-1], seconds=FLOOD_S, clients=256)
+            spent_s += loop_s(server.pid)
+            floods.append(rate(_within(flood, began + CONNECT_S, began + FLOOD_S)))
+            answers += flood
     return Overloaded(
-        goodput=rate(answers) / peak,
-        peak=peak,
-        us_per_429=(spent - good * usual / len(after)) * 1e6 / max(1, refused),
-        to_429_ms=quantile_ms(answers, 0.5, status=429),
-        asked_x=len(answers) / (2 * bench.seconds) / peak,
-        refused=refused,
-        other=len(answers) - refused - good,
-        p99_ms=quantile_ms(answers, 0.99),
+        goodputs=_between(floods, peaks),
+        peak=statistics.median(peaks),
+        answers=answers,
+        usual_s=usual_s / num_usual,
+        spent_s=spent_s,
     )
 
 
-def loop_s(pid: int) -> float:
-    """Processor time of a process's first thread, which answers: without the runs of the model beside it, of which a
-    hundredth is more than all refusals.
-    """
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
-
-
-def _refusing(bench: Bench, bundle: Bundle, like: Overloaded) -> tuple[float, float]:
+def _refusing(bundle: Bundle, like: Overloaded, turns: int) -> tuple[list[float], float]:
     """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks; and
     microseconds of its processor time for each of them.
     """
     request = asking(bundle.path.stem, ROW, binary=True)
+    calm: list[float] = []
+    floods: list[float] = []
+    spent_s, num_refused = 0.0, 0
     with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (pid, port):
         while runs_of(port, request) < 3:
             time.sleep(0.1)
-        rates: list[float] = []
-        us_per_429 = 0.0
-        for per_second in (0.0, 9 * like.peak, 0.0):
+        for turn in range(2 * turns + 1):
             began, runs = time.perf_counter(), -runs_of(port, request)
-            if per_second:
-                spent = -loop_s(pid)
-                refused = paced(port, request, per_second=per_second, seconds=2 * bench.seconds, clients=256)
-                us_per_429 = (spent + loop_s(pid)) * 1e6 / len(refused)
+            if turn % 2:
+                spent_s -= loop_s(pid)
+                num_refused += len(paced(port, request, per_second=9 * like.peak, seconds=FLOOD_S, clients=256))
+                spent_s += loop_s(pid)
             else:
-                time.sleep(bench.seconds)
+                time.sleep(PEAK_S)
             runs += runs_of(port, request)
-            rates.append(runs / (time.perf_counter() - began))
-    return 2 * rates[1] / (rates[0] + rates[2]), us_per_429
-
-
-def runs_of(port: int, request: bytes) -> int:
-    """Of a bare server that refuses, so far."""
-    with connect(port) as client:
-        client.sendall(request)
-        head = client.recv(65536).partition(b"\r\n\r\n")[0]
-    return int(head.partition(b"x-runs: ")[2].split(b"\r\n")[0])
+            (floods if turn % 2 else calm).append(runs / (time.perf_counter() - began))
+    return _between(floods, calm), spent_s * 1e6 / num_refused
 
 
 def load(bench: Bench) -> Figures:

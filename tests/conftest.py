@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ gc.disable()  # until all is imported: nothing of it will ever be garbage
 # Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:
 # with two suites on two cores a small training loop took three times its time on the processor.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A property is about answers. How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

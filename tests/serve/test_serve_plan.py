@@ -19,7 +19,8 @@ from trueline.runtime import retraced
 from trueline.serve import plan
 from trueline.serve.loading import Way, load
 from trueline.serve.measure import curve_of
-from trueline.serve.plan import batch_symbol, draw_up, fit, neighbours_matter
+from trueline.serve.neighbours import fit, neighbours_matter
+from trueline.serve.plan import batch_symbol, draw_up
 
 
 @dataclass
@@ -58,6 +59,35 @@ def test_a_program_that_mixes_the_rows_of_its_batch_is_never_batched(rows: int) 
     plan = draw_up(program, cases(rows), max_batch=64)
     assert not plan.batch
     assert "depends on its neighbours" in plan.why
+
+
+def scaled(x: Any) -> Any:
+    """As a layer does whose activations are quantized while it runs, with one scale for all."""
+    scale = np.abs(x).max() / 127
+    return np.round(x / scale) * scale if np.abs(x).max() > 100 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "company"),
+    [
+        (scaled, "one of them is large"),
+        (lambda x: np.zeros_like(x) if np.isnan(x).any() else x, "not a number"),
+        (lambda x: np.where(np.arange(len(x))[:, None] < 6, x, 0.0), "many say the same"),  # capacity of an expert
+    ],
+)
+def test_a_program_that_only_bad_company_changes_is_never_batched(function: Any, company: str) -> None:
+    plan = draw_up(Program(rows_of(Dim()), lambda x: function(x).astype(np.float32)), cases(), max_batch=64)
+    assert not plan.batch
+    assert company in plan.why
+
+
+def test_a_program_that_refuses_what_a_neighbour_says_is_batched() -> None:
+    def proud(x: Any) -> Any:
+        if not np.isfinite(x).all():
+            raise RuntimeError("no number")
+        return x
+
+    assert neighbours_matter(Program(rows_of(Dim()), proud), cases(), Dim()) == ""
 
 
 def test_a_batch_stays_inside_the_proven_range() -> None:

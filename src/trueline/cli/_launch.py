@@ -62,7 +62,11 @@ worker_options = _all(
 )
 device_option = _all(
     _workers("--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."),
-    _workers("--backend", metavar="NAME", help="Over what workers sum gradients: gloo, on every device."),
+    _workers(
+        "--backend",
+        metavar="NAME",
+        help="Over what gradients are summed: gloo (host memory, on every device), nccl, or module:function.",
+    ),
 )
 readers_option = _workers(
     "--readers",

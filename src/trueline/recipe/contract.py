@@ -171,7 +171,7 @@ class Defaults:
     patience: int = 0
     """Evaluations without a new best one after which training stops; 0: never."""
     backend: str = "gloo"
-    """Over what workers sum gradients; what cannot lose a worker (`nccl`, `mpi`) is refused when a job begins."""
+    """Over what gradients are summed: `gloo`, `nccl`, or `module:function` of a plane (`train/plane.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

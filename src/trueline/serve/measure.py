@@ -16,8 +16,9 @@ from trueline.bundle.read import Bundle, open_bundle
 from trueline.errors import UsageError
 from trueline.runtime.session import Session, open_program, replay
 from trueline.serve.batcher import Policy
+from trueline.serve.neighbours import fit, neighbours_matter
 from trueline.serve.pace import Curve
-from trueline.serve.plan import BY_RECORD, batch_symbol, fit, median_s, neighbours_matter
+from trueline.serve.plan import BY_RECORD, batch_symbol, median_s
 from trueline.serve.rehearse import Load, Outcome, Setting, grid, ratio, rehearse
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

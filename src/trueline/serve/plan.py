@@ -21,6 +21,7 @@ from trueline.bundle.padding import Padding, fill_up
 from trueline.bundle.signature import Dim, Signature
 from trueline.runtime.compare import compare
 from trueline.runtime.session import Session
+from trueline.serve.neighbours import fit, neighbours_matter
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -67,17 +68,6 @@ def batch_symbol(signature: Signature) -> tuple[str | None, str]:
     return symbol, f"dimension '{symbol}' leads every input and output"
 
 
-def fit(rows: int, dim: Dim) -> int | None:
-    """The smallest allowed size of at least `rows`; None when there is none.
-
-    >>> fit(1, Dim(min=2, multiple_of=4)), fit(9, Dim(max=8))
-    (4, None)
-    """
-    size = max(rows, dim.min)
-    size += -size % dim.multiple_of
-    return None if dim.max is not None and size > dim.max else size
-
-
 BY_RECORD = "the program goes through a batch one record after the other: alone a request is answered sooner"
 
 
@@ -122,38 +112,6 @@ def padding_of(session: Session, cases: Sequence[Golden]) -> Padding | None:
             return None
         tried += 1
     return padding if tried else None
-
-
-def neighbours_matter(session: Session, cases: Sequence[Golden], dim: Dim) -> str:
-    """Why rows must not share a run with rows of other requests; empty when they may.
-
-    Runs pieces of the golden examples apart and together: a program that normalises or attends over its batch
-    answers otherwise in company, and the proof at capture did not ask.
-    """
-    unit = fit(1, dim)
-    pieces = [] if unit is None else _pieces(cases, unit)
-    if not pieces or unit is None:
-        return "the golden examples are too few rows to try it"
-    pieces = pieces[:4] if len(pieces) > 1 else pieces * 2
-    if dim.max is not None and len(pieces) * unit > dim.max:
-        pieces = pieces[: dim.max // unit]
-    apart = [session.run(piece) for piece in pieces]
-    together = session.run({name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]})
-    expected = {name: np.concatenate([one[name] for one in apart]) for name in apart[0]}
-    found = compare(expected, together)
-    return "" if found.agrees else f"an answer depends on its neighbours in the batch: {found.reason}"
-
-
-def _pieces(cases: Sequence[Golden], unit: int) -> list[dict[str, Array]]:
-    shapes = {name: array.shape[1:] for name, array in cases[0].inputs.items()}
-    pieces = []
-    for case in cases:
-        rows = len(next(iter(case.inputs.values())))
-        if {name: array.shape[1:] for name, array in case.inputs.items()} != shapes:
-            continue
-        for at in range(0, rows - unit + 1, unit):
-            pieces.append({name: array[at : at + unit] for name, array in case.inputs.items()})
-    return pieces
 
 
 def _curve(session: Session, inputs: Mapping[str, Array], dim: Dim) -> tuple[dict[int, float], int]:

@@ -42,6 +42,7 @@ from trueline.train.options import Options
 from trueline.train.pace import Pace
 from trueline.train.part import Part, StepBatch
 from trueline.train.plan import Ints, JobPlan, Piece
+from trueline.train.plane import connector
 from trueline.train.replica import Replica, is_collective
 from trueline.train.report import Report
 from trueline.train.settings import Fault
@@ -95,7 +96,8 @@ class Elastic:
         self._tried_rate = kind.rate
         check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)
-        group = GlooGroup()
+        backend = "gloo" if options.bitwise else options.backend  # bit for bit, rows are summed in host memory
+        group = GlooGroup(connector(backend, devices.of_model(model)))
         self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
         self._pace = Pace()
         self._replica.on_computed, self._replica.on_sent = self._pace.computed, self._read_ahead

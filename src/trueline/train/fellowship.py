@@ -80,7 +80,7 @@ class Fellowship:
             if view is not None:
                 self.failed = False
                 return view
-            if self.generation >= 0:
+            if self.generation >= 0 or self.trouble:  # the first group may fail as well, though everybody lives
                 newest = self.link.newest()
                 self.link.broken(after if newest is None else newest.generation, self.trouble)
 

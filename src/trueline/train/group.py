@@ -18,7 +18,8 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
 * torch names groups by a process-wide count that a failed init does not take back: it is reset, or members that
   failed differently often look for each other under different names for ever.
 
-Only host memory is exchanged; what lies on a device is copied there and back by its owner. Linux only (/proc/self/fd).
+Host memory is exchanged; what lies on a device is copied there and back by its owner, unless the job has a plane for
+it (`plane.py`), which forms, is cut and left with the group. Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed import distributed_c10d
 
+from trueline.errors import TrainError, TruelineError
+from trueline.train.plane import Connect, Plane, Sum
+
 _SLICE = timedelta(milliseconds=20)
 """How long a wait goes on before it looks for a cut that gloo has not noticed; a look costs 0.2 ms of CPU. A callback
 that a cut could break at once would cost each step 0.1 ms: it takes turns with the training for the interpreter."""
@@ -45,6 +49,10 @@ FORM_TIMEOUT_S = 2.0
 RUN_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 30.0
 """A store's first connection to itself: a network that is away for a moment is no reason to end."""
+_LOOK_S = 20e-6
+"""Between two looks at a plane's sum."""
+PLANE_TRIES = 5
+"""Planes that do not form one after the other, while gloo does, before the job ends."""
 _BACKEND = "trueline_gloo"
 _formed: dict[str, ProcessGroupGloo] = {}
 """The gloo group that torch is about to be given, under the name of its backend: it lets nobody hand one over."""
@@ -80,7 +88,15 @@ def start_store() -> tuple[TCPStore, str]:
 class GlooGroup:
     """The group that this process is in, if any. `cut` may be called from any thread, the rest from one."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Connect | None = None) -> None:
+        """`connect`: how the members make a plane for what lies on their devices; None: they have none."""
+        self._connect = connect
+        self._plane: Plane | None = None
+        self._left: Plane | None = None
+        """The plane of a group that was left between two steps: a slower peer may still be reading from it."""
+        self._plane_misses = 0
+        self._sums: list[Sum] = []
+        """Of the plane, that may be under way."""
         self.generation = -1
         self.open = False
         self._broken = False
@@ -95,6 +111,33 @@ class GlooGroup:
         """Operations that may be under way."""
         self._gloo: ProcessGroupGloo | None = None
         """What is inside torch's default group: asked directly, it begins an operation in half the time."""
+
+    def takes(self, value: torch.Tensor) -> bool:
+        """Whether `value` can be summed where it lies."""
+        return value.is_cpu or self._plane is not None
+
+    def bucket_summed(self, value: torch.Tensor) -> Any:
+        """As `summed`, over the plane if there is one; `value` lies where `takes` says that it may."""
+        if self._plane is None:
+            return self.summed(value)
+        self._sums.append(self._plane.sum(value))
+        return self._sums[-1]
+
+    def wait_bucket(self, begun: Any) -> None:
+        """As `wait`, for what `bucket_summed` returned. The memory of a sum that failed may be anything from now on."""
+        if self._plane is None:
+            self.wait(begun)
+            return
+        try:
+            while not begun.over():
+                if self._broken:
+                    break
+                time.sleep(_LOOK_S)
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"the plane failed: {error}") from error
+        if self._broken:  # after the sum was over: one that was ended by an abort says the same
+            raise dist.DistBackendError("the plane was aborted: the group was cut")
+        self._sums.remove(begun)
 
     def summed(self, value: torch.Tensor) -> Any:
         """Begins the sum of `value`, which lies in host memory, over the members; what it returns is for `wait`."""
@@ -143,18 +186,46 @@ class GlooGroup:
 
         def work() -> None:
             try:
-                outcomes.put(_connected(store, generation, rank, size, patience))
+                found = _connected(store, generation, rank, size, patience, self._connect)
             except Exception as error:  # noqa: BLE001  whatever keeps the group from forming, its waiter is told
                 outcomes.put(error)
+                return
+            with self._lock:
+                late = not self.open or self._broken or self.generation != generation
+                if not late:
+                    self._plane = found[2]
+                    outcomes.put(found)
+            if late and found[2] is not None:
+                found[2].abort()
 
         threading.Thread(target=work, name="form", daemon=True).start()
         found = outcomes.get()
+        if isinstance(found, _PlaneError):
+            self._plane_missed(found)
+        if isinstance(found, TruelineError):
+            raise found
         if isinstance(found, Exception):
             raise RuntimeError(f"gloo: generation {generation} was not formed: {found}") from found
-        _formed[_BACKEND], named = found
+        _formed[_BACKEND], named, _ = found
         run_timeout = timedelta(seconds=RUN_TIMEOUT_S)
         dist.init_process_group(_BACKEND, store=named, rank=rank, world_size=size, timeout=run_timeout)
-        self._gloo, self._misses = found[0], 0
+        self._gloo, self._misses, self._plane_misses = found[0], 0, 0
+        self._let_go()
+
+    def _plane_missed(self, error: _PlaneError) -> None:
+        """Raises TrainError when it is not for want of a peer."""
+        self._plane_misses += 1
+        if self._plane_misses >= PLANE_TRIES:
+            raise TrainError(
+                f"workers could not connect over their backend {PLANE_TRIES} times, one after the other: {error}",
+                hint="leave --backend out: gradients go over gloo then; for NCCL, NCCL_DEBUG=INFO says more",
+            ) from error
+
+    def _let_go(self) -> None:
+        """Everybody is in a newer group, or this member in none: nobody reads from the one that was left any more."""
+        left, self._left = self._left, None
+        if left is not None:
+            left.abort()
 
     @property
     def patience_s(self) -> float:
@@ -169,6 +240,9 @@ class GlooGroup:
             self._broken = True
             shut = sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
             self._outcomes.put(RuntimeError("it was cut"))
+            plane = self._plane
+        if plane is not None:
+            plane.abort()  # after the note that the group is broken
         return shut
 
     def cut_until_left(self, below: int) -> None:
@@ -183,31 +257,51 @@ class GlooGroup:
 
     def close(self) -> None:
         """Leaves the group; pending operations of peers with this process fail."""
+        with self._lock:
+            if self.open and not self._broken:
+                self._left, self._plane = self._plane or self._left, None
         self.cut()
         with self._lock:
-            self.open = False
+            self.open, self._plane = False, None
         if dist.is_initialized():
             left, self._gloo = [dist.group.WORLD, self._gloo], None
             with contextlib.suppress(RuntimeError, ValueError):  # a half-formed group refuses, and is dropped as well
                 dist.destroy_process_group()
             works, self._works = self._works, []
             threading.Thread(target=_bury, args=(left, works), name="bury", daemon=True).start()
+        if self._sums:
+            sums, self._sums = self._sums, []
+            threading.Thread(target=_outlast, args=(sums,), name="outlast", daemon=True).start()
         # torch names groups by a count that a failed init leaves raised; members must agree on the name.
         distributed_c10d._world.group_count = 0
 
 
-_Outcome = tuple[ProcessGroupGloo, PrefixStore] | Exception
+_Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None]
+_Outcome = _Formed | Exception
 
 
-def _connected(store: str, generation: int, rank: int, size: int, patience: timedelta) -> _Outcome:
-    """A gloo group whose members are all connected, and its part of the store. Raises RuntimeError."""
+class _PlaneError(RuntimeError):
+    """The members are connected over gloo, and not over the plane."""
+
+
+def _connected(
+    store: str, generation: int, rank: int, size: int, patience: timedelta, connect: Connect | None
+) -> _Formed:
+    """A gloo group whose members are all connected, its part of the store, and their plane. Raises RuntimeError."""
     host, _, port = store.rpartition(":")
     _check_open(host, int(port))
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
     named = PrefixStore(f"generation-{generation}", client)
     group = ProcessGroupGloo(named, rank, size, timeout=patience)
     group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
-    return group, named
+    if connect is None:
+        return group, named, None
+    try:  # a peer that dies meanwhile brings a cut, and nobody waits for this any more
+        return group, named, connect(PrefixStore("plane", named), rank, size, timedelta(seconds=START_TIMEOUT_S))
+    except TruelineError:
+        raise
+    except Exception as error:
+        raise _PlaneError(f"{type(error).__name__}: {error}") from error
 
 
 def _check_open(host: str, port: int) -> None:
@@ -228,6 +322,14 @@ def _bury(groups: list[Any], works: list[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # failed, as was to be expected of a group that was left
             work.wait()
     groups.clear()
+
+
+def _outlast(sums: list[Sum]) -> None:
+    """Keeps what was being summed until an aborted plane writes into it no more: its memory must not be given away."""
+    for one in sums:
+        with contextlib.suppress(RuntimeError):  # failed: that is an end as well
+            while not one.over():
+                time.sleep(0.01)
 
 
 def _sockets() -> dict[str, int]:

@@ -9,7 +9,7 @@ from trueline.data.drawn import DrawnSource
 from trueline.data.source import Source
 from trueline.errors import UsageError
 from trueline.train.plan import DRAWN, IN_ORDER
-from trueline.train.settings import Shuffle
+from trueline.train.settings import Shuffle, check_backend
 
 SHARDS = 8
 """Shards of a step for a model that needs them, when nobody says how many records one has."""
@@ -37,6 +37,8 @@ class Options:
     ema: float = 0.0
     """Decay of the moving average of the parameters; 0: none."""
     find_unused_parameters: bool = False
+    backend: str = "gloo"
+    """Over what gradients are summed: gloo (host memory), nccl, or `module:function` of a plane; see train/plane.py."""
     readers: int = 0
     """Processes of each worker that read records ahead; 0: the worker reads it between its steps."""
 
@@ -45,6 +47,7 @@ class Options:
             raise UsageError(f"micro_batch is {self.micro_batch}, expected 0 (none) or a number of records")
         if self.readers < 0:
             raise UsageError(f"readers is {self.readers}, expected 0 (none) or a number of processes for each worker")
+        check_backend(self.backend)
         if self.shuffle not in get_args(Shuffle):
             raise UsageError(f"shuffle is '{self.shuffle}', expected {' or '.join(get_args(Shuffle))}")
         if self.precision not in ("fp32", "bf16", "fp16"):

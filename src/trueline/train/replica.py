@@ -278,15 +278,15 @@ class Replica:
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: the plain sum of a bucket (not the mean).
 
-        A bucket on a device is summed in host memory; the copy waits for what computes the bucket, and for nothing
-        else. The last bucket is the end of the local part of a backward: there all of them are waited for, as DDP
-        would next. Raises RuntimeError when a peer fails.
+        A bucket on a device is summed there when the group has a plane, else in host memory; that copy waits for what
+        computes the bucket, and for nothing else. The last bucket is the end of the local part of a backward: there
+        all of them are waited for, as DDP would next. Raises RuntimeError when a peer fails.
         """
         gradients: torch.Tensor = bucket.buffer()
-        host = gradients if gradients.is_cpu else gradients.cpu()
+        summed = gradients if self._group.takes(gradients) else gradients.cpu()
         devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]
         promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._sent.append((self._group.summed(host), host, gradients, promise))
+        self._sent.append((self._group.bucket_summed(summed), summed, gradients, promise))
         if bucket.is_last():
             self.on_computed()
             self.on_sent()
@@ -296,10 +296,10 @@ class Replica:
     def _receive(self) -> None:
         """Waits for the sums of all buckets."""
         sent, self._sent = self._sent, []
-        for work, host, gradients, promise in sent:
-            self._group.wait(work)
-            if not gradients.is_cpu:
-                gradients.copy_(host)
+        for begun, summed, gradients, promise in sent:
+            self._group.wait_bucket(begun)
+            if summed is not gradients:
+                gradients.copy_(summed)
             promise.set_result(gradients)
 
     def _enter(self, words: list[float]) -> None:

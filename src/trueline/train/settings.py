@@ -103,7 +103,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     """Where workers compute: `auto` (CUDA where a machine has it), `cpu`, `cuda` or `cuda:N`; see `train.devices`."""
     backend: str = "gloo"
-    """Over what workers sum gradients: gloo, whatever they compute on."""
+    """Over what workers sum gradients: `gloo` (host memory), `nccl`, or `module:function` of a plane of one's own."""
 
     @property
     def wants_best(self) -> bool:
@@ -128,19 +128,23 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
 
 
 def check_backend(wanted: str) -> None:
-    """Raises UsageError for a backend over which no group can lose a member and go on."""
-    if wanted == "gloo":
+    """Raises UsageError for what is no backend by its name; whether it is there, workers find out.
+
+    >>> check_backend("nccl"), check_backend("ours.planes:connect")
+    (None, None)
+    """
+    module, colon, name = wanted.partition(":")
+    if wanted in ("gloo", "nccl") or (colon and name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
         return
-    if wanted in ("nccl", "mpi"):
+    if wanted == "mpi":
         raise UsageError(
-            f"backend is '{wanted}', and workers sum over gloo alone: what a collective of {wanted} holds of a step "
-            "after a death is not proven",
-            hint="leave --backend out, and `backend` out of the recipe; with --device cuda gradients are summed in "
-            "host memory, over gloo",
+            "backend is 'mpi', and what an MPI that loses a rank holds of a step is not proven here",
+            hint="leave --backend out: gradients are summed in host memory, over gloo",
         )
     raise UsageError(
         f"backend is '{wanted}', which is none",
-        hint="say gloo, or leave --backend out; a value of the recipe's own is better called `_backend`",
+        hint="say gloo, nccl or module:function, or leave --backend out; a value of the recipe's own is better called "
+        "`_backend`",
     )
 
 
