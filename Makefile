@@ -36,11 +36,13 @@ demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker
 
 # quick: without most tests that start processes, export programs or open MLflow; they are marked slow.
 DEPTH ?= full
+# Two suites on two cores leave an eighth of them idle.
+JOBS ?= 2
 
-test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
+test: test-$(DEPTH)  ## the rooms and the whole line, JOBS=2 suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j2 -O $(SUITES_full)
+	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'
