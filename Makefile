@@ -36,11 +36,13 @@ demo: $(STAMP)  ## the whole line on scikit-learn's digits: train, kill a worker
 
 # quick: without most tests that start processes, export programs or open MLflow; they are marked slow.
 DEPTH ?= full
+# Two suites on two cores leave an eighth of them idle.
+JOBS ?= 2
 
-test: test-$(DEPTH)  ## the rooms and the whole line, two suites at a time; DEPTH=quick: the short form
+test: test-$(DEPTH)  ## the rooms and the whole line, JOBS=2 suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j2 -O $(SUITES_full)
+	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'
@@ -60,14 +62,14 @@ suite-line: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
 
 suite-train: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine tests/data tests/state
 
 suite-programs: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/capture tests/doctor tests/runtime
 
 suite-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ --ignore=tests/train --ignore=tests/engine \
-	  --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
+	  --ignore=tests/data --ignore=tests/state --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -m jobs $(call MARKED,jobs)

@@ -49,7 +49,7 @@ from _load import http as request_of
 from _served import binary_body, json_body, mean_of_image, mlp, resnet18, sealed, session
 from _table import report
 from peers import serving
-from serve_overhead import TICK_S, connect, cpu_s, first_answer, pss_mb
+from serve_overhead import connect, cpu_s, first_answer, loop_s, pss_mb, runs_of, tree_cpu_s
 from trueline.bundle import Bundle
 from trueline.serve import RunningServer, start
 
@@ -139,21 +139,6 @@ def overhead(bench: Bench) -> Figures:
             found |= {f"bare_us_{name}_c1": round(bare_us - raw_us, 1)}
             found |= {f"overhead_us_{name}_c{clients}": round(spent_us[clients] - raw_us, 1) for clients in (1, 32)}
     return found
-
-
-def tree_cpu_s(root: int) -> float:
-    """Processor time so far of a process and of all that live below it or in its session."""
-    parents: dict[int, tuple[int, int, float]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        parents[int(path.parent.name)] = (int(fields[1]), int(fields[3]), sum(map(int, fields[11:15])) * TICK_S)
-    below = {root}
-    while more := {pid for pid, (parent, _, _) in parents.items() if parent in below} - below:
-        below |= more
-    return sum(spent for pid, (_, group, spent) in parents.items() if pid in below or group == root)
 
 
 def asked_by_32(pid: int, port: int, request: bytes, seconds: float) -> tuple[float, float]:
@@ -314,7 +299,7 @@ def overload(bench: Bench) -> Figures:
     for width, suffix in ((4096, ""), (2560, "_20ms")):
         bundle = bench.bundle(f"deep{width}", lambda width=width: mlp(width=width, layers=12))
         one = _overloaded(bundle, turns)
-        floors = _refusing(bundle, one, (turns + 1) // 2)
+        floors, floor_us = _refusing(bundle, one, (turns + 1) // 2)
         found |= {
             f"overload_goodput{suffix}": round(statistics.median(one.goodputs), 3),
             f"overload_goodputs{suffix}": [round(ratio, 2) for ratio in one.goodputs],
@@ -322,6 +307,7 @@ def overload(bench: Bench) -> Figures:
             f"overload_floors{suffix}": [round(ratio, 2) for ratio in floors],
             f"overload_ms{suffix}": round(1e3 / one.peak, 1),
             f"overload_us_per_429{suffix}": round(one.us_per_429),
+            f"overload_floor_us_per_429{suffix}": round(floor_us),
             f"time_to_429_ms{suffix}": round(quantile_ms(one.answers, 0.5, status=429), 2),
             f"overload_asked_x{suffix}": round(len(one.answers) / (turns * FLOOD_S) / one.peak, 1),
             f"overload_429{suffix}": one.num_refused,
@@ -347,9 +333,9 @@ class Overloaded:
     answers: list[Answer]
     """Of all floods."""
     spent_s: float
-    """CPU time of the server within them."""
+    """CPU time of the thread that answers within them."""
     usual_s: float
-    """CPU time of an answer when nobody is refused."""
+    """Its CPU time for an answer when nobody is refused."""
 
     @property
     def us_per_429(self) -> float:
@@ -384,18 +370,18 @@ def _overloaded(bundle: Bundle, turns: int) -> Overloaded:
     with apart(lambda: start(bundle.path, max_batch=1, max_queue=32)) as server:
         settled(server.port, request, 16, PEAK_S)
         for turn in range(turns + 1):
-            usual_s -= cpu_s(server.pid)
+            usual_s -= loop_s(server.pid)
             began = time.perf_counter()
             calm = closed_loop(server.port, request, clients=16, seconds=PEAK_S)
-            usual_s += cpu_s(server.pid)
+            usual_s += loop_s(server.pid)
             num_usual += len(calm)
             peaks.append(rate(_within(calm, began, began + PEAK_S)))
             if turn == turns:
                 break
-            spent_s -= cpu_s(server.pid)
+            spent_s -= loop_s(server.pid)
             began = time.perf_counter()
             flood = paced(server.port, request, per_second=10 * peaks[-1], seconds=FLOOD_S, clients=256)
-            spent_s += cpu_s(server.pid)
+            spent_s += loop_s(server.pid)
             floods.append(rate(_within(flood, began + CONNECT_S, began + FLOOD_S)))
             answers += flood
     return Overloaded(
@@ -407,31 +393,28 @@ def _overloaded(bundle: Bundle, turns: int) -> Overloaded:
     )
 
 
-def _refusing(bundle: Bundle, like: Overloaded, turns: int) -> list[float]:
-    """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks."""
+def _refusing(bundle: Bundle, like: Overloaded, turns: int) -> tuple[list[float], float]:
+    """Runs of the model beside a bare server that refuses as many requests, over its runs when nobody asks; and
+    microseconds of its processor time for each of them.
+    """
     request = asking(bundle.path.stem, ROW, binary=True)
     calm: list[float] = []
     floods: list[float] = []
-    with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (_, port):
+    spent_s, num_refused = 0.0, 0
+    with apart(lambda: floor(len(request), 200, bundle.program_path(), refusing=True)) as (pid, port):
         while runs_of(port, request) < 3:
             time.sleep(0.1)
         for turn in range(2 * turns + 1):
             began, runs = time.perf_counter(), -runs_of(port, request)
             if turn % 2:
-                paced(port, request, per_second=9 * like.peak, seconds=FLOOD_S, clients=256)
+                spent_s -= loop_s(pid)
+                num_refused += len(paced(port, request, per_second=9 * like.peak, seconds=FLOOD_S, clients=256))
+                spent_s += loop_s(pid)
             else:
                 time.sleep(PEAK_S)
             runs += runs_of(port, request)
             (floods if turn % 2 else calm).append(runs / (time.perf_counter() - began))
-    return _between(floods, calm)
-
-
-def runs_of(port: int, request: bytes) -> int:
-    """Of a bare server that refuses, so far."""
-    with connect(port) as client:
-        client.sendall(request)
-        head = client.recv(65536).partition(b"\r\n\r\n")[0]
-    return int(head.partition(b"x-runs: ")[2].split(b"\r\n")[0])
+    return _between(floods, calm), spent_s * 1e6 / num_refused
 
 
 def load(bench: Bench) -> Figures:

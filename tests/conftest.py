@@ -3,9 +3,11 @@
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -51,3 +53,23 @@ def _no_mode_is_left() -> Iterator[None]:
     overrides = sys.modules.get("torch.overrides")
     if overrides is not None:
         assert overrides._get_current_function_mode_stack() == []
+
+
+@pytest.fixture(scope="session")
+def new_registry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """Puts an empty registry into a folder and names it: MLflow takes seconds to make the tables of one, and they are
+    copied here.
+    """
+    made: list[Path] = []
+
+    def new(folder: Path) -> str:
+        from trueline.registry import store
+
+        if not made:
+            tables = tmp_path_factory.mktemp("tables") / "mlflow.db"
+            with store.opened(f"sqlite:///{tables}"):
+                made.append(tables)
+        shutil.copyfile(made[0], folder / "mlflow.db")
+        return f"sqlite:///{folder}/mlflow.db"
+
+    return new

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,13 +244,13 @@ def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
 
 @pytest.mark.slow
 def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
     from registry_worlds import small_bundle
 
     small_bundle(tmp_path / "b.bundle")
-    store = ["--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    store = ["--tracking-uri", new_registry(tmp_path)]
     assert app.run(["register", str(tmp_path / "b.bundle"), "--metric", "accuracy=0.9", *store]) == 0
     assert capsys.readouterr().out == "models:/double/1 (champion)\n"
     assert app.run(["inspect", "models:/double@champion", "--json", *store]) == 0

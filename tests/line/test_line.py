@@ -10,17 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trueline.cli.app import run
+from trueline.registry import store
+
 RECIPE = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"
 pytestmark = [pytest.mark.line, pytest.mark.timeout(900)]
 pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is not installed")
-
-
-ASK_MLFLOW = """
-import json, mlflow
-client = mlflow.MlflowClient()
-run = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id)
-print(json.dumps([run.data.metrics, run.data.params]))
-"""
 
 
 def trueline(folder: Path, *arguments: str) -> subprocess.Popen:
@@ -52,58 +47,83 @@ def partials(folder: Path) -> list[Path]:
     return list(folder.rglob(".partial-*"))
 
 
-@pytest.fixture(scope="module")
-def shipped_twice(tmp_path_factory):
-    """A folder in which the digits were shipped after four epochs and after all; what the command said of each."""
-    folder = tmp_path_factory.mktemp("shipped")
-    told = []
-    for options in (["--epochs", "4"], []):
-        told.append(json.loads(told_by(folder, "ship", str(RECIPE), "--json", *options)))
-        assert left(folder) == []
-    return folder, told
-
-
-def test_one_command_goes_from_a_recipe_to_proven_answers_twice(shipped_twice):
-    folder, told = shipped_twice
-    for version, (shipped, epochs, accuracy) in enumerate(zip(told, (4, 12), (0.9, 0.97), strict=True), 1):
-        assert shipped["evaluation"]["metrics"]["accuracy"] >= accuracy
-        assert shipped["version"] == f"models:/digits/{version}"
-        assert (shipped["served"]["records"], shipped["served"]["decisions_changed"]) == (360, 0)
-        certificates = shipped["summary"]["certificates"]
-        assert [c["records"] for c in certificates] == [1437] * epochs
-        assert {(c["tally_min"], c["tally_max"]) for c in certificates} == {(1, 1)}
-        reasons = [regroup["reason"] for regroup in shipped["summary"]["regroups"]]
-        assert "worker-1.0 is gone: killed by SIGKILL" in reasons
-    assert "worker-1.1 joins" in reasons  # of the longer one, which cannot be over before
-    assert partials(folder) == []
-
-
-def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(shipped_twice):
-    folder, _ = shipped_twice
-    told = told_by(folder, "inspect", "models:/digits@champion")
-    assert "proven  batch from 1 up" in told
-    assert "epochs 0 to 11 (12): 1437 records in 23 steps, each 1 to 1 times" in told
-    for source in ("runs/digits-1", "runs/digits-1/digits.bundle"):
-        out = f"{Path(source).name}.jsonl"
-        told_by(folder, "predict", str(RECIPE), source, "--out", out)
-        assert len((folder / out).read_text().splitlines()) == 360
-    asked = subprocess.run([sys.executable, "-c", ASK_MLFLOW], cwd=folder, capture_output=True, text=True, check=True)
-    metrics, params = json.loads(asked.stdout.splitlines()[-1])
-    assert metrics["accuracy"] >= 0.97
-    assert (params["epochs"], params["records"]) == ("12", "1437")
-
-
-LONG = [pytest.param(stage, marks=pytest.mark.long) for stage in ("[1/6] train", "[3/6] capture", "[6/6] compare")]
-
-
-@pytest.mark.parametrize("stage", ["training", "[5/6] serve", *LONG])
-def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
-    process = trueline(tmp_path, "ship", str(RECIPE), "--epochs", "2")
+def interrupted(folder: Path, stage: str, *options: str) -> int:
+    """How `ship` ends that is interrupted in `stage`, with nothing left of it."""
+    process = trueline(folder, "ship", str(RECIPE), *options)
     for line in process.stderr:
         if line.startswith(stage):
             break
     process.send_signal(signal.SIGINT)
     process.communicate()
-    assert process.returncode in (130, 0)  # 0: it was done before the signal came
-    assert left(tmp_path) == []
-    assert partials(tmp_path) == []
+    assert left(folder) == []
+    assert partials(folder) == []
+    return process.returncode
+
+
+def shipped(folder: Path, *options: str) -> dict:
+    """What `ship` says of itself, with nothing left of it but its files."""
+    told = json.loads(told_by(folder, "ship", str(RECIPE), "--json", *options))
+    assert left(folder) == []
+    assert partials(folder) == []
+    return told
+
+
+def went_the_whole_way(told: dict, *, version: int, epochs: int, accuracy: float) -> None:
+    assert told["evaluation"]["metrics"]["accuracy"] >= accuracy
+    assert told["version"] == f"models:/digits/{version}"
+    assert (told["served"]["records"], told["served"]["decisions_changed"]) == (360, 0)
+    certificates = told["summary"]["certificates"]
+    assert [c["records"] for c in certificates] == [1437] * epochs
+    assert {(c["tally_min"], c["tally_max"]) for c in certificates} == {(1, 1)}
+    assert "worker-1.0 is gone: killed by SIGKILL" in [regroup["reason"] for regroup in told["summary"]["regroups"]]
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory):
+    """A folder in which shipping the digits was interrupted once a version was registered, and then was not; how the
+    one ended, and what the other said.
+    """
+    folder = tmp_path_factory.mktemp("shipped")
+    return folder, interrupted(folder, "[5/6] serve", "--epochs", "2"), shipped(folder)
+
+
+def test_ctrl_c_while_a_server_starts_leaves_no_process_and_no_torn_file(line):
+    _, code, _ = line
+    assert code in (130, 0)  # 0: it was done before the signal came
+
+
+def test_one_command_goes_from_a_recipe_to_proven_answers(line):
+    _, _, told = line
+    went_the_whole_way(told, version=2, epochs=12, accuracy=0.97)
+    assert "worker-1.1 joins" in [regroup["reason"] for regroup in told["summary"]["regroups"]]
+
+
+def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(line, monkeypatch, capsys):
+    folder, _, _ = line
+    monkeypatch.chdir(folder)
+    assert run(["inspect", "models:/digits@champion"]) == 0
+    told = capsys.readouterr().out
+    assert "proven  batch from 1 up" in told
+    assert "epochs 0 to 11 (12): 1437 records in 23 steps, each 1 to 1 times" in told
+    for source in ("runs/digits-2", "runs/digits-2/digits.bundle"):
+        out = Path(f"{Path(source).name}.jsonl")
+        assert run(["predict", str(RECIPE), source, "--out", str(out), "-q"]) == 0
+        assert len(out.read_text().splitlines()) == 360
+    with store.opened(None) as client:
+        found = client.get_run(client.get_model_version_by_alias("digits", "champion").run_id).data
+    assert found.metrics["accuracy"] >= 0.97
+    assert (found.params["epochs"], found.params["records"]) == ("12", "1437")
+
+
+@pytest.mark.long
+def test_one_command_goes_from_a_recipe_to_proven_answers_twice(tmp_path):
+    went_the_whole_way(shipped(tmp_path, "--epochs", "4"), version=1, epochs=4, accuracy=0.9)
+    went_the_whole_way(shipped(tmp_path), version=2, epochs=12, accuracy=0.97)
+
+
+LONG = [pytest.param(stage, marks=pytest.mark.long) for stage in ("[1/6] train", "[3/6] capture", "[6/6] compare")]
+
+
+@pytest.mark.parametrize("stage", ["training", *LONG])
+def test_ctrl_c_leaves_no_process_and_no_torn_file(tmp_path, stage):
+    assert interrupted(tmp_path, stage, "--epochs", "2") in (130, 0)  # 0: it was done before the signal came

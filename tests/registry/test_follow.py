@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ Event = tuple[str, dict[str, Any], float]
 
 
 @pytest.fixture(scope="module", name="world")
-def _world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store for all: MLflow takes seconds to make a new one."""
-    return tmp_path_factory.mktemp("mlflow")
+def _world(tmp_path_factory: pytest.TempPathFactory, new_registry: Callable[[Path], str]) -> Path:
+    """One store for all."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    new_registry(folder)
+    return folder
 
 
 def steps(first: int, stop: int, *, total: int) -> Iterator[Event]:
@@ -208,7 +210,9 @@ def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_registered_bundle_belongs_to_the_run_of_its_job(world: Path, tmp_path: Path) -> None:
+def test_a_registered_bundle_belongs_to_the_run_of_its_job(
+    world: Path, tmp_path: Path, new_registry: Callable[[Path], str]
+) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
     run_id = follow.follow(folder, tracking_uri=uri(world))
     small_bundle(tmp_path / "b.bundle")
@@ -221,6 +225,7 @@ def test_a_registered_bundle_belongs_to_the_run_of_its_job(world: Path, tmp_path
     assert run.data.tags[store.DIGEST_TAG] == version.digest
     other = tmp_path / "other"
     other.mkdir()
+    new_registry(other)
     elsewhere = register(tmp_path / "b.bundle", tracking_uri=uri(other), run=facts)
     assert elsewhere.run_id != run_id
     assert follow.follow(folder, tracking_uri=uri(other)) not in (run_id, elsewhere.run_id)

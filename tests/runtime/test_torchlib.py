@@ -38,3 +38,4 @@ def test_an_export_finds_the_same_translations_as_without() -> None:
         assert registry.functions.keys() == plain.functions.keys()
         for target, decomps in plain.functions.items():
             assert [one.onnx_function for one in registry.functions[target]] == [one.onnx_function for one in decomps]
+            assert [one.signature for one in registry.functions[target]] == [one.signature for one in decomps]

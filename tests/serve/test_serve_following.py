@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import asking
@@ -183,10 +184,10 @@ def test_a_watch_says_what_is_new_and_nothing_twice(capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_registry: Callable[[Path], str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path}/registry.db"
+    uri = new_registry(tmp_path)
     register(worlds.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
     with start("models:/tiny@champion", tracking_uri=uri, follow_s=0.5) as server:
         assert server.version == "1"

@@ -19,8 +19,8 @@ from trueline.serve import RunningServer
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
 INSIDES = re.compile(r"Traceback|File \"|\.py\b|/site-packages|/tmp/|/home/|/root/")
-EXAMPLES = 8
-"""For each operation and each kind of request."""
+FEW, MANY = 4, 40
+"""Examples for each operation and each kind of request."""
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,9 @@ def check(case: Any, response: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize("face", ["data", "management"])
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form(
-    server: RunningServer, schemathesis: Any, face: str, mode: str
+    server: RunningServer, schemathesis: Any, face: str, mode: str, examples: int
 ) -> None:
     url = server.url if face == "data" else server.management_url
     assert url is not None
@@ -95,7 +96,7 @@ def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form
             continue
         strategy = operation.as_strategy(generation_mode=getattr(schemathesis.GenerationMode, mode.upper()))
 
-        @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(case=strategy)
         def ask(case: Any) -> None:
             nonlocal asked
@@ -103,7 +104,7 @@ def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form
             check(case, case.call(base_url=url, timeout=60))
 
         ask()
-    assert asked > 3 * EXAMPLES, "of most operations something can be asked in this way"
+    assert asked > 3 * examples, "of most operations something can be asked in this way"
 
 
 def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(

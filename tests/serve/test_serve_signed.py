@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asking
@@ -199,8 +199,10 @@ def test_a_workflow_is_signed_as_models_are(server: serve.RunningServer, store: 
 
 
 @pytest.mark.slow
-def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(tmp_path: Path) -> None:
-    ours, uri = key(tmp_path, "ours"), f"sqlite:///{tmp_path}/registry.db"
+def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(
+    tmp_path: Path, new_registry: Callable[[Path], str]
+) -> None:
+    ours, uri = key(tmp_path, "ours"), new_registry(tmp_path)
     bundle = worlds.double_plus(tmp_path / "tiny.bundle")
     trusted = Trusted.read(ours.with_suffix(".pub"))
     register(bundle.path, name="tiny", tracking_uri=uri)

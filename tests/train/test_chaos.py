@@ -43,13 +43,14 @@ def rage(tmp_path: Path, asked: victim.Weather, *, kills: int, seed: int) -> dic
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_strikes_at_anything_lose_no_record_repeat_none_and_change_no_answer(tmp_path):
-    settings = {"epochs": 40, "checkpoint_every": 25, "evaluate_every": 40}
-    facts = rage(tmp_path, weather("tiny.py", every=25, settings=settings), kills=10, seed=7)
+def test_strikes_at_a_worker_the_master_its_zygote_the_agent_and_all_change_no_answer(tmp_path):
+    """Nor lose or repeat a record. The seed has these kinds in one short storm."""
+    settings = {"epochs": 22, "checkpoint_every": 20, "evaluate_every": 40}
+    facts = rage(tmp_path, weather("tiny.py", every=20, settings=settings), kills=5, seed=2365)
     assert facts["violations"] == []
     assert facts["lost"] == facts["repeated"] == 0
     assert facts["difference"] < 1e-9
-    assert facts["kills"] >= 10
+    assert facts["kills"] >= 5
 
 
 LONG = {

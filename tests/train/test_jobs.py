@@ -65,6 +65,14 @@ def psutil_left(tmp_path) -> list[str]:
     return found
 
 
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """Opens the gate of the recipe, before which the steps from the twentieth on are slow."""
+    file = tmp_path / "open"
+    monkeypatch.setenv("TINY_GATE", f"20:{file}")
+    return lambda _: file.touch()
+
+
 class Usual:
     """One job of three workers for all tests that only look at one: what happened, and what was tried while it ran."""
 
@@ -159,17 +167,18 @@ def kill_master(tmp_path):
     return lambda _: os.kill(json.loads((tmp_path / "job" / "master.json").read_text())["pid"], signal.SIGKILL)
 
 
-def test_the_masters_death_costs_no_step_and_no_worker(tmp_path):
+def test_the_masters_death_costs_no_step_and_no_worker(tmp_path, gate):
     heard = Heard().at("step.applied", kill_master(tmp_path), lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers=2, epochs=60)
+    heard.at("step.applied", gate, lambda _: heard.of("master.lost") != [])
+    result, heard = run(tmp_path, heard, workers=2, epochs=12)
     assert len(heard.of("master.lost")) == 1
     assert [fields["worker"] for fields in heard.of("worker.started")] == ["worker-0.0", "worker-1.0"]
     assert result.summary.as_dict()["generations"] == 1
-    assert seen_counts(result.checkpoint) == [60.0]
+    assert seen_counts(result.checkpoint) == [12.0]
 
 
-def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp_path):
-    heard = Heard()
+def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp_path, gate):
+    heard = Heard().at("worker.joined", gate, lambda fields: fields["worker"] == "worker-1.1")
 
     def both(fields):
         pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
@@ -177,13 +186,13 @@ def test_a_worker_that_dies_while_the_master_is_dead_is_noticed_and_replaced(tmp
         os.kill(pids["worker-1.0"], signal.SIGKILL)
 
     heard.at("step.applied", both, lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers="2:3", epochs=60)
+    result, heard = run(tmp_path, heard, workers="2:3", epochs=12)
     assert "worker-1.1" in [fields["worker"] for fields in heard.of("worker.started")]
-    assert seen_counts(result.checkpoint) == [60.0]
+    assert seen_counts(result.checkpoint) == [12.0]
 
 
-def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_path):
-    heard = Heard()
+def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_path, gate):
+    heard = Heard().at("agent.lost", gate)
 
     def kill_agent(_):
         running = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
@@ -194,10 +203,10 @@ def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_pa
         agent.kill()
 
     heard.at("step.applied", kill_agent, lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers=2, epochs=200)
+    result, heard = run(tmp_path, heard, workers=2, epochs=12)
     assert len(heard.of("agent.lost")) == 1
     assert len(heard.of("worker.started")) == 2
-    assert seen_counts(result.checkpoint) == [200.0]
+    assert seen_counts(result.checkpoint) == [12.0]
 
 
 @pytest.mark.parametrize("slot", [0, *(pytest.param(slot, marks=pytest.mark.long) for slot in (1, 2))])
@@ -208,33 +217,33 @@ def test_the_last_checkpoint_is_of_the_last_step_whoever_dies_after_it(tmp_path,
     assert seen_counts(result.checkpoint) == [6.0]
 
 
-def test_a_preemption_notice_to_all_workers_at_once_loses_no_step(tmp_path):
-    heard = Heard()
+def test_a_preemption_notice_to_all_workers_at_once_loses_no_step(tmp_path, gate):
+    heard = Heard().at("worker.joined", gate, lambda _: len(heard.of("worker.joined")) == 4)
 
     def notice(_):
         for fields in heard.of("worker.running"):
             os.kill(fields["pid"], signal.SIGTERM)
 
     heard.at("step.applied", notice, lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers=2, epochs=150)
+    result, heard = run(tmp_path, heard, workers=2, epochs=16)
     assert [fields["worker"] for fields in heard.of("worker.leaving")] != []
     assert heard.of("log.truncated") == heard.of("job.restored") == []
-    assert seen_counts(result.checkpoint) == [150.0]
+    assert seen_counts(result.checkpoint) == [16.0]
 
 
-def test_a_planned_departure_fails_no_step(tmp_path):
-    heard = Heard()
+def test_a_planned_departure_fails_no_step(tmp_path, gate):
+    heard = Heard().at("view.published", gate, lambda fields: "worker-0.0 leaves" in fields["why"])
 
     def notice(_):
         pids = {f["worker"]: f["pid"] for f in heard.of("worker.running")}
         os.kill(pids["worker-0.0"], signal.SIGTERM)
 
     heard.at("step.applied", notice, lambda fields: fields["step"] >= 10)
-    result, heard = run(tmp_path, heard, workers=3, epochs=60)
+    result, heard = run(tmp_path, heard, workers=3, epochs=12)
     reasons = [fields["why"] for fields in heard.of("view.published")]
     assert "worker-0.0 leaves" in reasons
     assert not any("cannot use" in why or "is gone" in why for why in reasons)
-    assert seen_counts(result.checkpoint) == [60.0]
+    assert seen_counts(result.checkpoint) == [12.0]
 
 
 def test_a_worker_that_hangs_is_given_up_when_its_lease_is_over(tmp_path):
@@ -283,8 +292,9 @@ def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path):
 
 def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_workers(tmp_path):
     job = tmp_path / "job"
-    script = SCRIPT.replace("epochs=4000", "epochs=60").replace(">= 100", ">= 47")
-    launcher = subprocess.Popen([sys.executable, "-c", script, str(TINY), str(job)], stdout=subprocess.PIPE)
+    script = SCRIPT.replace("epochs=4000", "epochs=12").replace(">= 100", ">= 47")
+    closed = {**os.environ, "TINY_GATE": f"50:{tmp_path / 'closed'}"}
+    launcher = subprocess.Popen([sys.executable, "-c", script, str(TINY), str(job)], stdout=subprocess.PIPE, env=closed)
     assert launcher.stdout.readline() == b"under way\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
     launcher.kill()
@@ -293,13 +303,13 @@ def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_wo
     assert psutil.wait_procs(family, timeout=100)[1] == []
     assert psutil_left(tmp_path) == []
     assert checkpoint.latest(job / "checkpoints").step >= 20
-    result, heard = run(tmp_path, workers=3, epochs=60, resume=True)
+    result, heard = run(tmp_path, workers=3, epochs=12, resume=True)
     assert heard.of("job.restored")[0]["step"] % 20 == 0
-    assert seen_counts(result.checkpoint) == [60.0]
-    found, expected = checkpoint.read(result.checkpoint).state["model"], plain_loop(load_recipe(TINY), 60 * 8)
+    assert seen_counts(result.checkpoint) == [12.0]
+    found, expected = checkpoint.read(result.checkpoint).state["model"], plain_loop(load_recipe(TINY), 12 * 8)
     torch.testing.assert_close(found["classify.weight"], expected["classify.weight"], rtol=1e-9, atol=1e-12)
     with pytest.raises(errors.UsageError, match="has finished already"):
-        train(TINY, job_dir=job, epochs=60, resume=True)
+        train(TINY, job_dir=job, epochs=12, resume=True)
 
 
 def test_an_exception_in_the_recipe_ends_the_job_with_its_message_and_place(tmp_path, monkeypatch):

@@ -365,7 +365,17 @@ class Job(RuleBasedStateMachine):
         return ready
 
 
-Job.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class LongJob(Job):
+    """The same, over more and longer histories."""
+
+
+def histories(count: int, steps: int) -> settings:
+    return settings(
+        max_examples=count, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+Job.TestCase.settings = histories(120, 50)
+LongJob.TestCase.settings = histories(1500, 80)
 TestWhateverHappensTheJobGetsOnAndLosesNothing = pytest.mark.slow(Job.TestCase)
+TestWhateverHappensForLongTheJobGetsOnAndLosesNothing = pytest.mark.long(LongJob.TestCase)

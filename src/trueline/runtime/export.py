@@ -40,6 +40,7 @@ from trueline.runtime import (
     torch_weights,
 )
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
+from trueline.runtime.decompositions import looked_up_once
 from trueline.runtime.dynamic import Place, resized
 from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.quiet import quiet
@@ -150,7 +151,7 @@ def tracing() -> Iterator[None]:
     """What holds while torch.export follows a model."""
     before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), as_trained(), quiet(), followable():
+        with torch.no_grad(), as_trained(), quiet(), looked_up_once(), followable():
             yield
     finally:
         # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced

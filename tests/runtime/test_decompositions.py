@@ -1,0 +1,65 @@
+"""What torch looks up for an export is the same when it is looked up once, and anew when there is something new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._export.utils import _collect_all_valid_cia_ops
+from torch.export.exported_program import default_decompositions
+
+from trueline.runtime.decompositions import looked_up_once
+from trueline.runtime.quiet import quiet
+
+pytestmark = pytest.mark.slow  # exports programs
+
+_OPS: Any = torch._ops
+
+
+def test_the_operators_that_are_kept_whole_are_the_same_and_a_new_one_is_among_them() -> None:
+    plain = _collect_all_valid_cia_ops()
+    with looked_up_once():
+        assert _collect_all_valid_cia_ops() == plain
+        with torch.library._scoped_library("looked_up", "FRAGMENT") as library:
+            library.define("twice(Tensor x) -> Tensor")
+            library.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
+            assert _collect_all_valid_cia_ops() - plain == {torch.ops.looked_up.twice.default}
+    assert _OPS.Callable is Callable
+
+
+def test_whatever_is_called_is_taken_for_callable_and_nothing_else() -> None:
+    with looked_up_once():
+        assert isinstance(len, _OPS.Callable)
+        assert isinstance(lambda: None, _OPS.Callable[[int], str])
+        assert not isinstance(7, _OPS.Callable)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(y, y, y).softmax(-1)
+
+
+def exported(table: dict[Any, Any]) -> str:
+    torch.manual_seed(0)
+    with quiet():
+        program = torch.export.export(Model().eval(), (torch.ones(2, 4, 5),), strict=False)
+        return str(program.run_decompositions(table).graph)
+
+
+@pytest.mark.parametrize("table", [dict, default_decompositions], ids=["nothing", "everything"])
+def test_a_program_is_taken_apart_as_without_and_the_operators_are_left_as_they_were(
+    table: Callable[[], dict[Any, Any]],
+) -> None:
+    plain = exported(table())
+    kernels = {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()}
+    with looked_up_once():
+        assert exported(table()) == plain
+    assert {op: dict(op.py_kernels) for op in _collect_all_valid_cia_ops()} == kernels
