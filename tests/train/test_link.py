@@ -97,3 +97,23 @@ def test_who_does_not_lead_keeps_its_steps_until_the_log_has_them_and_sends_only
 def test_a_master_that_comes_back_hears_at_once_from_its_workers(line):
     link, master = line(lives=2)
     assert master.reports.get(timeout=WAIT_S).ref == link.ref
+
+
+def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repeated(monkeypatch):
+    monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)  # who asks again asks too late
+    master, here = Master(), grpc.server(futures.ThreadPoolExecutor(4))
+    port = here.add_insecure_port("127.0.0.1:0")
+    here.start()
+    here.stop(None).wait()
+    link = MasterLink(f"127.0.0.1:{port}", "secret", "worker-0.0", lambda _: None)
+    with futures.ThreadPoolExecutor(1) as beside:
+        flushed = beside.submit(link.flush)
+        assert futures.wait([flushed], 0.3).not_done  # it has met nobody
+        successor = grpc.server(futures.ThreadPoolExecutor(4))
+        pb_grpc.add_MasterServicer_to_server(master, successor)
+        successor.add_insecure_port(f"127.0.0.1:{port}")
+        successor.start()
+        flushed.result(WAIT_S)
+    assert master.reports.qsize() == 1
+    link.close()
+    successor.stop(None).wait()

@@ -29,6 +29,10 @@ OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
 RETRY_S = 0.05
+RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50),
+                ("grpc.max_reconnect_backoff_ms", 300), ("grpc.enable_http_proxy", 0)]  # fmt: skip
+"""How a channel looks for a master that is away. Calls wait for it in gRPC (`wait_for_ready`): each that failed
+instead, and was repeated, took processor time from the steps, and gRPC's own patience is a second at the first."""
 
 
 def gathering_s(age_s: float) -> float:
@@ -48,9 +52,7 @@ class MasterLink:
         self.leads = True
         self._cut = cut
         self._metadata = (("authorization", f"Bearer {secret}"),)
-        options = [("grpc.keepalive_time_ms", 20000), ("grpc.initial_reconnect_backoff_ms", 50),
-                   ("grpc.min_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
-                   ("grpc.enable_http_proxy", 0), ONE_THREAD]  # fmt: skip
+        options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
         self._channel = grpc.insecure_channel(address, options=options)
         self._master = pb_grpc.MasterStub(self._channel)
         self._news = threading.Condition()
@@ -94,7 +96,7 @@ class MasterLink:
         was_away = False
         while not self._closed:
             try:
-                for view in self._master.Watch(hello, metadata=self._metadata):
+                for view in self._master.Watch(hello, metadata=self._metadata, wait_for_ready=True):
                     with self._news:
                         self._view = view
                         self._news.notify_all()
@@ -105,7 +107,7 @@ class MasterLink:
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
             was_away = True
-            time.sleep(RETRY_S)  # the master is away: ask again until it is back
+            time.sleep(RETRY_S)  # the master is away
 
     def newest(self) -> pb.View | None:
         return self._view
@@ -220,10 +222,10 @@ class MasterLink:
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         while True:
             try:
-                return method(request, metadata=self._metadata)
+                return method(request, metadata=self._metadata, wait_for_ready=True)
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
-                time.sleep(RETRY_S)  # the master is away: ask again until it is back
+                time.sleep(RETRY_S)  # the master is away
 
     def _fence_or_wait(self, error: grpc.RpcError) -> None:
         """Returns when the master may come back; ends the process when it wants nothing of this worker."""
