@@ -103,7 +103,8 @@ class MasterLink:
                     self._cut(view.cut_below)
                     if was_away:  # a master that has come back does not know what was applied meanwhile
                         was_away = False
-                        self._hurry()
+                        if self.leads:  # the others come with their next beat: they have nothing to tell but that
+                            self._hurry()
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
             was_away = True
