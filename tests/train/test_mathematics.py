@@ -46,6 +46,12 @@ def test_normalization_dropout_and_augmentation_do_not_depend_on_who_trains(tmp_
     assert alone["model"]["first.1.num_batches_tracked"] == 15  # a step is one batch, however many shards it has
 
 
+def test_a_sync_batch_norm_has_the_statistics_of_its_shard_whoever_trains_it(tmp_path, monkeypatch):
+    plain = final(tmp_path, workers=2)
+    monkeypatch.setenv("LIVELY_SYNCED", "1")
+    assert apart(plain, final(tmp_path, workers=3)) < 1e-4
+
+
 def test_bit_for_bit_weights_are_those_of_any_number_of_workers_and_of_a_kill_storm(tmp_path):
     options = {"bitwise": True, "ema": 0.9, "clip_norm": 0.5}
     alone = final(tmp_path, workers=1, **options)
