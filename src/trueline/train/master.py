@@ -298,7 +298,7 @@ class Master:
                     if seen.alive:
                         self.say("worker.running", worker=seen.ref, pid=seen.pid)
                     else:
-                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0))
+                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
             await asyncio.sleep(TICK_S)
 
     def _gone(self, gone: h.Gone) -> None:
