@@ -97,9 +97,10 @@ def test_a_compiled_model_does_not_depend_on_who_trains_either(tmp_path):
     assert apart(final(tmp_path, workers=1, compile=True), final(tmp_path, workers=2, compile=True)) < 1e-4
 
 
-def test_activation_checkpointing_draws_the_same_masks_and_counts_a_batch_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["plain", pytest.param("reentrant", marks=pytest.mark.long)])
+def test_activation_checkpointing_draws_the_same_masks_and_counts_a_batch_once(tmp_path, monkeypatch, how):
     plain = final(tmp_path, workers=2)
-    monkeypatch.setenv("LIVELY_CHECKPOINTED", "1")
+    monkeypatch.setenv("LIVELY_CHECKPOINTED", how)
     assert apart(plain, final(tmp_path, workers=3)) < 1e-4
 
 

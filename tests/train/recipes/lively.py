@@ -37,8 +37,8 @@ class Lively(torch.nn.Module):
 
     def forward(self, inputs):
         hidden = self.first(inputs)
-        if os.environ.get("LIVELY_CHECKPOINTED"):
-            return checkpoint(self.rest, hidden, use_reentrant=False)
+        if how := os.environ.get("LIVELY_CHECKPOINTED"):
+            return checkpoint(self.rest, hidden, use_reentrant=how == "reentrant")
         return self.rest(hidden)
 
 
