@@ -29,10 +29,11 @@ OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
 RETRY_S = 0.05
-RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50),
-                ("grpc.max_reconnect_backoff_ms", 300), ("grpc.enable_http_proxy", 0)]  # fmt: skip
-"""How a channel looks for a master that is away. Calls wait for it in gRPC (`wait_for_ready`): each that failed
-instead, and was repeated, took processor time from the steps, and gRPC's own patience is a second at the first."""
+RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
+                ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
+"""How a channel looks for a master that is away: it asks again after 50 to 300 ms, where gRPC would wait a second at
+first. `min` is what an attempt may take: a starved master, whose greeting takes longer, would never be reached. Calls
+wait in gRPC meanwhile (`wait_for_ready`); each that failed and was repeated took processor time from the steps."""
 
 
 def gathering_s(age_s: float) -> float:
