@@ -171,7 +171,7 @@ class Defaults:
     patience: int = 0
     """Evaluations without a new best one after which training stops; 0: never."""
     device: str = "auto"
-    """Where models are trained and evaluated, and where they predict: `auto`, `cpu`, `cuda` or `cuda:N`; what is none is refused."""
+    """Where models are trained and evaluated, and where they predict: `auto`, `cpu`, `cuda` or `cuda:N`."""
     backend: str = "gloo"
     """Over what workers sum gradients; what cannot lose a worker (`nccl`, `mpi`) is refused when a job begins."""
 
