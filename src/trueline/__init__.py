@@ -28,12 +28,17 @@ if TYPE_CHECKING:
     from trueline.train.api import train as train
     from trueline.train.elastic import Elastic
     from trueline.train.evaluate import evaluate
+    from trueline.train.options import Options
     from trueline.train.predict import predict
+    from trueline.train.validation import Rule, Validation
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
+    "Options": "trueline.train.options:Options",
+    "Rule": "trueline.train.validation:Rule",
+    "Validation": "trueline.train.validation:Validation",
     "capture": "trueline.capture",
     "doctor": "trueline.doctor",
     "evaluate": "trueline.train.evaluate:evaluate",
@@ -49,6 +54,9 @@ _WHERE = {
 
 __all__ = [
     "Elastic",
+    "Options",
+    "Rule",
+    "Validation",
     "__version__",
     "capture",
     "doctor",

@@ -13,6 +13,7 @@ import pytest
 from engine_conformance import *  # noqa: F403  the shared tests
 from engine_conformance import spec, until
 
+from trueline.engine.agent import exited, lost
 from trueline.engine.contract import Kind
 from trueline.engine.local import LocalEngine, start_agent
 
@@ -135,3 +136,12 @@ def test_what_ended_while_no_agent_was_there_is_reported_and_a_reused_pid_is_lef
 def test_importing_the_engine_loads_no_torch():
     code = "import sys, trueline.engine.agent, trueline.engine.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [(0, False), (3, True), (-signal.SIGSEGV, True), (-signal.SIGKILL, False), (-signal.SIGTERM, False)],
+)
+def test_who_ends_badly_by_itself_is_told_from_who_was_killed(code, failed):
+    assert exited("worker-0.0", 7, code).failed is failed
+    assert not lost("worker-0.0", 7).failed  # nobody knows

@@ -12,6 +12,7 @@ from trueline.errors import TrainError, UsageError
 from trueline.train import devices
 from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
+from trueline.train.evaluate import evaluate
 from trueline.train.settings import JobSettings, device_kind, load
 from trueline.train.wanted import applied
 
@@ -57,6 +58,35 @@ def test_a_backend_that_a_recipe_asks_for_is_refused_as_that_of_the_command_is_w
     assert "--backend" in raised.value.hint
     assert not (tmp_path / "refused").exists()
     assert load(prepare(recipe, workers=2, job_dir=tmp_path / "told", backend="gloo")).backend == "gloo"
+
+
+@pytest.mark.parametrize("said", ['"cuda:1"', 'torch.device("cuda", 1)'])
+def test_a_device_that_a_recipe_asks_for_is_where_it_trains_and_that_of_the_command_wins(tmp_path, said):
+    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    recipe = tmp_path / "asks.py"
+    recipe.write_text(f"{shown}\ndevice = {said}\n")
+    assert load(prepare(recipe, workers=2, job_dir=tmp_path / "asked")).device == "cuda:1"
+    assert load(prepare(recipe, workers=2, job_dir=tmp_path / "told", device="cpu")).device == "cpu"
+
+
+def test_a_device_of_a_recipe_that_is_none_is_refused_before_a_job_begins(tmp_path):
+    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    recipe = tmp_path / "asks.py"
+    recipe.write_text(f'{shown}\ndevice = torch.device("mps")\n')
+    with pytest.raises(UsageError, match="device is 'mps'") as raised:
+        prepare(recipe, workers=2, job_dir=tmp_path / "refused")
+    assert "`_device`" in raised.value.hint
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_recipe_is_evaluated_and_predicts_on_the_device_that_it_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    recipe = tmp_path / "asks.py"
+    recipe.write_text(f'{shown}\ndevice = "cuda"\n')
+    with pytest.raises(UsageError, match=r"'cuda'.*finds no CUDA device"):
+        evaluate(recipe, None)
+    assert evaluate(recipe, None, device="cpu").records == 1440
 
 
 def test_workers_share_out_the_devices_of_a_machine_by_their_slots(two_devices, monkeypatch):

@@ -1,8 +1,14 @@
 """Promises of the master's log."""
 
+import json
+import random
+import sqlite3
+
 import pytest
 
 from trueline.errors import StorageError
+from trueline.train import account as accounts
+from trueline.train import journal as journals
 from trueline.train.account import Account, Report
 from trueline.train.journal import Journal, apply
 from trueline.train.roster import State
@@ -49,6 +55,59 @@ def test_a_truncation_takes_back_what_the_survivors_never_applied(tmp_path):
     journal.append(("VIEW", VIEW), *(("COMMIT", commit(step)) for step in range(5)), ("TRUNCATE", {"steps": 3}))
     state, account = replay(journal)
     assert (state.committed, account.logged) == (3, 3)
+
+
+def history(seed):
+    """The rows of a job with deaths, checkpoints, late reports and states that were lost, as a master writes them."""
+    dice, account, step = random.Random(seed), Account(), 0
+    for generation in range(1, dice.randint(2, 13)):
+        members = ["worker-0.0", f"worker-1.{generation}"][: dice.randint(1, 2)]
+        view = {"generation": generation, "members": members, "cut_below": generation - dice.randint(0, 1),
+                "careful": dice.random() < 0.2, "reason": "x"}  # fmt: skip
+        rows = [("VIEW", view)]
+        if dice.random() < 0.2:
+            step = dice.randint(0, step)
+            rows.append(("TRUNCATE", {"steps": step}))
+        for row in rows:
+            account.apply(*row)
+        yield from rows
+        gap_ms = dice.choice([0.0, 85.0])
+        for _ in range(dice.choice([0, 1, 7, 30])):
+            late = generation - (dice.random() < 0.1)
+            one = pb.Applied(step=step, generation=late, records=8, digest=step * 7, workers=2, gap_ms=gap_ms)
+            yield from account.report(pb.Progress(ref="worker-0.0", applied=[one])).rows
+            step, gap_ms = step + 1, 0.0
+            if dice.random() < 0.1:
+                yield "CKPT", {"step": step, "path": f"/{step}"}
+            if dice.random() < 0.1:
+                evaluated = {"step": step, "records": 8, "loss": 0.5, "metrics": "", "best": True, "stop": False}
+                account.apply("EVAL", evaluated)
+                yield "EVAL", evaluated
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_master_that_comes_back_to_a_long_job_reads_its_last_steps_and_knows_as_much(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(journals, "REMEMBERED", 5)
+    monkeypatch.setattr(accounts, "REMEMBERED", 5)
+    journal = Journal(tmp_path / "log")
+    for row in history(seed):
+        journal.append(row)
+    state, account = State(workers=2), Account()
+    with sqlite3.connect(tmp_path / "log") as log:
+        everything = [(kind, json.loads(body)) for kind, body in log.execute("SELECT kind, body FROM log ORDER BY seq")]
+    for kind, body in everything:
+        apply(state, kind, body, 1.0)
+        account.apply(kind, body)
+    read = list(journal.rows())
+    assert [row for row in read if row[0] != "COMMIT"] == [row for row in everything if row[0] != "COMMIT"]
+    assert sum(kind == "COMMIT" for kind, _ in read) == min(5, sum(kind == "COMMIT" for kind, _ in everything))
+    came_back, accounted = replay(journal, now=1.0)
+    if not (state.careful and state.died_at < state.committed):  # what a care that has ended began with is not kept
+        came_back.died_at = state.died_at
+    assert came_back == state
+    assert {name: vars(accounted)[name] for name in ("logged", "loss", "digests", "regroups", "evaluations")} == {
+        name: vars(account)[name] for name in ("logged", "loss", "digests", "regroups", "evaluations")
+    }
 
 
 def test_a_journal_that_cannot_be_opened_is_a_clear_error(tmp_path):

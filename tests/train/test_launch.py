@@ -1,14 +1,23 @@
 """What a launcher finds of the one before it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 
+import grpc
 import pytest
 
-from trueline.train import folder, launch
+from trueline.train import folder, launch, settings
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+WAIT_S = 100
+"""Nothing here ends by waiting; a machine may be slow."""
 
 
 @pytest.fixture
@@ -41,3 +50,45 @@ def test_what_another_launcher_has_is_left_alone(left):
     launch._bury(folder.Launch(pid=1, started=1.0, scratch=str(scratch) + "-other"))
     assert os.waitpid(process.pid, os.WNOHANG) == (0, 0)
     assert scratch.exists()
+
+
+class Master(pb_grpc.MasterServicer):
+    """Tells one event, and stays until its server is stopped."""
+
+    def __init__(self, name):
+        self.name, self.server = name, grpc.server(futures.ThreadPoolExecutor(2))
+        pb_grpc.add_MasterServicer_to_server(self, self.server)
+
+    def Follow(self, request, context):
+        yield pb.Events(events=[pb.Event(name=self.name, fields="{}")])
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        gone.wait(WAIT_S)
+
+
+def test_a_launcher_hears_of_a_successor_by_the_line_that_it_had_to_the_master_before(tmp_path):
+    first, second = Master("first"), Master("second")
+    port = first.server.add_insecure_port("127.0.0.1:0")
+    job = settings.JobSettings(
+        name="job", recipe="none.py", recipe_digest="", workers=1, epochs=1, global_batch=4, seed=0
+    )
+    settings.save(job, tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "master.json").write_text(json.dumps({"address": f"127.0.0.1:{port}"}))
+    running = launch.LocalJob(tmp_path)
+    following = threading.Thread(target=running._follow)
+    first.server.start()
+    following.start()
+    told = [running._said.get(timeout=WAIT_S)]
+    first.server.stop(None).wait()
+    told.append(running._said.get(timeout=WAIT_S))
+    time.sleep(0.3)  # nobody is there to be asked
+    second.server.add_insecure_port(f"127.0.0.1:{port}")
+    second.server.start()
+    told.append(running._said.get(timeout=WAIT_S))
+    running._closing = True
+    running._line.close()
+    following.join(WAIT_S)
+    assert [[event.name for event in bundle.events] for bundle in told] == [["first"], [], ["second"]]
+    assert not following.is_alive()
+    second.server.stop(None).wait()

@@ -1,5 +1,6 @@
 """Promises of a worker's line to the master: what is told at once, what is gathered, and what is never sent."""
 
+import asyncio
 import queue
 from concurrent import futures
 
@@ -44,9 +45,8 @@ def line(monkeypatch):
         master = Master(lives)
         server = grpc.server(futures.ThreadPoolExecutor(4))
         pb_grpc.add_MasterServicer_to_server(master, server)
-        link = MasterLink(
-            f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None
-        )
+        master.port = server.add_insecure_port("127.0.0.1:0")
+        link = MasterLink(f"127.0.0.1:{master.port}", "secret", "worker-0.0", lambda _: None)
         server.start()
         link.ready("store", state="state", num_records=8, total_steps=9, shard_records=0)
         ends.extend([link.close, lambda: master.lives.put(None), lambda: server.stop(None).wait()])
@@ -97,3 +97,57 @@ def test_who_does_not_lead_keeps_its_steps_until_the_log_has_them_and_sends_only
 def test_a_master_that_comes_back_hears_at_once_from_its_workers(line):
     link, master = line(lives=2)
     assert master.reports.get(timeout=WAIT_S).ref == link.ref
+
+
+def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repeated(monkeypatch):
+    monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)  # who asks again asks too late
+    master, here = Master(), grpc.server(futures.ThreadPoolExecutor(4))
+    port = here.add_insecure_port("127.0.0.1:0")
+    here.start()
+    here.stop(None).wait()
+    link = MasterLink(f"127.0.0.1:{port}", "secret", "worker-0.0", lambda _: None)
+    with futures.ThreadPoolExecutor(1) as beside:
+        flushed = beside.submit(link.flush)
+        assert futures.wait([flushed], 0.3).not_done  # it has met nobody
+        successor = grpc.server(futures.ThreadPoolExecutor(4))
+        pb_grpc.add_MasterServicer_to_server(master, successor)
+        successor.add_insecure_port(f"127.0.0.1:{port}")
+        successor.start()
+        flushed.result(WAIT_S)
+    assert master.reports.qsize() == 1
+    link.close()
+    successor.stop(None).wait()
+
+
+def test_a_master_that_takes_its_time_to_greet_is_reached_all_the_same(line):
+    """Whoever gives up after 300 ms and connects anew waits for the next greeting, and never has one."""
+    _, master = line()
+    port = master.port
+
+    tasks = []
+
+    async def pump(source, sink):
+        while piece := await source.read(65536):
+            sink.write(piece)
+        sink.close()
+
+    async def late(reader, writer):
+        tasks.append(asyncio.current_task())
+        await asyncio.sleep(0.6)  # what the machine is busy with
+        inwards, outwards = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, outwards), pump(inwards, writer), return_exceptions=True)
+        for end in (writer, outwards):
+            end.close()
+            await end.wait_closed()
+
+    async def scenario():
+        async with await asyncio.start_server(late, "127.0.0.1", 0) as door:
+            address = f"127.0.0.1:{door.sockets[0].getsockname()[1]}"
+            link = MasterLink(address, "secret", "worker-7.0", lambda _: None)
+            await asyncio.wait_for(asyncio.to_thread(link.flush), WAIT_S)
+            link.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+    while master.reports.get(timeout=WAIT_S).ref != "worker-7.0":
+        pass

@@ -46,6 +46,12 @@ def test_normalization_dropout_and_augmentation_do_not_depend_on_who_trains(tmp_
     assert alone["model"]["first.1.num_batches_tracked"] == 15  # a step is one batch, however many shards it has
 
 
+def test_a_sync_batch_norm_has_the_statistics_of_its_shard_whoever_trains_it(tmp_path, monkeypatch):
+    plain = final(tmp_path, workers=2)
+    monkeypatch.setenv("LIVELY_SYNCED", "1")
+    assert apart(plain, final(tmp_path, workers=3)) < 1e-4
+
+
 def test_bit_for_bit_weights_are_those_of_any_number_of_workers_and_of_a_kill_storm(tmp_path):
     options = {"bitwise": True, "ema": 0.9, "clip_norm": 0.5}
     alone = final(tmp_path, workers=1, **options)
@@ -91,9 +97,10 @@ def test_a_compiled_model_does_not_depend_on_who_trains_either(tmp_path):
     assert apart(final(tmp_path, workers=1, compile=True), final(tmp_path, workers=2, compile=True)) < 1e-4
 
 
-def test_activation_checkpointing_draws_the_same_masks_and_counts_a_batch_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["plain", pytest.param("reentrant", marks=pytest.mark.long)])
+def test_activation_checkpointing_draws_the_same_masks_and_counts_a_batch_once(tmp_path, monkeypatch, how):
     plain = final(tmp_path, workers=2)
-    monkeypatch.setenv("LIVELY_CHECKPOINTED", "1")
+    monkeypatch.setenv("LIVELY_CHECKPOINTED", how)
     assert apart(plain, final(tmp_path, workers=3)) < 1e-4
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trueline.engine.contract import make_ref
+from trueline.engine.contract import make_ref, parse_ref
 from trueline.train import happenings as h
 from trueline.train import members as m
 from trueline.train.journal import apply
@@ -44,6 +44,7 @@ class Worker:
 class Job(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.faltered = False
         self.policy = Policy(workers=3, min_workers=2, gather_s=2.0, start_s=20.0, max_failures=4)
         self.state, self.now = State(workers=3), 0.0
         self.journal: list[tuple[str, dict]] = []
@@ -174,14 +175,14 @@ class Job(RuleBasedStateMachine):
             for worker in group:
                 worker.doing = "idle"
 
-    def die(self, worker: Worker) -> None:
+    def die(self, worker: Worker, why: str = "killed by SIGKILL") -> None:
         """The kernel wakes one peer; the others wait for that one, until they are cut off."""
         peers = self.group[1] if worker.doing == "grouped" else ()
         worker.doing = "dead"
         grouped = [other for other in map(self.workers.__getitem__, peers) if other.doing == "grouped"]
         for other in grouped[:1]:
             self.trouble(other)
-        self.unnoticed[worker.ref] = "killed by SIGKILL"
+        self.unnoticed[worker.ref] = why
 
     @running
     @rule(pick=PICK)
@@ -244,6 +245,22 @@ class Job(RuleBasedStateMachine):
                 self.tell(h.Trying(worker.ref, 7))
             self.die(worker)
 
+    @precondition(lambda self: not self.over and not self.faltered)
+    @rule(slot=st.integers(0, 2))
+    def falter(self, slot: int) -> None:
+        """The workers of one slot fail after a step, again and again: in the end it stays empty, if it can be."""
+        self.faltered = True  # once in a job: it is long
+        for _ in range(2 * self.policy.max_failures):
+            self.get_on(2)
+            for pick in range(len(self.workers)):
+                self.report(pick)
+            frail = [one for one in self.workers.values() if parse_ref(one.ref)[1] == slot and one.doing == "grouped"]
+            if self.over or not frail:
+                return
+            self.die(frail[0], "exit code 3")
+            self.notice()
+            self.time(2)
+
     @running
     @rule(pick=PICK)
     def hang(self, pick: int) -> None:
@@ -254,7 +271,10 @@ class Job(RuleBasedStateMachine):
     @rule()
     def notice(self) -> None:
         lost, self.unnoticed = self.unnoticed, {}
-        self.tell(h.Lost(tuple(h.Gone(ref, why, clean=why == "exit code 0") for ref, why in lost.items())))
+        clean, failed = "exit code 0", "exit code 3"
+        self.tell(
+            h.Lost(tuple(h.Gone(ref, why, clean=why == clean, failed=why == failed) for ref, why in lost.items()))
+        )
 
     @running
     @rule(workers=st.integers(2, 5))

@@ -171,6 +171,48 @@ def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_with_its_reas
     assert (world.state.phase, world.state.wanted) == ("running", 2)
 
 
+def failing(world: World, slot: int, times: int, *, every_s: float = 9.0, failed: bool = True) -> World:
+    """Workers of a slot step, fail, and are replaced, again and again, while the others live."""
+    for _ in range(times):
+        ref = next(ref for ref in world.state.view if int(ref[7:].partition(".")[0]) == slot)
+        committed = world.state.committed + 3
+        world.happen(*(h.Heard(other, committed) for other in world.state.view))
+        world.happen(h.Gone(ref, "exit code 3", failed=failed)).wait(every_s, *world.state.view)
+        world.happen(*(h.Entered(other, world.state.generation, committed) for other in world.state.view))
+        for new in list(world.state.pending):
+            world.happen(h.Ready(new, "x:1"))
+            world.happen(*(h.Entered(other, world.state.generation, committed) for other in world.state.view))
+    return world
+
+
+def test_a_slot_whose_workers_fail_again_and_again_after_some_steps_stays_empty_with_its_reason():
+    world = failing(running(), 1, 5)
+    assert world.state.quarantined == {}
+    failing(world, 1, 1)
+    why = "worker slot 1 failed 6 times in 45 s, all others 0 times; last: exit code 3"
+    assert world.state.quarantined == {1: why}
+    assert world.wait(60.0, *world.state.view).of(h.Start) == []
+    assert world.state.phase == "running"
+    assert [action.slot for action in world.happen(h.Scale(3, "mended")).of(h.Start)] == [1]
+
+
+def test_what_is_killed_from_outside_fails_seldom_or_fails_everywhere_keeps_its_place():
+    assert failing(running(), 1, 20, failed=False).state.quarantined == {}
+    assert failing(running(), 1, 20, every_s=150.0).state.quarantined == {}
+    world = running()
+    for _ in range(6):
+        for slot in range(3):
+            failing(world, slot, 1)
+    assert world.state.quarantined == {}
+
+
+def test_a_slot_that_the_job_cannot_do_without_is_filled_again_however_often_its_workers_fail():
+    world = World(roster.Policy(workers=2, min_workers=2, refill_s=0.0)).happen(h.Begin())
+    world.happen(h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
+    assert failing(world, 1, 20).state.quarantined == {}
+    assert world.state.phase == "running"
+
+
 def test_scaling_lifts_the_quarantine():
     world = quarantined_slot().happen(h.Scale(3, "the node was mended"))
     assert world.of(h.Start) == [h.Start(1, 4)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trueline import events
 from trueline.train import nature
 
 
@@ -42,3 +43,21 @@ def test_the_speed_before_the_first_step_is_that_of_the_fastest_of_a_few_short_t
 
     assert nature.tried(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
     assert not left
+
+
+def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_parameters_and_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.SyncBatchNorm(3, eps=0.01, momentum=0.3))
+    plain = torch.nn.BatchNorm1d(3, eps=0.01, momentum=0.3)
+    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    heard = []
+    with events.listening(lambda name, fields: heard.append((name, fields["layers"]))):
+        nature.unsynced(model)
+    assert heard == [("normalization.by_shard", "1")]
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
+    assert not isinstance(model[1], torch.nn.SyncBatchNorm)  # DDP would refuse it on a CPU
+    assert nature.known(model).neighbours
+    x = torch.randn(5, 3)
+    assert torch.equal(model[1](x), plain(x))
+    assert torch.equal(model[1].running_var, plain.running_var)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        model[1](x[0])

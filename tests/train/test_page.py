@@ -112,6 +112,63 @@ def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path
     assert [text for _, _, text, _ in board.said].count("worker-0.0 starts") == 1
 
 
+@pytest.mark.parametrize(("share", "rests"), [(1.0, [False]), (0.2, [True])], ids=["alone", "beside a training"])
+def test_the_past_is_read_in_the_share_of_a_processor_that_it_is_given(share, rests, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "SLICE_BYTES", 512)
+    folder = worlds.job_folder(tmp_path / "job", list(worlds.storm(total=300, deaths=4)))
+    slept, sleep = [], asyncio.sleep
+
+    async def sleeping(seconds):
+        slept.append(seconds)
+        await sleep(0)
+
+    async def scenario():
+        page = Page(folder, "token", share=share)
+        monkeypatch.setattr(pages.asyncio, "sleep", sleeping)
+        await page.open()
+        await page._tasks[0]
+        monkeypatch.setattr(pages.asyncio, "sleep", sleep)
+        await page.close()
+
+    asyncio.run(scenario())
+    assert len(slept) > 100
+    assert {seconds > 0 for seconds in slept} == set(rests)
+
+
+def test_nobody_scrapes_counts_of_which_a_part_is_still_being_read(tmp_path):
+    folder = worlds.job_folder(tmp_path / "job", list(worlds.beginning()))
+
+    async def scenario():
+        page = Page(folder, "token", share=1e-9)  # it rests for ever after the first slice
+        url = await page.open()
+        async with httpx.AsyncClient(base_url=url.partition("?")[0], timeout=60.0, trust_env=False) as client:
+            early = await client.get("metrics", params={"token": page.token})
+            page._tasks[0].cancel()
+            page.share = 1.0
+            await page._replay()
+            later = await client.get("metrics", params={"token": page.token})
+        await page.close()
+        return early, later
+
+    early, later = asyncio.run(scenario())
+    assert (early.status_code, later.status_code) == (503, 200)
+    assert "still being read" in early.text
+
+
+def test_a_job_that_ends_before_its_page_opens_again_leaves_a_page_with_its_whole_story(tmp_path):
+    told = list(worlds.failure())
+    folder = worlds.job_folder(tmp_path / "job", told[:-1])
+
+    async def scenario():
+        page = Page(folder, "token", share=0.2)  # of a successor, which opens its page a second later
+        page.hear(*told[-1])
+        await page.close()
+        return page.board.changes
+
+    assert asyncio.run(scenario()) == len(told)
+    assert "failed" in (folder / "page.html").read_text()
+
+
 def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "INTERVAL_S", 300.0)  # so that only the end itself can be the reason for a second state
     folder = worlds.job_folder(tmp_path / "job", [])

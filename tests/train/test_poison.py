@@ -109,6 +109,15 @@ def test_a_worker_that_computes_for_ever_while_all_others_wait_is_given_up(tmp_p
     assert result.summary.exactly_once
 
 
+def test_a_slot_whose_workers_fail_again_and_again_is_put_in_quarantine_and_the_others_finish(tmp_path, monkeypatch):
+    monkeypatch.setenv("POISON", "frail")
+    result = train(POISONED, workers="1:3", job_dir=tmp_path / "job", max_failures=1, epochs=400)
+    (found,) = result.summary.facts["quarantined"]
+    assert (found["slot"], found["why"].endswith("all others 0 times; last: exit code 3")) == (2, True)
+    assert result.summary.exactly_once
+    assert result.summary.facts["workers_started"] < 8
+
+
 def test_a_slot_whose_workers_die_before_a_step_is_put_in_quarantine_and_the_others_finish(tmp_path):
     faults = [Fault(step=0, slot=2, incarnation=life, phase="entering") for life in range(3)]
     result = train(TINY, workers="1:3", job_dir=tmp_path / "job", faults=faults, epochs=40)

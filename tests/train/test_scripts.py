@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 from job_worlds import TINY, seen_counts
 
 from trueline import errors, events
@@ -40,9 +41,40 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
-def script(tmp_path, *arguments, **options):
+MORE = f"""
+import sys
+sys.path.insert(0, {str(TINY.parent)!r})
+import tiny, torch
+from trueline import Elastic, Options, Rule, Validation
+
+torch.manual_seed(0)
+model = tiny.model()
+optimizer = tiny.optimizer(model.parameters())
+held_out = tiny.dataset("evaluation")
+
+def measure(start, stop):
+    inputs, labels = held_out.inputs[start:stop], held_out.labels[start:stop]
+    with torch.no_grad():
+        outputs = model.eval().classify(inputs)
+    model.train()
+    right = (outputs.argmax(dim=1) == labels).sum()
+    return [torch.nn.functional.cross_entropy(outputs, labels, reduction="sum").item(), right.item()]
+
+job = Elastic(
+    model, optimizer, tiny.dataset("training"), global_batch=30, epochs=200,
+    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000),
+    options=Options(clip_norm=50.0, ema=0.9, micro_batch=5),
+    validation=Validation(rule=Rule(every=10, monitor="-accuracy", patience=4), num_records=len(held_out),
+                          names=("accuracy",), measure=measure),
+)
+for batch in job:
+    job.step(tiny.loss(model(*batch.inputs), batch.labels))
+"""
+
+
+def script(tmp_path, *arguments, code=LOOP, **options):
     path = tmp_path / "loop.py"
-    path.write_text(LOOP)
+    path.write_text(code)
     return api.prepare_script(path, arguments, job_dir=tmp_path / "job", **options)
 
 
@@ -64,6 +96,38 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
     assert result.summary.exactly_once
     assert set((job / "done").read_text().split()) == {"240"}
     assert checkpoint.read(result.checkpoint).manifest["recipe"]["name"] == "loop"
+
+
+def test_a_loop_of_ones_own_is_evaluated_averaged_and_stopped_early_though_workers_die(tmp_path):
+    def run(name, workers, kills=()):
+        pids, left = [], list(kills)
+
+        def kill(event, fields):
+            if event == "worker.running":
+                pids.append(fields["pid"])
+            if event == "step.applied" and left and fields["step"] >= left[0]:
+                left.pop(0)
+                os.kill(pids[-1], signal.SIGKILL)
+
+        (tmp_path / name).mkdir()
+        with events.listening(kill):
+            result = api.launch(script(tmp_path / name, code=MORE, workers=workers, checkpoint_every=25))
+        assert result.summary.exactly_once
+        return result, checkpoint.read(result.checkpoint)
+
+    calm, left = run("calm", 1)
+    stormy, arrived = run("stormy", 3, kills=(5, 12))
+    evaluations = left.state["ledger"]["evaluations"]
+    assert [one["step"] for one in evaluations] == list(range(10, 10 * len(evaluations) + 1, 10))
+    assert evaluations[-1]["stop"]
+    assert calm.summary.facts["stopped_early"]
+    assert stormy.summary.facts["steps"] == calm.summary.facts["steps"] == left.step == arrived.step
+    assert stormy.summary.facts["best"]["step"] == calm.summary.facts["best"]["step"]
+    assert checkpoint.read(stormy.best).step == calm.summary.facts["best"]["step"]
+    for part in ("model", "ema"):
+        for name, value in left.state[part].items():
+            torch.testing.assert_close(arrived.state[part][name], value, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(left.state["ema"]["classify.weight"], left.state["model"]["classify.weight"])
 
 
 @pytest.mark.parametrize(

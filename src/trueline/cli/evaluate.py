@@ -34,7 +34,7 @@ trueline evaluate digits/recipe.py runs/digits-1 --mode training --out losses/
 @click.option("--mode", type=click.Choice(MODES), default="evaluation", show_default=True, help="Which records.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
 @click.option(
-    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine."
+    "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine; the recipe's if left out, else auto."
 )
 @click.option("--out", metavar="FOLDER/", help="Also write loss and metrics of each record, to a folder or URI.")
 @click.option(
@@ -52,7 +52,7 @@ def command(
     checkpoint: str,
     mode: str,
     workers: int,
-    device: str,
+    device: str | None,
     out: str | None,
     format_: str,
     as_json: bool,

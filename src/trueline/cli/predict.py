@@ -48,12 +48,20 @@ trueline predict digits/recipe.py digits.bundle --out s3://bucket/answers/ --wor
 @click.option("--mode", type=click.Choice(MODES), default="prediction", show_default=True, help="Which records.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
 @click.option(
-    "--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine."
+    "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine; the recipe's if left out, else auto."
 )
 @json_option
 @quiet_option
 def command(
-    recipe: str, source: str, out: str, format_: str, mode: str, workers: int, device: str, as_json: bool, quiet: bool
+    recipe: str,
+    source: str,
+    out: str,
+    format_: str,
+    mode: str,
+    workers: int,
+    device: str | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Write the model's outputs to a file, or by parts to a folder.
 

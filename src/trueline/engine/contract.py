@@ -8,6 +8,7 @@ decides who is alive.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -51,6 +52,11 @@ def parse_ref(ref: str) -> tuple[str, int, int]:
     return role, int(slot), int(incarnation)
 
 
+CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+)
+
+
 class Kind(StrEnum):
     STARTED = "started"
     EXITED = "exited"
@@ -71,6 +77,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def alive(self) -> bool:
         return self.kind is Kind.STARTED
+
+    @property
+    def failed(self) -> bool:
+        """It ended by itself and not well: by an exit code, or by a signal that a process brings upon itself."""
+        return bool(self.code) or self.signal in CRASHES
 
 
 class Engine(Protocol):

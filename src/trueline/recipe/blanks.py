@@ -223,7 +223,7 @@ def _our_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> d
 
 def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
     usual = {field.name: field.default for field in fields(Defaults)}
-    values = {name: found.values[name] for name in usual if found.values.get(name) is not None}
+    values = {name: _plain(found.values[name]) for name in usual if found.values.get(name) is not None}
     problems: list[Problem] = []
     for name, value in values.items():
         problems += _wrong_value(name, value, usual[name])
@@ -236,6 +236,11 @@ def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
             hint = f"rename '{other}' to '{near}', or to '_{other}' if it is your own"
             problems.append(Problem(text, hint))
     return values, problems
+
+
+def _plain(value: Any) -> Any:
+    """`value`, a torch.device as its name: recipes say `device = torch.device("cuda")`, and no torch is loaded here."""
+    return str(value) if (type(value).__module__, type(value).__name__) == ("torch", "device") else value
 
 
 def _meant(other: str, value: object, usual: Mapping[str, object]) -> str | None:
@@ -254,7 +259,7 @@ def _wrong_value(name: str, value: Any, default: object) -> Iterator[Problem]:
     elif isinstance(default, str):
         choices = _CHOICES.get(name)
         if not isinstance(value, str):
-            yield Problem(f"{said}, expected a text", "")
+            yield Problem(f"{said}, expected a text", f"call it '_{name}' if it is your own")
         elif choices and value not in choices:
             yield Problem(f"{said}, expected one of {', '.join(choices)}", "")
     elif isinstance(default, float):

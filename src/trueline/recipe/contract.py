@@ -170,6 +170,8 @@ class Defaults:
     """`loss` or a metric's name: what the best checkpoint is the best by; smaller is better, `-NAME`: larger is."""
     patience: int = 0
     """Evaluations without a new best one after which training stops; 0: never."""
+    device: str = "auto"
+    """Where models are trained and evaluated, and where they predict: `auto`, `cpu`, `cuda` or `cuda:N`."""
     backend: str = "gloo"
     """Over what gradients are summed: `gloo`, `nccl`, or `module:function` of a plane (`train/plane.py`)."""
 

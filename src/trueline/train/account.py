@@ -16,16 +16,15 @@ import numpy as np
 
 from trueline.events import Field
 from trueline.train import ledger
-from trueline.train.journal import Row
+from trueline.train.journal import REMEMBERED, Row
 from trueline.train.plan import DRAWN, order_of
 from trueline.train.roster import State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 
-REMEMBERED = 4096
-"""Steps whose digests are kept for comparison with later reports of the same step."""
 RATE_S = 10.0
 _COMMIT = ("step", "generation", "records", "digest", "loss", "workers", "gap_ms", "at_ns")
+_FORMED = ("generation", "step", "gap_ms", "workers")
 _TIMES = ("data_ms", "compute_ms", "wait_ms", "commit_ms", "redone")
 _SIGNED = ("epoch", "steps", "records", "digest", "tally_min", "tally_max")
 _NAMED = ("set_aside", "set_aside_of")
@@ -56,9 +55,12 @@ class Account:
         self.rates: tuple[int, tuple[float, ...]] = (-1, ())
         """Generation, and the records a second that each rank of it computes."""
         self.digests: dict[int, int] = {}
+        """Of the newest `REMEMBERED` steps, for comparison with later reports of the same one."""
         self.certificates: dict[int, dict[str, Any]] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.regroups: dict[int, dict[str, Any]] = {}
+        self._formed: set[int] = set()
+        """Generations of which a step is in the log."""
         self.applied = 0
         """Records of all steps that were reported to this master, steps done again included."""
         self.reading_s = self.steps_s = 0.0
@@ -77,6 +79,9 @@ class Account:
             case "COMMIT":
                 self.logged, self.loss = body["step"] + 1, body["loss"]
                 self._remember(body["step"], body["digest"])
+                self._gap(body)
+            case "FORMED":
+                self._formed.add(body["generation"])
                 self._gap(body)
             case "TRUNCATE":
                 self.truncate(body["steps"])
@@ -164,6 +169,9 @@ class Account:
         if applied.rates:
             self.rates = (applied.generation, tuple(applied.rates))
         found.rows.append(("COMMIT", body))
+        if applied.generation in self.regroups and (applied.gap_ms or applied.generation not in self._formed):
+            self._formed.add(applied.generation)
+            found.rows.append(("FORMED", {name: body[name] for name in _FORMED}))
         rates = "[" + ", ".join([f"{rate:.1f}" for rate in applied.rates]) + "]"
         times = {name: getattr(applied, name) for name in _TIMES}
         self.reading_s += applied.data_ms / 1e3

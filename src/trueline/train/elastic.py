@@ -80,6 +80,7 @@ class Elastic:
         if source.num_records < 1:
             raise UsageError("the data set has no records", hint="check dataset('training')")
         options = options or Options()
+        nature.unsynced(model)
         kind = kind or nature.known(model)
         shard = options.shard_records(global_batch, needed=kind.needs_shards)
         self._plan = JobPlan(

@@ -57,7 +57,7 @@ def evaluate(
     mode: Mode = "evaluation",
     batch: int = 256,
     workers: int = 1,
-    device: str = "auto",
+    device: str | None = None,
     out: str | Path | None = None,
     format: str = "parquet",
     part_records: int = PART_RECORDS,
@@ -66,8 +66,8 @@ def evaluate(
 
     A metric's function returns one value for each record, or the mean over the batch; either is weighted by records.
     `workers` processes of one thread each share the batches; the result is the same for any number of them, and when
-    some are killed. They compute on `device` (auto, cpu, cuda, cuda:N). Raises RecipeError, CheckpointError, DataError,
-    StorageError, UsageError.
+    some are killed. They compute on `device` (auto, cpu, cuda, cuda:N; None: the recipe's own, else auto). Raises
+    RecipeError, CheckpointError, DataError, StorageError, UsageError.
 
     `out`, a folder or URI, gets loss and metrics of each record, in parts of `part_records` (`parquet` or `jsonl`) that
     are written as they are computed; a call that was cut short goes on where it ended. A function that returns the mean
@@ -75,6 +75,7 @@ def evaluate(
     the batch.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    device = device or found.defaults.device
     where = "" if checkpoint is None else str(located(checkpoint))
     if out is not None:
         return _each(found, recipe, where, mode, batch, workers, device, out, format, part_records)

@@ -35,6 +35,8 @@ class Gone:
     why: str
     clean: bool = False
     """It has ended by itself, with exit code 0."""
+    failed: bool = False
+    """It has ended by itself, with another exit code or a crash: nobody has killed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def _count(state: State, gone: Gone, member: Member | None, now: float, policy: 
     slot = parse_ref(gone.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)
-        return []
+        return _crashed(state, gone, now, policy) if gone.failed and slot < state.workers else []
     before = state.failures.get(slot, Failures(0, state.committed, now))
     count = before.count + 1
     since = before.since_step if count > 1 else state.committed
@@ -72,10 +72,29 @@ def _count(state: State, gone: Gone, member: Member | None, now: float, policy: 
     return _quarantine(state, gone.ref, why, policy)
 
 
+def _crashed(state: State, gone: Gone, now: float, policy: Policy) -> list[Action]:
+    """A failure after steps: what stands out against the other slots is the slot's, and the job is better off without.
+
+    Where all fail alike it is the code or the data, and each replacement still brings some steps.
+    """
+    slot, since = parse_ref(gone.ref)[1], now - policy.spell_s
+    recent = {one: [at for at in times if at > since] for one, times in state.crashes.items()}
+    state.crashes = {one: times for one, times in recent.items() if times}
+    mine = state.crashes.setdefault(slot, [])
+    mine.append(now)
+    others = sum(len(times) for one, times in state.crashes.items() if one != slot)
+    enough = len(mine) >= 2 * policy.max_failures and len(mine) > 2 * others
+    if not enough or state.wanted - 1 < max(policy.min_workers, 1):
+        return []
+    del state.crashes[slot]
+    why = f"worker slot {slot} failed {len(mine)} times in {now - mine[0]:.0f} s, all others {others} times; last: "
+    return _quarantine(state, gone.ref, why + gone.why, policy)
+
+
 def _quarantine(state: State, ref: str, why: str, policy: Policy) -> list[Action]:
     slot = parse_ref(ref)[1]
     state.quarantined[slot] = why
-    del state.failures[slot]
+    state.failures.pop(slot, None)
     actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
     if state.wanted < policy.min_workers:
         state.phase = "failed"

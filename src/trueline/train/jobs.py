@@ -126,7 +126,8 @@ def _journal(folder: Path) -> dict[str, dict[str, Any]]:
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(uri, uri=True)) as log:
         for kinds in (("COMMIT", "TRUNCATE"), ("COMMIT",), ("VIEW",), ("CKPT",), ("FACTS",)):
             marks = ", ".join("?" * len(kinds))
-            query = f"SELECT kind, body FROM log WHERE kind IN ({marks}) ORDER BY seq DESC LIMIT 1"
+            other = "" if "COMMIT" in kinds else "kind <> 'COMMIT' AND"  # so that the journal's index serves
+            query = f"SELECT kind, body FROM log WHERE {other} kind IN ({marks}) ORDER BY seq DESC LIMIT 1"
             found |= {kind: json.loads(body) for kind, body in log.execute(query, kinds)}
     return found
 

@@ -1,10 +1,10 @@
 """The master's durable log: one SQLite file in WAL mode, appended to and never changed.
 
 Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published,
-COMMIT after a step was applied, TRUNCATE when the survivors turned out to have applied less. A master that comes
-back reads the rows in order and knows generation, members, incarnations, progress, checkpoints, the number of workers
-that was asked for last, and what is suspected, set aside or in quarantine. A row that a power cut lost costs nothing
-but the master's memory of it: the workers hold the truth and say it again.
+COMMIT after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors turned out to have
+applied less. A master that comes back reads the rows in order and knows generation, members, incarnations, progress,
+checkpoints, the number of workers that was asked for last, and what is suspected, set aside or in quarantine. A row
+that a power cut lost costs nothing but the master's memory of it: the workers hold the truth and say it again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from trueline.errors import StorageError
 from trueline.train.roster import Member, State
 
 Row = tuple[str, dict[str, Any]]
+REMEMBERED = 4096
+"""Steps whose rows a master that comes back reads. Of the earlier ones it needs what stands in other rows as well."""
+_STEPS = ("COMMIT", "FORMED")
+"""Rows that are not waited for."""
 
 
 class Journal:
@@ -34,6 +38,7 @@ class Journal:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("CREATE TABLE IF NOT EXISTS log (seq INTEGER PRIMARY KEY, kind TEXT, body TEXT)")
+            self._db.execute("CREATE INDEX IF NOT EXISTS others ON log (seq) WHERE kind <> 'COMMIT'")
         except sqlite3.Error as error:
             raise StorageError(f"the journal {path} cannot be opened: {error}") from error
 
@@ -44,7 +49,7 @@ class Journal:
         """
         if not rows:
             return
-        durable = any(kind != "COMMIT" for kind, _ in rows)
+        durable = any(kind not in _STEPS for kind, _ in rows)
         try:
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -57,8 +62,17 @@ class Journal:
             raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
 
     def rows(self) -> Iterator[Row]:
-        for kind, body in self._db.execute("SELECT kind, body FROM log ORDER BY seq"):
-            yield kind, json.loads(body)
+        """What a master has to know, in order: all rows but the COMMITs of steps before the newest `REMEMBERED`.
+
+        So a master comes back to a job of a million steps as soon as to one of a thousand.
+        """
+        newest = "SELECT seq FROM log WHERE kind = 'COMMIT' ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        (since,) = self._db.execute(newest, (REMEMBERED - 1,)).fetchone() or (0,)
+        before = "SELECT kind, body FROM log INDEXED BY others WHERE kind <> 'COMMIT' AND seq < ? ORDER BY seq"
+        after = "SELECT kind, body FROM log WHERE seq >= ? ORDER BY seq"
+        for query in (before, after):
+            for kind, body in self._db.execute(query, (since,)):
+                yield kind, json.loads(body)
 
     def close(self) -> None:
         self._db.close()
@@ -84,7 +98,7 @@ def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
             state.pending[body["ref"]] = now
         case "VIEW":
             _apply_view(state, body, now)
-        case "COMMIT":
+        case "COMMIT" | "FORMED":
             state.committed = max(state.committed, body["step"] + 1)
             if len(state.members) > len(state.view) and body.get("generation") == state.generation:
                 state.members = {ref: state.members[ref] for ref in state.view}

@@ -38,7 +38,7 @@ from trueline.engine.local import start_agent
 from trueline.state.place import located
 from trueline.train import ending, folder
 from trueline.train import settings as job_settings
-from trueline.train.master_link import ONE_THREAD
+from trueline.train.master_link import ONE_THREAD, RECONNECTING
 from trueline.train.settings import JobSettings
 from trueline.train.succession import Succession
 from trueline.wire import train_pb2 as pb
@@ -48,6 +48,8 @@ PRELOAD = ("trueline.train.worker", "trueline.train.warm")
 """What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
 POLL_S = 0.25
 """Between two looks at whether the agent lives; the end of a master's stream of events is looked into at once."""
+EXIT_S = 0.1
+"""After the end of that stream: the master's exit code follows at once, unless it was the stream alone."""
 MAX_RESTARTS = 10
 
 
@@ -62,6 +64,8 @@ class LocalJob:
         self.restarts = 0
         self._port = 0
         self._said: queue.Queue[pb.Events] = queue.Queue()
+        self._line: grpc.Channel | None = None
+        """To the master, whichever it is: they have one port."""
         self._closing = False
         self._page = ""
 
@@ -113,6 +117,8 @@ class LocalJob:
     def _end_processes(self) -> None:
         self._closing = True
         self._stop_master()
+        if self._line is not None:
+            self._line.close()  # who waits at it for another master waits no more
         os.close(self._life_end)  # the end of every process of the job
         if self.master is not None:
             self.master.end()
@@ -136,8 +142,9 @@ class LocalJob:
     def _stop_master(self) -> None:
         """Lets the master close its journal, if it still can."""
         if self.master is not None and self.master.poll() is None and self._port:
-            with contextlib.suppress(grpc.RpcError), self._stub() as master:
-                master.Stop(pb.StopRequest(why="the launcher ends"), metadata=self._metadata, timeout=2.0)
+            with contextlib.suppress(grpc.RpcError), self._channel() as channel:
+                stop = pb.StopRequest(why="the launcher ends")
+                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
                 self.master.wait(2.0)
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
@@ -166,11 +173,8 @@ class LocalJob:
         self._port = int(address.rpartition(":")[2])
         return address
 
-    @contextlib.contextmanager
-    def _stub(self) -> Any:
-        options = [("grpc.enable_http_proxy", 0), ONE_THREAD]
-        with grpc.insecure_channel(self._address(), options=options) as channel:
-            yield pb_grpc.MasterStub(channel)
+    def _channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self._address(), options=[*RECONNECTING, ONE_THREAD])
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
@@ -182,14 +186,15 @@ class LocalJob:
         looked_at = time.monotonic()
         summary: dict[str, Any] | None = None
         while summary is None:
-            said = pb.Events()
+            said = None
             with contextlib.suppress(queue.Empty):
                 said = self._said.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
-            for event in said.events:
+            for event in said.events if said is not None else ():
                 summary = self._hear(event) or summary
-            if summary is None and (not said.events or time.monotonic() >= looked_at + POLL_S):
+            ended = said is not None and not said.events
+            if summary is None and (ended or time.monotonic() >= looked_at + POLL_S):
                 looked_at = time.monotonic()
-                self._keep_alive()
+                self._keep_alive(EXIT_S if ended else 0.0)
         if self.settings.script:
             ending.let_scripts_end(self.job_dir, self.socket)
         return summary
@@ -219,17 +224,20 @@ class LocalJob:
     def _follow(self) -> None:
         """Brings the master's events, of every life of the master, in order."""
         while not self._closing:
-            seen = 0
-            with contextlib.suppress(grpc.RpcError, errors.TrainError), self._stub() as master:
-                for bundle in master.Follow(pb.Cursor(after=seen), metadata=self._metadata):
+            with contextlib.suppress(grpc.RpcError, errors.TrainError, ValueError):  # ValueError: the line was closed
+                self._line = self._line or self._channel()
+                master = pb_grpc.MasterStub(self._line)
+                if self._closing:  # while the line was made, which nobody else will close
+                    self._line.close()
+                for bundle in master.Follow(pb.Cursor(after=0), metadata=self._metadata, wait_for_ready=True):
                     self._said.put(bundle)
             self._said.put(pb.Events())
             time.sleep(0.05)  # the master is away; it is being started again
 
-    def _keep_alive(self) -> None:
+    def _keep_alive(self, patience_s: float = 0.0) -> None:
         """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
         agent = self.agent.poll() if self.agent is not None else None
-        master = self.master.poll() if self.master is not None else None
+        master = self.master.wait(patience_s) if self.master is not None else None
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()

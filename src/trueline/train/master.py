@@ -43,6 +43,9 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 TICK_S = 0.25
 BURST = 100_000
 """Calls that may wait at the door: all workers come back at once after a master's death. gRPC cancels from 1,000 on."""
+PAGE_S, PAGE_SHARE = 1.0, 0.2
+"""A successor's page opens so long after it, and reads the past in so much of a processor's time: when a master dies,
+all that its workers and its launcher do for it comes at once already, and the steps of training pay for it."""
 CAPACITY_S = 30.0
 """How long what the engine says of its room is believed."""
 _HINTS = {
@@ -295,7 +298,7 @@ class Master:
                     if seen.alive:
                         self.say("worker.running", worker=seen.ref, pid=seen.pid)
                     else:
-                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0))
+                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
             await asyncio.sleep(TICK_S)
 
     def _gone(self, gone: h.Gone) -> None:
@@ -366,7 +369,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     secret = (job_dir / "secret").read_text()
     journal = Journal(job_dir / "journal.sqlite")
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
-    live = page.Page(job_dir, page.token_of(secret))
+    live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.page_hook = live.hear
     launch = not (job_dir / "master.json").exists()  # the launcher has removed that of an earlier launch
     options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
@@ -376,18 +379,30 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     master.address = f"127.0.0.1:{bound}"
     await server.start()
-    where = {"address": master.address, "pid": os.getpid()}
+    where = {"address": master.address, "pid": os.getpid(), **({"page": live.last_url} if live.last_url else {})}
     files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
     await master.adopt(launch=launch)
     background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
     if job.autoscale:
         background.append(master.keep(master.run_scaling()))
-    where["page"] = await live.open(page_port, master.say)
-    files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+
+    async def show() -> None:
+        where["page"] = await live.open(page_port, master.say)
+        files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+
+    async def show_later() -> None:
+        await asyncio.sleep(PAGE_S)
+        with contextlib.suppress(StorageError):  # the address that is written there is the right one in general
+            await show()
+
+    if launch:
+        await show()
+    else:
+        background.append(master.keep(show_later()))
     await master.stopped.wait()
-    await live.close()
     for task in background:
         task.cancel()
+    await live.close()
     await server.stop(0.2)
     journal.close()
     master.teller.close()

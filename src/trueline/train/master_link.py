@@ -29,6 +29,11 @@ OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
 RETRY_S = 0.05
+RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
+                ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
+"""How a channel looks for a master that is away: it asks again after 50 to 300 ms, where gRPC would wait a second at
+first. `min` is what an attempt may take: a starved master, whose greeting takes longer, would never be reached. Calls
+wait in gRPC meanwhile (`wait_for_ready`); each that failed and was repeated took processor time from the steps."""
 
 
 def gathering_s(age_s: float) -> float:
@@ -48,9 +53,7 @@ class MasterLink:
         self.leads = True
         self._cut = cut
         self._metadata = (("authorization", f"Bearer {secret}"),)
-        options = [("grpc.keepalive_time_ms", 20000), ("grpc.initial_reconnect_backoff_ms", 50),
-                   ("grpc.min_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
-                   ("grpc.enable_http_proxy", 0), ONE_THREAD]  # fmt: skip
+        options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
         self._channel = grpc.insecure_channel(address, options=options)
         self._master = pb_grpc.MasterStub(self._channel)
         self._news = threading.Condition()
@@ -94,18 +97,19 @@ class MasterLink:
         was_away = False
         while not self._closed:
             try:
-                for view in self._master.Watch(hello, metadata=self._metadata):
+                for view in self._master.Watch(hello, metadata=self._metadata, wait_for_ready=True):
                     with self._news:
                         self._view = view
                         self._news.notify_all()
                     self._cut(view.cut_below)
                     if was_away:  # a master that has come back does not know what was applied meanwhile
                         was_away = False
-                        self._hurry()
+                        if self.leads:  # the others come with their next beat: they have nothing to tell but that
+                            self._hurry()
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
             was_away = True
-            time.sleep(RETRY_S)  # the master is away: ask again until it is back
+            time.sleep(RETRY_S)  # the master is away
 
     def newest(self) -> pb.View | None:
         return self._view
@@ -220,10 +224,10 @@ class MasterLink:
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         while True:
             try:
-                return method(request, metadata=self._metadata)
+                return method(request, metadata=self._metadata, wait_for_ready=True)
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
-                time.sleep(RETRY_S)  # the master is away: ask again until it is back
+                time.sleep(RETRY_S)  # the master is away
 
     def _fence_or_wait(self, error: grpc.RpcError) -> None:
         """Returns when the master may come back; ends the process when it wants nothing of this worker."""

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trueline import events
 from trueline.data import seeded
+from trueline.errors import listed
 
 TRY_S, TRIES = 0.1, 5
 """For how long and how often a forward is timed before the first step; one that takes longer, once."""
@@ -35,6 +36,27 @@ class Nature:
     @property
     def needs_shards(self) -> bool:
         return self.draws or self.neighbours
+
+
+class _ShardNorm(_BatchNorm):
+    """A SyncBatchNorm that looks at its shard alone; it takes the same shapes."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+
+def unsynced(model: torch.nn.Module) -> None:
+    """Has each SyncBatchNorm of `model` take the statistics of a shard, as other normalization layers do.
+
+    Its own collectives would wait for members that have no records, and for those that are dead.
+    """
+    layers = [name for name, module in model.named_modules() if type(module) is torch.nn.SyncBatchNorm]
+    for name in layers:
+        model.get_submodule(name).__class__ = _ShardNorm
+    if layers:
+        why = "each shard of a step has statistics of its own, whoever trains it; micro_batch says how large it is"
+        events.emit("normalization.by_shard", layers=listed(layers), why=why)
 
 
 def known(model: torch.nn.Module) -> Nature:

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 CLOSE_S = 1.0
-SLICE_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16
+SLICE_BYTES = 1 << 14
+"""Of the past, read in one go: a millisecond or two."""
 _HTML = Path(__file__).with_name("page.html")
 _STATE = b'<script type="application/json" id="state">'
 _FACTS = ("name", "recipe", "epochs", "global_batch", "workers", "min_workers", "seed", "bitwise", "precision",
@@ -61,12 +63,17 @@ def still(board: Board, now: float) -> bytes:
 
 
 class Page:
-    """A job's board and the server that shows it. Made before the job's next event, so that none is missed."""
+    """A job's board and the server that shows it. Made before the job's next event, so that none is missed.
 
-    def __init__(self, job_dir: Path, token: str) -> None:
-        self.job_dir, self.token, self.url = job_dir, token, ""
+    `share` is the part of a processor that reading the past may take; a long one is seconds of work.
+    """
+
+    def __init__(self, job_dir: Path, token: str, *, share: float = 1.0) -> None:
+        self.job_dir, self.token, self.url, self.share = job_dir, token, "", share
         self.board = Board(_facts(job_dir))
-        self._log, self._last_port = job_dir / "events.jsonl", _last_port(job_dir)
+        self.last_url = _last_url(job_dir)
+        """Where an earlier life of the master had it; empty: nowhere."""
+        self._log, self._last_port = job_dir / "events.jsonl", _port_of(self.last_url)
         self._past = _size(self._log)
         self._early: list[tuple[str, Fields, float]] | None = []
         self._closing = asyncio.Event()
@@ -122,9 +129,17 @@ class Page:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
         self._write("page.token", self.token.encode())  # for those who scrape
 
+    @property
+    def reading(self) -> bool:
+        """Whether the past is still being read: the board does not know all of it."""
+        return self._early is not None
+
     async def close(self) -> None:
         """Shows the last state to everybody who looks, then closes; nobody waits when nobody looks."""
         self._closing.set()
+        if self._early is not None:  # the page that stays tells the whole story, if that is soon told
+            self._tasks = self._tasks or [asyncio.ensure_future(self._replay())]
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
         if self.url:
             self._server.should_exit = True
             if self._viewers:
@@ -141,15 +156,17 @@ class Page:
 
     async def _replay(self) -> None:
         """What was written before this page was made, in slices, so that the job's decisions need not wait. No further:
-        what comes after it is heard.
+        what comes after it is heard. Between them the processor is the training's, for as long as `share` says.
         """
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             torn = b""
             while piece := log.read(min(SLICE_BYTES, self._past - log.tell())):
+                began = time.monotonic()
                 *lines, torn = (torn + piece).split(b"\n")
                 for line in lines:
                     _take(self.board, line)
-                await asyncio.sleep(0)
+                took_s = time.monotonic() - began
+                await asyncio.sleep(0 if self._closing.is_set() else took_s * (1 / self.share - 1))
         early, self._early = self._early or [], None
         for event in early:
             self.hear(*event)
@@ -200,8 +217,8 @@ def _size(log: Path) -> int:
         return 0
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - SLICE_BYTES))
-        end = file.read(SLICE_BYTES)
+        file.seek(max(0, size - TAIL_BYTES))
+        end = file.read(TAIL_BYTES)
     return size - len(end) + end.rfind(b"\n") + 1
 
 
@@ -252,6 +269,8 @@ def _app(page: Page) -> Starlette:
         return StreamingResponse(page.stream(), media_type="text/event-stream", headers=headers)
 
     async def scrape(request: Request) -> Response:
+        if page.reading:  # a part of the counts would look like another job's
+            return PlainTextResponse("503: the job's past is still being read\n", 503, headers)
         return Response(metrics.page(page.board, time.time()), media_type=metrics.CONTENT_TYPE, headers=headers)
 
     def guarded(answer: Any) -> Any:
@@ -282,12 +301,16 @@ def _policy(html: bytes) -> str:
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-def _last_port(job_dir: Path) -> int:
-    """The port of the page that an earlier life of the master had, so that open tabs find the next one; 0: none."""
+def _last_url(job_dir: Path) -> str:
+    """The address of the page that an earlier life of the master had, so that open tabs find the next one."""
     try:
-        url = json.loads((job_dir / "master.json").read_bytes()).get("page", "")
+        return str(json.loads((job_dir / "master.json").read_bytes()).get("page", ""))
     except (OSError, ValueError):
-        return 0
+        return ""
+
+
+def _port_of(url: str) -> int:
+    """0: none."""
     found = re.match(r"http://127\.0\.0\.1:(\d+)/", url)
     return int(found[1]) if found else 0
 

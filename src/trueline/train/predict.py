@@ -59,7 +59,7 @@ def predict(
     workers: int = 1,
     format: str = "parquet",
     part_records: int = PART_RECORDS,
-    device: str = "auto",
+    device: str | None = None,
 ) -> Prediction:
     """Writes the outputs for every record of `mode`: by the eager model of a checkpoint, or by a bundle's program.
 
@@ -67,12 +67,13 @@ def predict(
     record), or a folder, local or a URI such as s3://bucket/answers: then parts of `part_records` records each are
     written there in `format` (`parquet` or `jsonl`) as they are computed, and a call that was cut short goes on where
     it ended. `workers` processes of one thread each share the batches; what is written is the same for any number.
-    Models compute on `device` (auto, cpu, cuda, cuda:N), programs of bundles on the CPU.
+    Models compute on `device` (auto, cpu, cuda, cuda:N; None: the recipe's own, else auto), programs of bundles on the
+    CPU.
     Raises UsageError, CheckpointError, BundleError, DataError, StorageError; a file is then as it was, and of a folder
     the parts that are there are whole.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    where = str(located(source))
+    where, on = str(located(source)), device or found.defaults.device
     if parts.is_folder(out):
         plan = Plan(
             num_records=found.source(mode).num_records,
@@ -83,10 +84,10 @@ def predict(
 
         def work() -> Work:
             said = pool.work(PARTS, found, recipe, where, mode, records=plan.num_records, batch=part_records)
-            return msgspec.structs.replace(said, device=device)
+            return msgspec.structs.replace(said, device=on)
 
         written = parts.write(
-            out, plan, batch, answering=lambda: _answering(found, where, mode, device), work=work, workers=workers,
+            out, plan, batch, answering=lambda: _answering(found, where, mode, on), work=work, workers=workers,
             event=ADVANCED,
         )  # fmt: skip
         return Prediction(records=plan.num_records, path=parts.place(out), parts=written)
@@ -97,7 +98,7 @@ def predict(
             hint="use .parquet or .jsonl, or a folder (end it with /) for parts",
         )
     if workers == 1:
-        count, answer = _answering(found, where, mode, device)
+        count, answer = _answering(found, where, mode, on)
         answers = []
         for start in range(0, count, batch):
             answers.append(answer(start, min(start + batch, count)))
@@ -105,7 +106,7 @@ def predict(
     else:
         count = found.source(mode).num_records
         shared = pool.work("trueline.train.predict:opened", found, recipe, where, mode, records=count, batch=batch)
-        answers = _shared_out(msgspec.structs.replace(shared, device=device), workers, out)
+        answers = _shared_out(msgspec.structs.replace(shared, device=on), workers, out)
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
     files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
     return Prediction(records=count, path=out)

@@ -39,6 +39,9 @@ class Policy:
     """After a death the survivors apply a step before replacements start, but no later: starting costs them cores."""
     max_failures: int = 3
     """So many deaths of one slot in a row before a step of its own put it into quarantine, or end a job that stands."""
+    spell_s: float = 600.0
+    """Twice as many failures of one slot within so long, after steps of its own, do the same where the others have
+    hardly any."""
     set_aside: int = 100
     """So many records may be set aside; one more ends the job."""
 
@@ -124,6 +127,8 @@ class State:
     incarnations: dict[int, int] = field(default_factory=dict)
     """Next incarnation of each slot."""
     failures: dict[int, Failures] = field(default_factory=dict)
+    crashes: dict[int, list[float]] = field(default_factory=dict)
+    """When the workers of a slot have failed by themselves, of late, after steps of their own."""
     quarantined: dict[int, str] = field(default_factory=dict)
     """Slots that stay empty, and why."""
     suspects: dict[int, dict[str, str]] = field(default_factory=dict)

@@ -123,7 +123,9 @@ def device_kind(wanted: str) -> tuple[str, int | None]:
     if kind in ("auto", "cpu", "cuda") and not colon:
         return kind, None
     raise UsageError(
-        f"device is '{wanted}', which is none", hint="say auto, cpu, cuda, or cuda:N for device N of each machine"
+        f"device is '{wanted}', which is none",
+        hint="say auto, cpu, cuda, or cuda:N for device N of each machine; a value of the recipe's own is better "
+        "called `_device`",
     )
 
 

@@ -31,13 +31,14 @@ class Augmented(Dataset):
 class Lively(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.Linear(6, 16, bias=False), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+        norm = torch.nn.SyncBatchNorm if os.environ.get("LIVELY_SYNCED") else torch.nn.BatchNorm1d
+        self.first = torch.nn.Sequential(torch.nn.Linear(6, 16, bias=False), norm(16), torch.nn.ReLU())
         self.rest = torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.Linear(16, 2))
 
     def forward(self, inputs):
         hidden = self.first(inputs)
-        if os.environ.get("LIVELY_CHECKPOINTED"):
-            return checkpoint(self.rest, hidden, use_reentrant=False)
+        if how := os.environ.get("LIVELY_CHECKPOINTED"):
+            return checkpoint(self.rest, hidden, use_reentrant=how == "reentrant")
         return self.rest(hidden)
 
 
