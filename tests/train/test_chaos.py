@@ -117,6 +117,16 @@ def test_records_that_the_model_counted_too_rarely_or_too_often_are_found():
     assert verdict.counted({"weight": torch.zeros(4)}, 4, 2) == (0, 0)
 
 
+def test_a_long_gap_is_slow_unless_the_agent_that_starts_the_replacement_was_away():
+    second = 10**9
+    log = [("COMMIT", {"step": 7, "at_ns": 29 * second, "gap_ms": 9100.0, "generation": 2})]
+    assert verdict.gaps(log, [("worker", 20 * second)]) == {"worker": [9000.0]}
+    for kind in ("agent", "zombie"):
+        assert verdict.gaps(log, [(kind, 15 * second), ("worker", 20 * second)]) == {}
+    short = [("COMMIT", {"step": 7, "at_ns": 21 * second, "gap_ms": 1100.0, "generation": 2})]
+    assert verdict.gaps(short, [("agent", 15 * second), ("worker", 20 * second)]) == {"worker": [1000.0]}
+
+
 def test_weights_that_are_not_numbers_are_no_match():
     ours, theirs = {"w": torch.tensor([float("nan")])}, {"w": torch.tensor([1.0])}
     assert not verdict.distance(ours, theirs) <= 1e9

@@ -28,6 +28,8 @@ UNDER_WAY_NS = 100_000_000
 """A step that was under way when the strike came may still be applied."""
 SLOW_MS = 8000.0
 """No regroup takes so long, nor a lease with the start of a replacement."""
+AGENTLESS_NS = 30_000_000_000
+"""After the death of the agent: so long its successor may import torch on a busy machine, and nobody is replaced."""
 SINGLE = 1e-6
 """Losses are told in single precision."""
 
@@ -154,7 +156,8 @@ def _relative(one: float, other: float) -> float:
 def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, int]]) -> dict[str, list[float]]:
     """For each strike that made the group form anew, the milliseconds until the first step after that.
 
-    Left out are those that met a job whose master, agent or network had been struck shortly before.
+    Left out are those that met a job whose master, agent or network had been struck shortly before, and long ones that
+    may have waited for the agent that starts the replacements.
     """
     regrouped = sorted(
         (body["at_ns"], body["at_ns"] - int(1e6 * body["gap_ms"]))
@@ -162,13 +165,15 @@ def gaps(log: Sequence[tuple[str, dict[str, Any]]], struck: Sequence[tuple[str, 
         if kind == "COMMIT" and body["gap_ms"]
     )
     found: dict[str, list[float]] = {}
-    calm_ns = 0
+    calm_ns = served_ns = 0
     for kind, at in struck:
+        agentless, served_ns = at < served_ns, at + AGENTLESS_NS if kind in ("agent", "zombie") else served_ns
         early, calm_ns = at < calm_ns, max(calm_ns, at + int(1e9 * SHAKEN_S) if shakes(kind) else 0)
         later, since = next((step for step in regrouped if step[0] > at), (0, 0))
         felt = later and since < at + UNDER_WAY_NS  # nobody feels the death of who has not joined yet
-        if felt and kind not in UNFELT and not early:
-            found.setdefault(kind, []).append(round((later - at) / 1e6, 1))
+        gap_ms = (later - at) / 1e6
+        if felt and kind not in UNFELT and not early and not (agentless and gap_ms > SLOW_MS):
+            found.setdefault(kind, []).append(round(gap_ms, 1))
     return found
 
 
