@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -28,6 +28,7 @@ from trueline.runtime import (
     any_size,
     causal,
     constants,
+    conversions,
     custom_ops,
     multiples,
     packed,
@@ -141,7 +142,15 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 @contextmanager
 def followable() -> Iterator[None]:
     """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
-    with recurrent.whole(), packed.padded(), causal.masks_as_given(), any_size.free_sizes():
+    with ExitStack() as held:
+        for way in (
+            recurrent.whole,
+            packed.padded,
+            causal.masks_as_given,
+            any_size.free_sizes,
+            conversions.left_alone,
+        ):
+            held.enter_context(way())
         yield
 
 
