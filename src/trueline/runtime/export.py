@@ -37,6 +37,7 @@ from trueline.runtime import (
     ranges,
     recurrent,
     retraced,
+    rounded,
     torch_settings,
     torch_weights,
 )
@@ -360,7 +361,8 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        torch.export.save(program, raw)
+        with rounded.storable(program):
+            torch.export.save(program, raw)
         pt2.clean(raw, path)
     except BundleError as error:
         place = custom_ops.line_of(program, error.message)
