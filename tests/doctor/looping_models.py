@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dynamic_models
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -261,3 +262,58 @@ class Best(nn.Module):
             if s < score:
                 best, score = y, s
         return best
+
+
+def mixed(x: Tensor, decay: Tensor) -> Tensor:
+    """Fills a tensor step by step, in the dtype that it has."""
+    out = torch.zeros_like(x)
+    state = torch.zeros_like(x[:, 0], dtype=torch.float32)
+    for t in range(x.shape[1]):
+        state = decay * state + x[:, t].float()
+        out[:, t] = state.tanh().to(out.dtype)
+    return out
+
+
+def chosen(x: Tensor, decay: Tensor) -> Tensor:
+    """What the model calls: the loop is one call further."""
+    return mixed(x, decay)
+
+
+if torch.__version__:
+
+    def conditional(x: Tensor, decay: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        outs = []
+        for t in range(x.shape[1]):
+            state = decay * state + x[:, t]
+            outs.append(state.tanh())
+        return torch.stack(outs, 1)
+
+
+class Mixes(nn.Module):
+    """Its loop stands in a function that another function of the file calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return chosen(x, self.decay)
+
+
+class MixesWhereItCan(Mixes):
+    """Its loop stands in a function that the file defines under a condition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conditional(x, self.decay)
+
+
+class Spared(nn.Module):
+    """Blocked by a line of another file, with a part that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Filled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dynamic_models.Opaque.forward(self, x)  # type: ignore[arg-type]

@@ -127,3 +127,39 @@ def test_skipping_what_would_change_nothing_is_left_out() -> None:
     assert row.status == "rewritten"
     assert row.rewrite is not None
     assert "-                continue" in row.rewrite.diff
+
+
+def unpadded(x: Tensor) -> Tensor | None:
+    """Where a record is filled up; none where none is."""
+    mask = x[..., 0] > 0
+    if not mask.any():
+        mask = None  # type: ignore[assignment]
+    return mask
+
+
+class Attends(nn.Module):
+    """A mask that masks nothing is left out of the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, mask = x @ x.transpose(1, 2), unpadded(x)
+        if mask is not None:
+            scores = scores.masked_fill(mask.unsqueeze(1), -1e4)
+        return scores.softmax(-1) @ x
+
+
+class Notices(Attends):
+    """It matters whether there was a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if unpadded(x) is None else x + 1
+
+
+def test_a_mask_that_is_forgotten_where_it_masks_nothing_is_kept() -> None:
+    row = examined(Attends(), torch.randn(3, 6, 4)).rows["(model)"]
+    assert row.status == "rewritten", row.why_not
+    assert row.rewrite is not None
+    assert "-        mask = None" in row.rewrite.diff
+
+
+def test_a_mask_whose_absence_matters_is_not_kept() -> None:
+    assert examined(Notices(), torch.randn(3, 6, 4)).rows["(model)"].status == "blocked"

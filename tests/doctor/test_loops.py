@@ -112,3 +112,16 @@ def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
 def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None:
     diff = healed(models.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert diff.count("torch.where(chosen, ") == 2
+
+
+@pytest.mark.parametrize("kind", [models.Mixes, models.MixesWhereItCan])
+def test_a_loop_in_a_function_that_is_not_called_by_the_model_itself_is_rewritten_there(kind: type[nn.Module]) -> None:
+    diff = healed(kind(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4), onnx=True)
+    assert diff.count(" = scan(") == 1
+
+
+def test_nothing_waits_for_a_part_that_is_never_called() -> None:
+    model = models.Spared().eval()
+    found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=Path(__file__).parent)
+    assert found.rows["spare"].why_not == "no probe of the model reached it"
+    assert "spare" not in found.rows["(model)"].why_not

@@ -175,3 +175,11 @@ def test_the_nearest_element_is_the_same_at_every_size(tmp_path: Path) -> None:
         x = {"x": np.arange(2 * length, dtype=np.float32).reshape(1, 2, length)}
         wanted, found = eager.run(x), session.run(x)
         assert all(np.array_equal(wanted[name], found[name]) for name in wanted), length
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_maximum_of_what_was_padded_with_zeros_sees_the_zeros(rank: int, tmp_path: Path) -> None:
+    pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[rank - 1](3, stride=2)
+    pad = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)[rank - 1](1, 0.0)
+    x = -torch.rand(3, 2, *[5] * rank)  # below nought, so that a zero is the largest
+    assert proven(nn.Sequential(pad, pool), x, folder=tmp_path).reason == ""

@@ -21,7 +21,7 @@ import torch
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
 from trueline.doctor.remembered import Memory, remembered, shapes
-from trueline.runtime import constants, paths, size_lists
+from trueline.runtime import constants, paths, places, size_lists
 from trueline.runtime.export import followable
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
@@ -139,7 +139,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
             if in_units and memory is None:
                 program, steps = units.exported(partial(_program, flat, tensors), free, oracle.calls, base)
             else:
-                program = _followed(flat, tensors, shapes(free))
+                program = _followed(flat, tensors, shapes(free), oracle)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
     with torch.no_grad(), hushed():
@@ -189,15 +189,21 @@ def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 
-def _followed(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    """As capture traces it: where a size was fixed, once more with lists of numbers that stay functions of it."""
+def _followed(
+    flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any, oracle: Oracle
+) -> torch.export.ExportedProgram:
+    """As capture traces it: once more where a size was fixed or a loop goes over places that values choose."""
     try:
         return _program(flat, tensors, free)
     except Exception as error:
-        if not _CONSTANT.search(str(error)) or not size_lists.may_help(flat):
+        if _CONSTANT.search(str(error)) and size_lists.may_help(flat):
+            kept = size_lists.kept(flat)
+        elif places.may_help(flat, str(error)) and places.left_out(flat, (call.tensors for call in oracle.calls)):
+            kept = places.all_of_them(flat)
+        else:
             raise
         try:
-            with size_lists.kept(flat):
+            with kept:
                 return _program(flat, tensors, free)
         except Exception:  # noqa: BLE001 (blind except): what torch.export said of the module as it stands is raised
             raise error from None

@@ -134,14 +134,18 @@ def _tried_in_units(search: _Search, candidate: Candidate, done: tuple[str, ...]
 def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
     """Whether the calls reach the line `test` with and without reaching the line `body` after it."""
     counts = {test: 0, body: 0}
-    file = name_of(search.file, text)
+    lines, own = text.splitlines(), Path(search.file).read_text().splitlines()
+    # a function that no edit has reached runs from the user's own file, where its lines may have other numbers
+    there = {at: line for line in counts for at in _nearest(own, lines[line - 1].strip(), line)}
+    numbers = {name_of(search.file, text): {line: line for line in counts}, search.file: there}
 
     def entered(frame: FrameType, event: str, arg: Any) -> Any:
-        return stepped if frame.f_code.co_filename == file else None
+        return stepped if frame.f_code.co_filename in numbers else None
 
     def stepped(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" and frame.f_lineno in counts:
-            counts[frame.f_lineno] += 1
+        line = numbers[frame.f_code.co_filename].get(frame.f_lineno) if event == "line" else None
+        if line is not None:
+            counts[line] += 1
         return stepped
 
     module = search.with_text(text)
@@ -247,8 +251,13 @@ def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: 
 
 def _same_source(place: Place, lines: list[str]) -> list[int]:
     """Lines that read as the place's does, the nearest first: lines above it may have been edited."""
-    alike = [number for number, line in enumerate(lines, 1) if line.strip() and line.strip() == place.source]
-    return sorted(alike, key=lambda number: abs(number - place.line))[:1]
+    return _nearest(lines, place.source, place.line)
+
+
+def _nearest(lines: list[str], source: str, number: int) -> list[int]:
+    """The line that reads as `source` and is nearest to `number`, if there is one."""
+    alike = [at for at, line in enumerate(lines, 1) if line.strip() and line.strip() == source]
+    return sorted(alike, key=lambda at: abs(at - number))[:1]
 
 
 def scope_at(search: _Search, text: str, line: int, seen: Mapping[str, Any]) -> Scope | None:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import linecache
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,41 @@ def _free(owner: type) -> dict[str, Any]:
 
 
 def _run_changed(tree: ast.Module, file: str, name: str, scope: dict[str, Any]) -> set[str]:
-    """Runs the functions at the file's top level that the edit changed, and the imports that it added; returns the
-    names of the former."""
-    before = {ast.dump(node) for node in ast.parse(Path(file).read_text()).body}
-    changed = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ImportFrom) and ast.dump(node) not in before
-    ]
-    exec(compile(ast.Module(body=list(changed), type_ignores=[]), name, "exec"), scope)
-    return {node.name for node in changed if isinstance(node, ast.FunctionDef)}
+    """Runs the imports that the edit added, the functions of the file that it changed, and those that call one of
+    these; returns the names of the functions."""
+    original = ast.parse(Path(file).read_text())
+    before = {ast.dump(node) for node in (*original.body, *_top_functions(original))}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and ast.dump(node) not in before]
+    functions = [*_top_functions(tree)]
+    names = {node.name for node in functions if ast.dump(node) not in before}
+    while True:
+        more = {node.name for node in functions if node.name not in names and names & _read(node)}
+        if not more:
+            break
+        names |= more
+    run = [*imports, *(node for node in functions if node.name in names)]
+    exec(compile(ast.Module(body=run, type_ignores=[]), name, "exec"), scope)
+    return names
+
+
+def _top_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Functions that importing the file defines; those under an `if` or a `try` if they have a name of their own."""
+    inside = [node for one in tree.body if isinstance(one, ast.If | ast.Try) for node in _under(one)]
+    names = [node.name for node in (*tree.body, *inside) if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+    yield from (node for node in inside if names.count(node.name) == 1)
+
+
+def _under(statement: ast.stmt) -> Iterator[ast.FunctionDef]:
+    for name in ("body", "orelse", "finalbody"):
+        for node in getattr(statement, name, ()):
+            if isinstance(node, ast.FunctionDef):
+                yield node
+            elif isinstance(node, ast.If | ast.Try):
+                yield from _under(node)
+
+
+def _read(node: ast.FunctionDef) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}

@@ -167,7 +167,9 @@ def _unready(
         if not found.reason:
             status: Status = "rewritten" if owner in done.rewrites else "waits"
             return _made(path, part, status, finding, part, oracle, cause, done.rewrites.get(owner))
-    blocked = [row.path for row in done.rows.values() if row.status == "blocked" and _inside(row.path, path)]
+    # a part that no probe reached has no cause, and nothing waits for it
+    inside = [row for row in done.rows.values() if _inside(row.path, path)]
+    blocked = [row.path for row in inside if row.status == "blocked" and row.cause is not None]
     own = cause.file == file_of(owner)
     healed = heal(part, oracle, done.texts, after) if own or not blocked else "its submodule has to be healed first"
     if isinstance(healed, str):

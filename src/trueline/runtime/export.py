@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -28,6 +28,7 @@ from trueline.runtime import (
     any_size,
     causal,
     constants,
+    conversions,
     custom_ops,
     multiples,
     packed,
@@ -36,6 +37,7 @@ from trueline.runtime import (
     ranges,
     recurrent,
     retraced,
+    rounded,
     torch_settings,
     torch_weights,
 )
@@ -142,7 +144,15 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
 @contextmanager
 def followable() -> Iterator[None]:
     """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
-    with recurrent.whole(), packed.padded(), causal.masks_as_given(), any_size.free_sizes():
+    with ExitStack() as held:
+        for way in (
+            recurrent.whole,
+            packed.padded,
+            causal.masks_as_given,
+            any_size.free_sizes,
+            conversions.left_alone,
+        ):
+            held.enter_context(way())
         yield
 
 
@@ -352,7 +362,8 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     example, program._example_inputs = program.example_inputs, None
     try:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
-        torch.export.save(program, raw)
+        with rounded.storable(program):
+            torch.export.save(program, raw)
         pt2.clean(raw, path)
     except BundleError as error:
         place = custom_ops.line_of(program, error.message)

@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, onnx_mended, onnx_sizes, paths, recurrent, torchlib
+from trueline.runtime import custom_ops, onnx_mended, onnx_pools, onnx_sizes, paths, recurrent, torchlib
 from trueline.runtime.decompositions import looked_up_once
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
@@ -138,6 +138,7 @@ def translated(
     if found is None:
         raise CaptureError("torch.onnx returned no program")
     onnx_sizes.exact(found.model)
+    onnx_pools.apart(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 

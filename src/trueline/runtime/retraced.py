@@ -4,6 +4,7 @@
 |---|---|
 | a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
 | a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
+| a loop over the places where a mask holds | each place has a step (`places`) |
 | code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
 
 What comes of it is an exported program like any other: it is proven, or refused.
@@ -11,7 +12,7 @@ What comes of it is an exported program like any other: it is proven, or refused
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch.fx import GraphModule
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.errors import CaptureError
-from trueline.runtime import beneath, compare, records, size_lists
+from trueline.runtime import beneath, compare, places, records, size_lists
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import resized
 
@@ -46,9 +47,33 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
             pass  # what is raised is what torch.export said of the model as it stands
     if calling.signature.state:
         return None
-    found = _beneath(flat, calling, export) if beneath.may_help(module, error.message) else None
+    found = _all_places(flat, calling, export) if places.may_help(module, error.message) else None
+    if found is None and beneath.may_help(module, error.message):
+        found = _beneath(flat, calling, export)
     in_rows = all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs)
     return found or (_by_records(flat, calling, export) if in_rows else None)
+
+
+def _all_places(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+    """With a step for each place that a loop over the values' choice could take, if some call leaves one out."""
+    if not places.left_out(flat, _small_calls(calling)):
+        return None
+    try:
+        with places.all_of_them(flat):
+            return _told(export(flat), "a loop over places that values choose has a step for each place")
+    except CaptureError as error:
+        events.emit("program.unfollowed", by="places", why=error.message)
+        return None
+
+
+def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The example, one record of it, the least of all that is free, and zeros: of little, not much is chosen."""
+    free = [[at for at, size in enumerate(spec.shape) if isinstance(size, str)] for spec in calling.signature.inputs]
+    for most in (0, 1, None):
+        sizes = [dict.fromkeys(axes[:most], 1) for axes in free]
+        tensors = tuple(resized(tensor, size) for tensor, size in zip(calling.example, sizes, strict=True))
+        yield tensors
+        yield tuple(torch.zeros_like(tensor) for tensor in tensors)
 
 
 def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:

@@ -228,7 +228,7 @@ class _Tensors(TorchFunctionMode):
 @contextmanager
 def kept(module: torch.nn.Module) -> Iterator[None]:
     """While `module` is traced in the block, lists of numbers in its own code stay functions of the sizes."""
-    scopes = {id(function.__globals__): function.__globals__ for function in _functions(module)}
+    scopes = {id(function.__globals__): function.__globals__ for function in users_functions(module)}
     mode: Any = (
         _Tensors()
     )  # entered where the module is called: an exporter's own modes would take the lists apart before
@@ -253,11 +253,11 @@ def may_help(module: torch.nn.Module) -> bool:
     """Whether code of the users that `module` is made of takes a range for more than to walk through it."""
     return any(
         "range" in names and not names.isdisjoint({"list", "len", "tuple"})
-        for names in (set(function.__code__.co_names) for function in _functions(module))
+        for names in (set(function.__code__.co_names) for function in users_functions(module))
     )
 
 
-def _functions(module: torch.nn.Module) -> Iterator[FunctionType]:
+def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
     """The users' functions that are methods of `module` and its parts, but those that make them."""
     holders = {id(holder): holder for part in module.modules() for holder in (part, *type(part).__mro__)}
     for holder in holders.values():

@@ -1,5 +1,5 @@
 """What a model does beside its answer: it prints, warns, checks its input, keeps by size what it has computed once, and
-skips what would change nothing.
+skips, or forgets (`if not mask.any(): mask = None`), what would change nothing.
 
 A program does none of it, and where values or sizes decide about it, it blocks the exporter. Condition: the answers on
 all calls stay the same; a check raises where there is no answer, so leaving it out changes none.
@@ -11,7 +11,7 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -21,6 +21,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The function without the statement at `spot`, where that only says, checks or remembers something."""
     statement = spot.statement
     text: str | None = None
+    both: tuple[int, int] | None = None
     if _says(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}` says something and changes no answer: it is left out"
@@ -30,12 +31,18 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     elif _skips(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}: continue` is left out: the rest of the step changes nothing there"
+    elif isinstance(statement, ast.If) and _drops(scope, statement):
+        text = scope.replaced([statement], _instead(spot))
+        both = (statement.test.lineno, statement.body[0].lineno)
+        name = ast.unparse(statement.body[0]).partition(" ")[0]
+        words = f"`{_first(statement)}: {name} = None` is left out: `{name}` changes nothing there"
+        text = text if both[0] != both[1] else None
     elif isinstance(statement, ast.If):
         new = _uncached(scope, spot)
         text = scope.replaced(spot.block[spot.index :], new) if new else None
         words = f"`{_first(statement)}` is left out: what it keeps is computed at every call"
     if text:
-        yield Candidate(text=text, words=words)
+        yield Candidate(text=text, words=words, both=both)
 
 
 def _first(statement: ast.stmt) -> str:
@@ -75,6 +82,16 @@ def _checks(statement: ast.stmt) -> bool:
 def _skips(statement: ast.stmt) -> bool:
     """Whether it leaves out the rest of a loop's step: where nothing was selected, as a rule."""
     return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Continue)
+
+
+def _drops(scope: Scope, statement: ast.If) -> bool:
+    """Whether all that it does is to forget a tensor, where values say so: `if not mask.any(): mask = None`."""
+    if statement.orelse or scope.worth(statement.test) != "tensor" or len(statement.body) != 1:
+        return False
+    match statement.body[0]:
+        case ast.Assign(targets=[ast.Name() as name], value=ast.Constant(value=None)):
+            return name.id in loaded(statement.test)
+    return False
 
 
 def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:

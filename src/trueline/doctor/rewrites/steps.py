@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,7 +97,7 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
         else:
             steps.lists[appended[0]] = appended[1]
             steps.body.append(ast.Assign(targets=[ast.Name(id=kept(appended[0]), ctx=ast.Store())], value=appended[1]))
-    if has_effects(steps.body) or set(steps.lists) & set(loaded(steps.body)):
+    if has_effects(steps.body) or set(steps.lists) & set(_values(steps.body)):
         return None
     if set(loaded(loop.iter)) & set(stored(steps.body)):
         return None
@@ -116,8 +116,15 @@ def _filled(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> t
     found = place_of(target, steps.index)
     if not isinstance(held, torch.Tensor) or found is None or found[1]:
         return None
-    reads = [one for one in ast.walk(loop) if isinstance(one, ast.Name) and one.id == target.value.id]
+    reads = [one for one in _values([loop]) if one == target.value.id]
     return (target.value.id, found[0], statement.value) if len(reads) == 1 else None
+
+
+def _values(block: Sequence[ast.stmt]) -> list[str]:
+    """Each name that `block` uses for what it holds, so often as it does: `x.dtype` says nothing of that."""
+    nodes = [node for statement in block for node in ast.walk(statement)]
+    kinds = {id(one.value) for one in nodes if isinstance(one, ast.Attribute) and one.attr in ("dtype", "device")}
+    return [one.id for one in nodes if isinstance(one, ast.Name) and id(one) not in kinds]
 
 
 def has_effects(block: list[ast.stmt]) -> bool:

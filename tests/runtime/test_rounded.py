@@ -1,0 +1,36 @@
+"""A share of a size, rounded by Python's own ceil or floor, goes into a file and comes back as it was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.export import emit, export, load
+
+
+class Share(nn.Module):
+    """The first so many steps, rounded up and down, of steps before and after nought."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        length = x.shape[1]
+        up, down = math.ceil(0.5 * length), math.floor(0.3 * length)
+        before = math.floor(-0.5 * length) + math.ceil(-0.3 * length)
+        return x[:, :up] * 2, x * (torch.arange(length) < down) + before
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 9, 10])
+def test_a_rounded_share_of_a_size_is_the_same_after_it_was_written(tmp_path: Path, length: int) -> None:
+    model = Share().eval()
+    eager = EagerSession(model, torch.randn(3, 9), dynamic_shapes={"x": {1: "length"}})
+    exported = export(eager.module, eager.calling)
+    before = str(exported.program.graph)
+    program = load(emit(exported, tmp_path)).module(check_guards=False)
+    assert str(exported.program.graph) == before
+    x = torch.randn(2, length)
+    for found, expected in zip(program(x), model(x), strict=True):
+        assert torch.equal(found, expected)
