@@ -112,3 +112,37 @@ def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
 def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None:
     diff = healed(models.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert diff.count("torch.where(chosen, ") == 2
+
+
+def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
+    diff = healed(
+        models.FilledForward(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4) - 1, onnx=True
+    )
+    assert "x_t_1_ago" in diff
+    assert "torch.where(gone[:, None], x_t_1_ago, x_t)" in diff
+
+
+def test_a_table_of_dynamic_programming_is_two_scans_that_carry_one_row_each() -> None:
+    diff = healed(models.Warped(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 8, 4), onnx=True)
+    assert diff.count(" = scan(") == 2
+    assert "index_put" not in diff
+
+
+def test_a_filter_looks_two_steps_back_also_where_there_is_only_one() -> None:
+    diff = healed(models.Resonant(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+    assert "y_t_2_ago = y_t_1_ago" in diff
+
+
+def test_what_is_to_come_is_added_up_from_the_end() -> None:
+    diff = healed(models.Returns(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4))
+    assert ".flip(0)" in diff
+
+
+def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> None:
+    diff = healed(models.Family(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 3 * torch.randn(4, 9, 4))
+    assert "h.index_put(" in diff
+
+
+def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
+    diff = healed(models.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
+    assert "scan(" in diff
