@@ -13,7 +13,7 @@ import copy
 import torch
 
 from trueline.doctor.rewrites.masks import written
-from trueline.doctor.rewrites.scope import Scope, statements, value_of
+from trueline.doctor.rewrites.scope import Scope, expression, statements, value_of
 from trueline.doctor.rewrites.tables import full, whole
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
@@ -65,14 +65,22 @@ def _element(scope: Scope, statement: ast.Assign | ast.AugAssign) -> ast.stmt | 
     axes = [axis for axis, one in enumerate(places) if not full(one)]
     if axes != [*range(len(axes))] and not all(whole(scope, places[axis]) for axis in axes):
         return None
-    at = ", ".join(f"torch.as_tensor({ast.unparse(places[axis])})" for axis in axes)
+    at = ", ".join(_tensor(places[axis]) for axis in axes)
     there, back = _to_front(axes)
     read = copy.deepcopy(target)
     read.ctx = ast.Load()
     value = ast.unparse(statement.value)
     if isinstance(statement, ast.AugAssign):
         value = ast.unparse(ast.BinOp(left=read, op=statement.op, right=statement.value))
-    return statements(f"{name} = {name}{there}.index_put(({at},), torch.as_tensor({value}, dtype={dtype})){back}")[0]
+    put = _tensor(expression(value), f", dtype={dtype}")
+    return statements(f"{name} = {name}{there}.index_put(({at},), {put}){back}")[0]
+
+
+def _tensor(value: ast.expr, dtype: str = "") -> str:
+    """A value as a tensor. A number is made one where the program runs: torch loses its hold of one that is made while
+    it follows a step."""
+    made = "full((), " if isinstance(value, ast.Constant) else "as_tensor("
+    return f"torch.{made}{ast.unparse(value)}{dtype})"
 
 
 def _to_front(axes: list[int]) -> tuple[str, str]:
