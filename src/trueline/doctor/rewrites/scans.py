@@ -150,7 +150,8 @@ def _over_all_rows(scope: Scope, steps: Steps) -> tuple[list[ast.stmt], dict[str
     if steps.uses_index and steps.index is not None:
         sources[steps.index] = at
     ends = f"({at} < {ast.unparse(steps.length)})"
-    sources["going"] = f"({at} >= {steps.start}) & {ends}" if steps.start not in ("", "0") else ends
+    going = scope.fresh("going")
+    sources[going] = f"({at} >= {steps.start}) & {ends}" if steps.start not in ("", "0") else ends
     return statements(f"{at} = torch.arange({base}.shape[{axis}], device={base}.device){turned}"), sources
 
 
@@ -158,6 +159,7 @@ def _idle_in_rows(
     scope: Scope, steps: Steps, body: list[ast.stmt], back: list[str], carries: list[str]
 ) -> tuple[list[ast.stmt], list[str]]:
     """A step that is none of the loop's leaves what is carried and the row as they were, and hands the row on."""
+    going = scope.fresh("going")
     kept_rows = {table.row: scope.fresh(f"{table.row}_before") for table in steps.tables.values()}
     saved = {name: scope.fresh(f"{name}_before") for name in carries if name not in steps.rows} | kept_rows
     found = [one for name, old in saved.items() for one in statements(f"{old} = {name}")]
@@ -165,10 +167,10 @@ def _idle_in_rows(
     for statement in body:
         row = next((given[name] for name in stored(statement) if name in given), None)
         if row is not None:
-            found += statements(f"{row} = torch.where(going, {row}, {kept_rows[row]})")
+            found += statements(f"{row} = torch.where({going}, {row}, {kept_rows[row]})")
         found.append(statement)
     ends = [
-        f"torch.where(going, {name}, {saved[name]}).{IN_ROWS}" if name in saved else one
+        f"torch.where({going}, {name}, {saved[name]}).{IN_ROWS}" if name in saved else one
         for name, one in zip(carries or back, back, strict=True)
     ]
     return found, ends

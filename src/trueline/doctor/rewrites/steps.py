@@ -69,7 +69,7 @@ class Steps:
     @property
     def may_be_none(self) -> bool:
         """Whether there may be no step at all, of a tensor that a size makes empty."""
-        return bool(self.start) or self.length is None
+        return bool(self.start) or self.length is None or isinstance(self.length, ast.BinOp)
 
     @property
     def listed(self) -> list[str]:
