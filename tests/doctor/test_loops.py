@@ -146,3 +146,13 @@ def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> No
 def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
     diff = healed(models.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
     assert "scan(" in diff
+
+
+def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_the_rest_of_it() -> None:
+    diff = healed(models.Joined(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.5 * torch.randn(2, 9, 4))
+    assert "while_loop(" in diff
+
+
+def test_a_loop_without_end_is_run_once_where_a_name_begins_in_it() -> None:
+    diff = healed(models.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
+    assert diff.count("v = 1 / ") > 1
