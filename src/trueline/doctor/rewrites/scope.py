@@ -133,8 +133,8 @@ def assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Every `name = value` in `node`: targets of loops, and of unpacking one value, get the whole of it."""
     for part in ast.walk(node):
         if isinstance(part, ast.Assign):
-            for target, value in (pair for one in part.targets for pair in _pairs(one, part.value)):
-                yield from ((name, value) for name in stored(target))
+            for target, its in (pair for one in part.targets for pair in _pairs(one, part.value)):
+                yield from ((name, its) for name in stored(target))
         elif isinstance(part, ast.AugAssign) or (isinstance(part, ast.AnnAssign) and part.value is not None):
             value = part.value
             if value is not None:
