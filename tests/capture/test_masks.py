@@ -20,6 +20,7 @@ from trueline.capture.api import capture
 from trueline.capture.verify import verify
 from trueline.errors import NotProven, RequestError
 from trueline.recipe.contract import Recipe
+from trueline.runtime import onnx_translations
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import judge, observe
 from trueline.runtime.session import open_program, replay
@@ -143,8 +144,14 @@ def test_the_condition_goes_into_the_tables_of_a_cpp_project() -> None:
 
 
 def hiding(mask: Tensor) -> Tensor:
-    """What is added to scores: a row that is hidden whole is zero in torch, and no number in ONNX."""
+    """What is added to scores."""
     return torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
+
+
+@pytest.fixture
+def as_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in ONNX as torch.onnx writes it: no number where a row is hidden whole, and torch says zero."""
+    monkeypatch.delitem(onnx_translations.TRANSLATIONS, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 class Attends(nn.Module):
@@ -168,6 +175,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_exported")
 def test_an_encoder_keeps_its_onnx_program_and_every_other_part_of_the_line_knows_the_condition(tmp_path: Path) -> None:
     def examples() -> Any:
         yield {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)}
@@ -209,6 +217,7 @@ class LooksBack(Attends):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_exported")
 def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a_bundle_is_verified(
     tmp_path: Path,
 ) -> None:
@@ -228,6 +237,23 @@ def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a
 
 
 @pytest.mark.slow
+def test_a_row_that_an_added_mask_hides_whole_is_zero_in_onnx_too(tmp_path: Path) -> None:
+    recipe = Recipe(
+        name="decoder", digest="d" * 64, path=None, model=LooksBack, loss=never, optimizer=never, dataset=never,
+        examples=lambda: {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)},
+        dynamic_shapes=lambda: {"ids": {1: "length"}, "mask": {1: "length"}},
+    )  # fmt: skip
+    bundle = open_bundle(capture(recipe, None, tmp_path / "b", formats=["onnx"]).path)
+    assert bundle.program("onnx").rows == {}
+    asked = {"ids": np.arange(6).reshape(2, 3), "mask": np.array([[0, 0, 0], [0, 1, 0]])}
+    with torch.no_grad():
+        wanted = LooksBack()(*map(torch.as_tensor, asked.values())).numpy()
+    (answer,) = open_program(bundle, "onnx").run(asked).values()
+    np.testing.assert_allclose(answer, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_exported")
 def test_a_hidden_row_in_the_users_own_example_refuses_the_program(tmp_path: Path) -> None:
     def examples() -> Any:
         yield {"ids": torch.arange(8).reshape(2, 4) % 10, "mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])}

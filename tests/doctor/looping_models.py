@@ -317,3 +317,118 @@ class Spared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return dynamic_models.Opaque.forward(self, x)  # type: ignore[arg-type]
+
+
+class FilledForward(nn.Module):
+    """Where a value is missing stands the last that was seen, and how long ago that was."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen, x = x[..., 0] > 0, x.clone()
+        age = torch.zeros_like(x[..., 0])
+        for t in range(1, x.shape[1]):
+            gone = ~seen[:, t]
+            x[gone, t] = x[gone, t - 1]
+            age[gone, t] += age[gone, t - 1] + 1
+        return x, age
+
+
+class Warped(nn.Module):
+    """How far a sequence is from itself turned round, where time may be stretched: a table of dynamic programming."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        apart = torch.cdist(x, x.flip(1))
+        d = torch.full((x.shape[0], n + 1, n + 1), 1e6)
+        d[:, 0, 0] = 0
+        for i in range(1, n + 1):
+            for j in range(1, n + 1):
+                best = torch.minimum(torch.minimum(d[:, i - 1, j], d[:, i, j - 1]), d[:, i - 1, j - 1])
+                d[:, i, j] = apart[:, i - 1, j - 1] + best
+        return d[:, n, n]
+
+
+class Resonant(nn.Module):
+    """A filter of second order; its coefficients lie in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.tensor([0.3, 0.2, -0.4, 0.1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        b0, b1, a1, a2 = self.c
+        for t in range(2, x.shape[1]):
+            y[:, t] = b0 * x[:, t] + b1 * x[:, t - 1] - a1 * y[:, t - 1] - a2 * y[:, t - 2]
+        return y
+
+
+class Returns(nn.Module):
+    """What is still to come, discounted, from the end to the beginning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        for t in range(x.shape[1] - 2, -1, -1):
+            out[:, t] = x[:, t] + 0.9 * out[:, t + 1]
+        return out
+
+
+class Family(nn.Module):
+    """Each node is added to its parent, which a value names and which comes before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rows = x.tanh(), torch.arange(x.shape[0])
+        parents = x[..., 0].abs().long()
+        for i in range(x.shape[1] - 1, 0, -1):
+            p = torch.minimum(parents[:, i], torch.full_like(parents[:, i], i - 1))
+            h[rows, p] += 0.5 * h[:, i]
+        return h
+
+
+class Spelt(nn.Module):
+    """How likely a word is under CTC: what each letter of it comes to is put into a list that the step makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, word = x.log_softmax(-1), [0, 2, 0, 3, 0]
+        alpha = torch.full((x.shape[0], 5), -1e4)
+        alpha[:, 0], alpha[:, 1] = p[:, 0, 0], p[:, 0, 2]
+        for t in range(1, x.shape[1]):
+            new = []
+            for s, c in enumerate(word):
+                a = alpha[:, s]
+                if s > 0:
+                    a = torch.logaddexp(a, alpha[:, s - 1])
+                if s > 1 and c != 0:
+                    a = torch.logaddexp(a, alpha[:, s - 2])
+                new.append(a + p[:, t, c])
+            alpha = torch.stack(new, 1)
+        return torch.logaddexp(alpha[:, -1], alpha[:, -2])
+
+
+class Joined(nn.Module):
+    """The smallest place that each can be reached from, until nothing changes: it ends in the middle of a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = torch.cdist(x, x) < 1.5
+        label = torch.arange(x.shape[1]).expand(x.shape[0], x.shape[1]).float()
+        while True:
+            new = torch.where(near, label[:, None, :], 1e9).amin(-1).minimum(label)
+            if torch.equal(new, label):
+                break
+            label = new
+        return label
+
+
+class Balanced(nn.Module):
+    """Rows and columns are scaled until they stand still; what scales the columns begins in the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, u, turns = torch.exp(-x.abs()), torch.ones_like(x[..., 0]), 0
+        while True:
+            v = 1 / (k * u.unsqueeze(-1)).sum(1)
+            new = 1 / (k * v.unsqueeze(1)).sum(2)
+            apart = (new - u).abs().max()
+            u = new
+            turns += 1
+            if apart < 1e-4 or turns >= 50:
+                break
+        return u.unsqueeze(-1) * k * v.unsqueeze(1)

@@ -125,3 +125,47 @@ def test_nothing_waits_for_a_part_that_is_never_called() -> None:
     found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=Path(__file__).parent)
     assert found.rows["spare"].why_not == "no probe of the model reached it"
     assert "spare" not in found.rows["(model)"].why_not
+
+
+def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
+    diff = healed(
+        models.FilledForward(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4) - 1, onnx=True
+    )
+    assert "x_t_1_ago" in diff
+    assert "torch.where(gone[:, None], x_t_1_ago, x_t)" in diff
+
+
+def test_a_table_of_dynamic_programming_is_two_scans_that_carry_one_row_each() -> None:
+    diff = healed(models.Warped(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 8, 4), onnx=True)
+    assert diff.count(" = scan(") == 2
+    assert "index_put" not in diff
+
+
+def test_a_filter_looks_two_steps_back_also_where_there_is_only_one() -> None:
+    diff = healed(models.Resonant(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+    assert "y_t_2_ago = y_t_1_ago" in diff
+
+
+def test_what_is_to_come_is_added_up_from_the_end() -> None:
+    diff = healed(models.Returns(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4))
+    assert ".flip(0)" in diff
+
+
+def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> None:
+    diff = healed(models.Family(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 3 * torch.randn(4, 9, 4))
+    assert "h.index_put(" in diff
+
+
+def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
+    diff = healed(models.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
+    assert "scan(" in diff
+
+
+def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_the_rest_of_it() -> None:
+    diff = healed(models.Joined(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.5 * torch.randn(2, 9, 4))
+    assert "while_loop(" in diff
+
+
+def test_a_loop_without_end_is_run_once_where_a_name_begins_in_it() -> None:
+    diff = healed(models.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
+    assert diff.count("v = 1 / ") > 1

@@ -41,12 +41,19 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "nanmedian": lambda x, y: torch.log(x).nanmedian(1, keepdim=True).values,
     "mode": lambda x, y: x.round().mode(1).values,
     "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0)),
+    "stable order": lambda x, y: (
+        *torch.sort(x.round(), dim=1, stable=True),
+        *torch.sort(y.round().nan_to_num().long(), dim=0, descending=True, stable=True),
+        torch.argsort(x > 0, dim=1, stable=True),
+    ),
+    "largest of uneven parts": lambda x, y: F.adaptive_max_pool2d(x[None].round(), (2, 4), return_indices=True),
     "searchsorted": lambda x, y: (
         torch.searchsorted(x.nan_to_num().sort(1).values, y),
         torch.searchsorted(torch.tensor([-1.0, 0.0, 2.0]), y, right=True, out_int32=True),
     ),
 }
 NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "running sum of exponentials": lambda x, y: (torch.logcumsumexp(x, 1), torch.logcumsumexp(100 * y, 0)),
     "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
     "copysign": torch.copysign,
     "atan2": torch.atan2,

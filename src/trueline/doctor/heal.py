@@ -240,7 +240,7 @@ def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: 
         if place.file == current:
             found.append(place.line)
         elif place.file.partition(MARK)[0] == file:
-            found += _same_source(place, lines)
+            found += _same_source(place, lines, _span(file, text, owner, place))
     node = class_node(ast.parse(text), owner)
     for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
@@ -249,14 +249,25 @@ def lines_of(finding: Finding, file: str, text: str, owner: type, *, remembers: 
     return list(dict.fromkeys(found))
 
 
-def _same_source(place: Place, lines: list[str]) -> list[int]:
+def _span(file: str, text: str, owner: type, place: Place) -> range | None:
+    """The lines of the class in `text`, where `place` lies in it: other classes have lines that read the same."""
+    own = class_node(ast.parse(Path(file).read_text()), owner) if place.file == file else None
+    if own is None or not own.lineno <= place.line <= (own.end_lineno or own.lineno):
+        return None
+    node = class_node(ast.parse(text), owner)
+    return None if node is None else range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _same_source(place: Place, lines: list[str], within: range | None) -> list[int]:
     """Lines that read as the place's does, the nearest first: lines above it may have been edited."""
-    return _nearest(lines, place.source, place.line)
+    return _nearest(lines, place.source, place.line, within)
 
 
-def _nearest(lines: list[str], source: str, number: int) -> list[int]:
-    """The line that reads as `source` and is nearest to `number`, if there is one."""
+def _nearest(lines: list[str], source: str, number: int, within: range | None = None) -> list[int]:
+    """The line (of those `within`) that reads as `source` and is nearest to `number`, if there is one."""
     alike = [at for at, line in enumerate(lines, 1) if line.strip() and line.strip() == source]
+    if within is not None:
+        alike = [at for at in alike if at in within]
     return sorted(alike, key=lambda at: abs(at - number))[:1]
 
 

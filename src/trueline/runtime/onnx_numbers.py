@@ -17,6 +17,8 @@ from onnxscript.function_libs.torch_lib.ops import core, nn
 from onnxscript.onnx_opset import opset18
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+MOST_DOUBLINGS = 40
+"""Of what runs along a size that is free: 2 to the power of it is more than any tensor has."""
 op: Any = opset18
 
 
@@ -65,6 +67,23 @@ def _logaddexp(self: Any, other: Any) -> Any:
     """From the larger one: what it is the exponential of may be out of range."""
     apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities, too
     return op.Add(op.Max(self, other), op.Log(op.Add(_like(1.0, self), op.Exp(op.Neg(apart)))))
+
+
+def _logcumsumexp(self: Any, dim: int) -> Any:
+    """The logarithm of a running sum of exponentials: of twice as many at every step, from the larger ones, so that
+    nothing is out of range."""
+    if not len(self.shape):
+        return self
+    dim %= len(self.shape)
+    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+    length = op.Squeeze(op.Shape(self, start=dim, end=dim + 1), op.Constant(value_ints=[0]))
+    places, size = op.Range(zero, length, one), self.shape[dim]
+    along = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(len(self.shape))])
+    for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_DOUBLINGS):
+        before = op.Sub(places, op.Constant(value_int=2**step))
+        earlier = op.Gather(self, op.Max(before, zero), axis=dim)
+        self = op.Where(op.Reshape(op.GreaterOrEqual(before, zero), along), _logaddexp(self, earlier), self)
+    return self
 
 
 def _log_sigmoid(self: Any) -> Any:
@@ -127,18 +146,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Zeros where the mask leaves nothing to attend to; the exporter's own takes the mean of all there. Also without
-    heads, of which the exporter's has to have some."""
+    """Zeros where the mask leaves nothing to attend to, whether it is False there or adds minus infinity; the
+    exporter's own takes the mean of all there, or is no number. Also without heads, of which it has to have some."""
     if len(query.shape) == 4:
         found = nn.aten_scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     else:
         found = _attention_without_heads(query, key, value, attn_mask, is_causal, scale)
-    if attn_mask is None or attn_mask.dtype != ir.DataType.BOOL:
+    if attn_mask is None:
         return found
-    shown = op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), op.Constant(value_ints=[-1]), keepdims=1)
-    return op.Where(op.Cast(shown, to=ir.DataType.BOOL), found, _like(0.0, query))
+    last = op.Constant(value_ints=[-1])
+    if attn_mask.dtype == ir.DataType.BOOL:
+        shown = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), last, keepdims=1), to=ir.DataType.BOOL)
+    else:
+        shown = op.Not(op.Equal(op.ReduceMax(attn_mask, last, keepdims=1), _like(float("-inf"), attn_mask)))
+    return op.Where(shown, found, _like(0.0, query))
 
 
 def _attention_without_heads(
@@ -175,6 +198,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _PRIMS.fmax.default: _extreme_of_numbers(op.Max),
     _PRIMS.fmin.default: _extreme_of_numbers(op.Min),
     _ATEN.logaddexp.default: _logaddexp,
+    _ATEN.logcumsumexp.default: _logcumsumexp,
     _ATEN.log_sigmoid.default: _log_sigmoid,
     _ATEN.roll.default: _roll,
     _ATEN.scatter_reduce.two: _scatter_reduce,

@@ -6,16 +6,16 @@ open which of several equal values it takes, what it takes on the CPU is the rul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from onnxscript import ir
 from onnxscript.onnx_opset import opset18
 
+from trueline.runtime.onnx_numbers import MOST_DOUBLINGS
+
 _ATEN = torch.ops.aten
-_MOST_DOUBLINGS = 40
-"""Of a running extreme over a size that is free: 2 to the power of it is more than any tensor has."""
 op: Any = opset18
 
 
@@ -111,7 +111,7 @@ def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
 def _running(extreme: Callable[[Any, Any], Any], value: Any, dim: int, size: object) -> Any:
     """The extreme of all up to each place: of twice as many at every step; before the first is the first again."""
     places = _places(value, dim)
-    for step in range((size - 1).bit_length() if isinstance(size, int) else _MOST_DOUBLINGS):
+    for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_DOUBLINGS):
         before = op.Max(op.Sub(places, op.Constant(value_int=2**step)), op.Constant(value_int=0))
         value = extreme(value, op.Gather(value, before, axis=dim))
     return value
@@ -157,6 +157,64 @@ def _searchsorted(
     return op.ReduceSum(op.Cast(before, to=kind), _number(-1), keepdims=0)
 
 
+def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """By TopK, which leaves equal values in their order; NaN is more than any number."""
+    if not len(self.shape):
+        return self, op.Constant(value_int=0)
+    dim %= len(self.shape)
+    size, largest, index = _size(self, dim), int(descending), None
+    keys = op.Cast(self, to=ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else self
+    if _is_float(self):
+        torn = op.IsNaN(self)
+        keys = op.Where(torn, _infinite(self), self)
+    _, index = op.TopK(keys, size, axis=dim, largest=largest)
+    if _is_float(self):  # what is infinite and what is no number were equal
+        torn = op.GatherElements(op.Cast(torn, to=ir.DataType.INT32), index, axis=dim)
+        _, apart = op.TopK(torn, size, axis=dim, largest=largest)
+        index = op.GatherElements(index, apart, axis=dim)
+    return op.GatherElements(self, index, axis=dim), index
+
+
+def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
+    """Over `axes` dimensions."""
+
+    def written(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+        """The largest of each part, and the first place in the plane where it lies; parts of a dimension may overlap,
+        and bin i of n goes from floor(i * size / n) up to ceil((i + 1) * size / n). One dimension after the other."""
+        rank = len(self.shape)
+        value, places = self, _plane(self, axes)
+        for at, bins in zip(range(rank - axes, rank), output_size, strict=True):
+            parts = [_largest_in(value, places, at, number, bins) for number in range(bins)]
+            value, places = (op.Concat(*each, axis=at) for each in zip(*parts, strict=True))
+        return value, places
+
+    return written
+
+
+def _plane(value: Any, axes: int) -> Any:
+    """The place of each element among those of its last dimensions, of the shape of `value`."""
+    rank = len(value.shape)
+    sizes = op.Shape(value, start=rank - axes)
+    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+    numbers = op.Reshape(op.Range(zero, op.ReduceProd(sizes, keepdims=0), one), sizes)
+    return op.Expand(numbers, op.Shape(value))
+
+
+def _largest_in(value: Any, places: Any, axis: int, number: int, bins: int) -> tuple[Any, Any]:
+    """The largest element of a part of a dimension, and the first of the places where it is; NaN is the largest."""
+    size, along = _size(places, axis), _number(axis)
+    start = op.Div(op.Mul(size, _number(number)), _number(bins))
+    end = op.Div(op.Add(op.Mul(size, _number(number + 1)), _number(bins - 1)), _number(bins))
+    inside, at = op.Slice(value, start, end, along), op.Slice(places, start, end, along)
+    torn = op.Cast(op.IsNaN(inside), to=ir.DataType.INT64)
+    is_torn = op.Cast(op.ReduceMax(torn, along, keepdims=1), to=ir.DataType.BOOL)
+    most = op.ReduceMax(op.Where(op.IsNaN(inside), op.Neg(_infinite(inside)), inside), along, keepdims=1)
+    here = op.Or(op.And(is_torn, op.IsNaN(inside)), op.And(op.Not(is_torn), op.Equal(inside, most)))
+    beyond = op.Constant(value_int=2**62)
+    nan = op.CastLike(op.Constant(value_float=float("nan")), most)
+    return op.Where(is_torn, nan, most), op.ReduceMin(op.Where(here, at, beyond), along, keepdims=1)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.kthvalue.default: _kthvalue,
     _ATEN.median.dim: _median_dim,
@@ -166,5 +224,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.cummax.default: _cumulative(op.Max),
     _ATEN.cummin.default: _cumulative(op.Min),
     _ATEN.searchsorted.Tensor: _searchsorted,
+    _ATEN.sort.stable: _sort_stable,
+    _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool(2),
 }
 """Operator of an exported program -> what writes it in ONNX."""

@@ -49,9 +49,29 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         return
     body, other, end = _ways(spot)
     heavy = any(isinstance(node, ast.Call) and _calls_module(node) for part in (body, other) for node in _nodes(part))
+    one = _one_place(scope, statement)
+    if one is not None:
+        yield one
     choices = [_chosen(scope, spot, body, other, end), _run_always(scope, spot), *_taken(scope, spot, body, other, end)]
     order = (2, 0, 1) if heavy and len(choices) > 2 else range(len(choices))
     yield from (one for one in (choices[i] for i in order) if one is not None)
+
+
+def _one_place(scope: Scope, statement: ast.If) -> Candidate | None:
+    """`if c: out[i] = a else: out[i] = b` as `out[i] = torch.where(c, a, b)`; without the other way it stays."""
+    found: list[tuple[ast.expr, ast.expr]] = []
+    for way in (statement.body, statement.orelse):
+        one = way[0] if len(way) == 1 else None
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Subscript):
+            found.append((one.targets[0], one.value))
+    places = {ast.unparse(place) for place, _ in found}
+    if len(places) != 1 or len(found) != (2 if statement.orelse else 1):
+        return None
+    place = places.pop()
+    values = [without_numbers(value, scope) for _, value in found] + ([] if statement.orelse else [expression(place)])
+    new = statements(f"{place} = {ast.unparse(_select(predicate(statement.test, scope), values[0], values[1]))}")
+    text = scope.replaced([statement], new)
+    return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
 
 
 def _nodes(block: Sequence[ast.stmt]) -> Iterator[ast.AST]:

@@ -10,21 +10,24 @@ import ast
 import copy
 from collections.abc import Iterator
 
-import torch
-
 from trueline.doctor.rewrites.lists import begins, joined, uses, without_list
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored, walk
-from trueline.doctor.rewrites.steps import Steps, carried, kept, taken_apart
-
-HOPS = "from torch._higher_order_ops import"
-IN_ROWS = "clone(memory_format=torch.contiguous_format)"
-"""A copy whose strides follow from its shape alone. What a structured loop is given and what each step hands on must
-have equal strides, and of a dimension of size 1 a slice, and what is made like it, keeps the stride of the whole."""
+from trueline.doctor.rewrites.scans import body_of, copies, imported, one_or_all, scan, sources_of
+from trueline.doctor.rewrites.scope import (
+    Candidate,
+    Scope,
+    Spot,
+    expression,
+    statements,
+    walk,
+)
+from trueline.doctor.rewrites.steps import Steps, carried, kept, put_back, taken_apart
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """Candidates for a loop at `spot`, or for a list that a simple statement at `spot` makes of one."""
     if isinstance(spot.statement, ast.For):
+        for inner in _filling(scope, spot.statement):
+            yield from rewrites(scope, inner)
         found = [_vectorised(scope, spot), _mapped(scope, spot), _scanned(scope, spot)]
         found += [_scanned(scope, spot, idle=True), _scanned(scope, spot, in_rows=True)]
     else:
@@ -32,21 +35,13 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     yield from (one for one in found if one is not None)
 
 
-def imported(text: str, name: str) -> str:
-    """The file with the import of a structured operator, once."""
-    line = f"{HOPS} {name}"
-    if line in text:
-        return text
-    lines = text.splitlines(keepends=True)
-    tree = ast.parse(text)
-    at = 0
-    for statement in tree.body:
-        words = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if isinstance(statement, ast.Import | ast.ImportFrom) or (at == 0 and words):
-            at = statement.end_lineno or statement.lineno
-        elif not words:
-            break
-    return "".join([*lines[:at], f"{line}\n", *lines[at:]])
+def _filling(scope: Scope, loop: ast.For) -> Iterator[Spot]:
+    """The loops in the loop that fill a tensor row by row: of two that fill a table the inner one goes first."""
+    for one in loop.body:
+        steps = taken_apart(scope, one) if isinstance(one, ast.For) and scope.worth(one.iter) != "static" else None
+        inner = scope.spot(one.lineno) if steps is not None and steps.tables else None
+        if inner is not None:
+            yield inner
 
 
 def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
@@ -56,7 +51,7 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
     if steps is None or len(steps.lists) != 1 or carried(scope, spot, steps):
         return None
     ((name, _),) = steps.lists.items()
-    if steps.uses_index or steps.start or steps.shifts or steps.filled or begins(spot, name):
+    if steps.uses_index or steps.start or steps.shifts or steps.filled or steps.tables or begins(spot, name):
         return None
     found = joined(spot, name, name)
     if found is None:
@@ -88,9 +83,9 @@ def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
     if steps is None or not steps.lists or carried(scope, spot, steps) or (steps.uses_index and steps.length is None):
         return None
     swaps = _swaps(spot, steps)
-    if swaps is None or any(begins(spot, name) for name in steps.lists if name not in steps.filled):
+    if swaps is None or any(begins(spot, name) for name in steps.listed):
         return None
-    function, sources, body = scope.fresh("each"), _sources(steps), _body(scope, steps)
+    function, sources, body = scope.fresh("each"), sources_of(steps), body_of(scope, steps)
     if not sources:
         return None
     answers = one_or_all([kept(name) for name in steps.lists])
@@ -98,8 +93,8 @@ def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
     assert isinstance(made, ast.FunctionDef)
     made.body[:0] = body
     call = f"{', '.join(steps.lists)} = torch.vmap({function})({', '.join(sources.values())})"
-    new = [made, *statements(call), *_places(steps)]
-    text = without_list(scope, spot, [n for n in steps.lists if n not in steps.filled], new, swaps)
+    new = [made, *statements(call), *_places(scope, steps)]
+    text = without_list(scope, spot, steps.listed, new, swaps)
     head = ast.unparse(spot.statement).splitlines()[0]
     return Candidate(text=text, words=f"`{head}` treats every step by itself: torch.vmap") if text else None
 
@@ -120,8 +115,8 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
             steps = taken_apart(scope, loop) if not rows.ifs else None
             if steps is None or not steps.slices or (steps.uses_index and steps.length is None):
                 return node
-            sources = _sources(steps)
-            value = ast.unparse(_body(scope, steps)[-1].value)  # type: ignore[attr-defined]
+            sources = sources_of(steps)
+            value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
             changed.append(ast.unparse(node))
             mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
             given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
@@ -137,37 +132,20 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
 def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:
     """What stands for the uses of all that the loop collects in lists; None where one cannot be a tensor."""
     found: dict[int, ast.expr | ast.stmt] = {}
-    for name in steps.lists:
-        if name not in steps.filled:
-            swaps = uses(spot, name)
-            if swaps is None:
-                return None
-            found |= swaps
+    for name in steps.listed:
+        swaps = uses(spot, name)
+        if swaps is None:
+            return None
+        found |= swaps
     return found
 
 
-def _places(steps: Steps) -> list[ast.stmt]:
+def _places(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.stmt]:
     """Moves the steps of a tensor that was filled to the dimension where they were."""
     turned = ".flip(0)" if steps.backwards else ""
     moved = {name: turned + (f".movedim(0, {axis})" if axis else "") for name, axis in steps.filled.items()}
-    return [one for name, how in moved.items() if how for one in statements(f"{name} = {name}{how}")]
-
-
-def _sources(steps: Steps) -> dict[str, str]:
-    """Name in the step -> the tensor, steps first, that it is of."""
-    sources = {part: steps.source(part) for part in steps.slices}
-    index = steps.index if steps.uses_index or not steps.slices else None
-    if index is not None and steps.length is not None:
-        where = next((f", device={tensor}.device" for tensor, _ in steps.slices.values()), "")
-        sources[index] = steps.counter(where)
-    return sources
-
-
-def _body(scope: Scope, steps: Steps) -> list[ast.stmt]:
-    body = [copy.deepcopy(one) for one in steps.body]
-    if steps.index is not None and (steps.uses_index or not steps.slices):
-        body = [Picked(steps.index).visit(one) for one in body]
-    return body
+    whole = [one for name, how in moved.items() if how for one in statements(f"{name} = {name}{how}")]
+    return whole + put_back(scope, steps, all_rows=all_rows)
 
 
 def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = False) -> Candidate | None:
@@ -180,131 +158,40 @@ def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = Fa
     state = carried(scope, spot, steps)
     if (steps.uses_index and steps.length is None) or (not steps.slices and not steps.uses_index and not state):
         return None
-    firsts = {name: begins(spot, name) for name in steps.lists if name not in steps.filled}
+    if any(_chooses(scope, node, steps.index) for statement in steps.body for node in walk(statement)):
+        return None
+    firsts = {name: begins(spot, name) for name in steps.listed}
     swaps = _swaps(spot, steps)
     if swaps is None or (in_rows and not state) or (idle and not steps.may_be_none):
         return None
-    new = _scan(scope, steps, state, in_rows=in_rows, idle=idle)
+    new = scan(scope, steps, state, in_rows=in_rows or bool(steps.rows), idle=idle)
+    new[:0] = copies(scope, spot, steps, state)
     for name, first in firsts.items():  # what the list held before the loop may be named as what the loop carries
         if first:
             before = scope.fresh(f"{name}_before")
             given = ", ".join(ast.unparse(one) for one in first)
             new = [*statements(f"{before} = torch.stack([{given}])"), *new]
             new += statements(f"{name} = torch.cat([{before}, {name}])")
-    text = without_list(scope, spot, [*firsts], [*new, *_places(steps)], swaps)
+    text = without_list(
+        scope, spot, [*firsts], [*new, *_places(scope, steps, all_rows=idle and steps.fills_only)], swaps
+    )
     head = ast.unparse(spot.statement).splitlines()[0]
     words = f"`{head}` is a scan" + (" that may have no step" if idle else "")
     return (text and Candidate(text=imported(text, "scan"), words=words, cheap=False)) or None
 
 
-def _scan(scope: Scope, steps: Steps, carries: list[str], *, in_rows: bool, idle: bool) -> list[ast.stmt]:
-    sources, body = _sources(steps), _body(scope, steps)
-    state = carries or [scope.fresh("idle")]
-    first = [_initial(scope, one, steps) for one in carries] or ["torch.zeros(())"]
-    back = [one if one in stored(body) else f"{one}.clone()" for one in state]
-    if in_rows or idle:
-        back = [f"{one}.{IN_ROWS}" for one in state]
-    outs = [f"{kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
-    ahead: list[ast.stmt] = []
-    if idle:
-        ahead = [one for part, source in sources.items() for one in statements(f"{part} = {source}")]
-        sources, body, back = _with_idle_step(scope, sources, body, back, carries)
-    name = scope.fresh("step")
-    opened = [f"{one_or_all(names)} = {given}" for names, given in ((state, "carry"), (list(sources), "inputs"))]
-    given = [
-        names[0] if len(names) == 1 else generic for names, generic in ((state, "carry"), (list(sources), "inputs"))
-    ]
-    unpacked = [line for line, names in zip(opened, (state, sources), strict=True) if len(names) > 1]
-    lines = [f"def {name}({', '.join(given)}):", *unpacked, f"return {one_or_all(back)}, {one_or_all(outs)}"]
-    function = statements("\n    ".join(lines))[0]
-    assert isinstance(function, ast.FunctionDef)
-    function.body[len(unpacked) : len(unpacked)] = body
-    left = [one if one in carries else "_" for one in state]
-    call = f"scan({name}, {one_or_all(first)}, {one_or_all(list(sources.values()))})"
-    text = f"{one_or_all(left)}, {one_or_all(list(steps.lists) or ['_'])} = {call}"
-    shorter = [one for name in steps.lists if idle for one in statements(f"{name} = {name}[1:]")]
-    return [function, *ahead, *statements(text), *shorter]
+def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:
+    """Whether it goes by a value or by the counter, which is one in a scan: that has to be rewritten before."""
+    if not isinstance(node, ast.If | ast.IfExp | ast.While):
+        return False
+    told = {id(one) for part in ast.walk(node.test) if _of_form(part) for one in ast.walk(part)}
+    asked = [one for one in ast.walk(node.test) if isinstance(one, ast.expr) and id(one) not in told]
+    by_index = any(isinstance(one, ast.Name) and one.id == index for one in asked)
+    return by_index or (not _of_form(node.test) and scope.worth(node.test) in ("number", "tensor"))
 
 
-def _with_idle_step(
-    scope: Scope, sources: dict[str, str], body: list[ast.stmt], back: list[str], carries: list[str]
-) -> tuple[dict[str, str], list[ast.stmt], list[str]]:
-    """One step more, before the first: it is given zeros, and what it carries stays as it was."""
-    going = scope.fresh("going")
-    longer = {part: f"torch.cat([{part}.new_zeros((1, *{part}.shape[1:])), {part}])" for part in sources}
-    longer[going] = f"torch.arange({next(iter(sources))}.shape[0] + 1) > 0"
-    saved = {name: scope.fresh(f"{name}_before") for name in carries}
-    before = [one for name, old in saved.items() for one in statements(f"{old} = {name}")]
-    ends = [
-        f"torch.where({going}, {name}, {saved[name]}).{IN_ROWS}" if name in saved else one
-        for name, one in zip(carries or back, back, strict=True)
-    ]
-    return longer, [*before, *body], ends
-
-
-def one_or_all(names: list[str]) -> str:
-    """One name as it is, several as a tuple."""
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
-
-
-def _initial(scope: Scope, name: str, steps: Steps) -> str:
-    """What is carried into the first step: a tensor as it is, a number as a tensor of the shape that it gets."""
-    value = scope.seen.get(name)
-    start = next((v for t, v in _starts(scope, name)), None)
-    if start is None or not isinstance(start, ast.Constant) or not isinstance(start.value, int | float):
-        return f"{name}.{IN_ROWS}" if isinstance(value, torch.Tensor) else name
-    if isinstance(value, torch.Tensor) and value.ndim:
-        plain = not (steps.start or steps.backwards or steps.shifts)
-        firsts = {
-            part: f"{tensor}.select({axis}, 0)" if plain else f"({steps.source(part)})[0]"
-            for part, (tensor, axis) in steps.slices.items()
-        }
-        update = next((v for t, v in _updates(steps, name)), None)
-        if update is not None:
-
-            class First(ast.NodeTransformer):
-                def visit_Name(self, node: ast.Name) -> ast.AST:
-                    return expression(firsts[node.id]) if node.id in firsts else node
-
-            return f"torch.full_like({ast.unparse(First().visit(copy.deepcopy(update)))}, {start.value})"
-    return f"torch.full((), {start.value})"
-
-
-def _starts(scope: Scope, name: str) -> Iterator[tuple[str, ast.expr]]:
-    for node in walk(scope.function):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
-                yield name, node.value
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                for one, value in zip(targets, values, strict=False):
-                    if isinstance(one, ast.Name) and one.id == name:
-                        yield name, value
-
-
-def _updates(steps: Steps, name: str) -> Iterator[tuple[str, ast.expr]]:
-    for statement in steps.body:
-        if isinstance(statement, ast.Assign) and stored(statement) == [name]:
-            yield name, statement.value
-        if isinstance(statement, ast.AugAssign) and stored(statement) == [name]:
-            yield name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=statement.op, right=statement.value)
-
-
-class Picked(ast.NodeTransformer):
-    """`x[t]` with a counter that is now a tensor: index_select, which takes no number out of it."""
-
-    def __init__(self, index: str) -> None:
-        self.index = index
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        self.generic_visit(node)
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        at = [i for i, part in enumerate(parts) if isinstance(part, ast.Name) and part.id == self.index]
-        if len(at) != 1 or not isinstance(node.ctx, ast.Load):
-            return node
-        rest = [part for i, part in enumerate(parts) if i != at[0]]
-        if any(isinstance(part, ast.Starred) or ast.unparse(part) in ("...", "None") for part in rest):
-            return node
-        picked = f"{ast.unparse(node.value)}.index_select({at[0]}, {self.index}.reshape(1)).squeeze({at[0]})"
-        if any(ast.unparse(part) != ":" for part in rest):
-            picked += f"[{', '.join(ast.unparse(part) for part in rest)}]"
-        return expression(picked)
+def _of_form(node: ast.AST) -> bool:
+    """`h is None`, `isinstance(h, Tensor)`: what no value decides."""
+    if isinstance(node, ast.Compare):
+        return all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops)
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "hasattr")

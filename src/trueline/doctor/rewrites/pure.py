@@ -13,7 +13,8 @@ import copy
 import torch
 
 from trueline.doctor.rewrites.masks import written
-from trueline.doctor.rewrites.scope import Scope, statements, value_of
+from trueline.doctor.rewrites.scope import Scope, expression, statements, value_of
+from trueline.doctor.rewrites.tables import full, whole
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
 
@@ -58,17 +59,38 @@ def _element(scope: Scope, statement: ast.Assign | ast.AugAssign) -> ast.stmt | 
     if not isinstance(held, torch.Tensor):
         return None
     places = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-    if any(isinstance(one, ast.Slice | ast.Starred) or _no_index(one) for one in places):
+    if any((isinstance(one, ast.Slice) and not full(one)) or _no_index(one) for one in places):
         return None
     name, dtype = target.value.id, held.dtype
-    at = ", ".join(f"torch.as_tensor({ast.unparse(one)})" for one in places)
+    axes = [axis for axis, one in enumerate(places) if not full(one)]
+    if axes != [*range(len(axes))] and not all(whole(scope, places[axis]) for axis in axes):
+        return None
+    at = ", ".join(_tensor(places[axis]) for axis in axes)
+    there, back = _to_front(axes)
     read = copy.deepcopy(target)
     read.ctx = ast.Load()
     value = ast.unparse(statement.value)
     if isinstance(statement, ast.AugAssign):
         value = ast.unparse(ast.BinOp(left=read, op=statement.op, right=statement.value))
-    return statements(f"{name} = {name}.index_put(({at},), torch.as_tensor({value}, dtype={dtype}))")[0]
+    put = _tensor(expression(value), f", dtype={dtype}")
+    return statements(f"{name} = {name}{there}.index_put(({at},), {put}){back}")[0]
+
+
+def _tensor(value: ast.expr, dtype: str = "") -> str:
+    """A value as a tensor. A number is made one where the program runs: torch loses its hold of one that is made while
+    it follows a step."""
+    made = "full((), " if isinstance(value, ast.Constant) else "as_tensor("
+    return f"torch.{made}{ast.unparse(value)}{dtype})"
+
+
+def _to_front(axes: list[int]) -> tuple[str, str]:
+    """What moves these dimensions to the front, and what moves them back."""
+    first = [*range(len(axes))]
+    if axes == first:
+        return "", ""
+    one, two = (str(tuple(each)) if len(axes) > 1 else str(each[0]) for each in (axes, first))
+    return f".movedim({one}, {two})", f".movedim({two}, {one})"
 
 
 def _no_index(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not isinstance(node.value, int)
+    return isinstance(node, ast.Starred) or (isinstance(node, ast.Constant) and not isinstance(node.value, int))

@@ -130,11 +130,11 @@ def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Every `name = value` in `node`: targets of loops and unpacking get the whole value."""
+    """Every `name = value` in `node`: targets of loops, and of unpacking one value, get the whole of it."""
     for part in ast.walk(node):
         if isinstance(part, ast.Assign):
-            for target in part.targets:
-                yield from ((name, part.value) for name in stored(target))
+            for target, its in (pair for one in part.targets for pair in _pairs(one, part.value)):
+                yield from ((name, its) for name in stored(target))
         elif isinstance(part, ast.AugAssign) or (isinstance(part, ast.AnnAssign) and part.value is not None):
             value = part.value
             if value is not None:
@@ -143,6 +143,13 @@ def assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield from ((name, part.iter) for name in stored(part.target))
         elif isinstance(part, ast.NamedExpr):
             yield part.target.id, part.value
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Of `a, b = x, y` each name with its own value."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
 
 
 def stored(node: ast.AST | Sequence[ast.stmt]) -> list[str]:

@@ -1,22 +1,43 @@
 """A loop over time, taken apart: what each step is given, what it carries, what it collects.
 
 Conditions: the steps read slices of tensors and compute names; what they collect goes into a list, or into place `t` of
-a tensor that nobody reads meanwhile. What one step leaves for the next keeps its shape and dtype. Each holds only if
-the proof says so.
+a tensor that nobody reads meanwhile, or only by its distance from `t` (`tables`). What one step leaves for the next
+keeps its shape and dtype. Each holds only if the proof says so.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from trueline.doctor.rewrites.lists import appended_by
 from trueline.doctor.rewrites.pure import pure
-from trueline.doctor.rewrites.scope import Scope, Spot, bound_before, loaded, read_later, stored, value_of
+from trueline.doctor.rewrites.scope import (
+    Scope,
+    Spot,
+    bound_before,
+    expression,
+    loaded,
+    read_later,
+    statements,
+    stored,
+    value_of,
+)
+from trueline.doctor.rewrites.tables import (
+    Table,
+    filled_again,
+    full,
+    like_row,
+    parts_of,
+    placed,
+    shift_of,
+    tables,
+    under_mask,
+)
 
 
 @dataclass(slots=True)
@@ -38,13 +59,35 @@ class Steps:
     """List that each step appends to -> what it appends."""
     filled: dict[str, int] = field(default_factory=dict)
     """Tensor whose place `t` each step writes -> its dimension of time; it is in `lists` too."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """New rows of a tensor -> how it is filled with them; they are in `lists` too."""
+    rows: dict[str, str] = field(default_factory=dict)
+    """Row that an earlier step filled, as a name in the step -> what it is for the first step."""
     body: list[ast.stmt] = field(default_factory=list)
     uses_index: bool = False
 
     @property
     def may_be_none(self) -> bool:
         """Whether there may be no step at all, of a tensor that a size makes empty."""
-        return bool(self.start) or self.length is None
+        return bool(self.start) or self.length is None or isinstance(self.length, ast.BinOp)
+
+    @property
+    def listed(self) -> list[str]:
+        """Those of `lists` that are lists of the user's own."""
+        return [name for name in self.lists if name not in self.filled and name not in self.tables]
+
+    @property
+    def fills_only(self) -> bool:
+        """Whether what it collects are rows of tensors that are there already."""
+        return bool(self.tables) and len(self.lists) == len(self.tables)
+
+    @property
+    def first(self) -> str:
+        """The counter in the first step."""
+        if not self.backwards:
+            return self.start or "0"
+        assert self.length is not None
+        return _plus(ast.unparse(self.length), -1)
 
     def source(self, part: str) -> str:
         """The tensor, steps first, from which each step gets `part`."""
@@ -55,19 +98,29 @@ class Steps:
             moved = f"{moved}[{_plus(self.start or '0', shift)}:{_plus(ast.unparse(length), shift)}]"
         return f"{moved}.flip(0)" if self.backwards else moved
 
-    def counter(self, device: str = "") -> str:
-        """The values of the counter, in the order of the steps."""
+    def counter(self, device: str = "", *, idle: bool = False) -> str:
+        """The values of the counter, in the order of the steps; `idle` with one step more, before the first."""
         assert self.length is not None
-        start = f"{self.start}, " if self.start else ""
-        numbers = f"torch.arange({start}{ast.unparse(self.length)}{device})"
-        return f"{numbers}.flip(0)" if self.backwards else numbers
+        start, end = self.start, ast.unparse(self.length)
+        if self.backwards:
+            numbers = f"torch.arange({f'{start}, ' if start else ''}{_plus(end, int(idle))}{device}).flip(0)"
+            return f"{numbers} % ({end})" if idle else numbers
+        start = _plus(start or "0", -1) if idle else start
+        return f"torch.arange({f'{start}, ' if start else ''}{end}{device})"
 
 
 def _plus(number: str, shift: int) -> str:
     """`number + shift` as it would be written."""
-    if number.isdecimal():
-        return str(int(number) + shift)
-    return f"({number}) {'+' if shift > 0 else '-'} {abs(shift)}" if shift else number
+    match expression(number):
+        case ast.Constant(value=int(value)):
+            return str(value + shift)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=ast.Constant(value=int(by))):
+            number, shift = ast.unparse(left), shift + (by if isinstance(op, ast.Add) else -by)
+        case ast.Name() | ast.Attribute() | ast.Call() | ast.Subscript():
+            pass
+        case _:
+            number = f"({number})"
+    return f"{number} {'+' if shift > 0 else '-'} {abs(shift)}" if shift else number
 
 
 def kept(name: str) -> str:
@@ -76,22 +129,27 @@ def kept(name: str) -> str:
 
 
 def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
-    """The steps of `for t in range(n)` (from a start, or down to 0), of `for x_t in x`, `x.unbind(1)`, `zip(x, y)`, or
-    of these with enumerate; else None."""
+    """The steps of `for t in range(n)` (from a start, or down to one), of `for x_t in x`, `x.unbind(1)`, `zip(x, y)`,
+    or of these with enumerate; else None."""
     steps = headed(scope, loop.target, loop.iter)
     if steps is None or loop.orelse:
         return None
-    slicing = _Slicing(scope, steps, set(stored([pure(scope, one) for one in loop.body])))
+    loop, known = _with_tables(scope, steps, loop)
+    scope = _knowing(scope, known.values())
+    slicing = _Slicing(scope, steps, set(stored([pure(scope, one) for one in loop.body])), known)
     for statement in loop.body:
         fills = _filled(scope, steps, statement, loop)
         if fills is None:
-            new = slicing.visit(pure(scope, statement))
+            if known:
+                new = _pure_rows(scope, slicing.visit(copy.deepcopy(statement)), known)
+            else:
+                new = slicing.visit(pure(scope, statement))
             appended = appended_by(new)
         else:
             name, axis, value = fills
             steps.filled[name], appended = axis, (name, slicing.visit(copy.deepcopy(value)))
         if appended is None:
-            steps.body.append(new)
+            steps.body.append(_LastOf(steps.lists).visit(new))
         elif appended[0] in steps.lists:
             return None
         else:
@@ -101,13 +159,95 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
         return None
     if set(loaded(loop.iter)) & set(stored(steps.body)):
         return None
+    for name, table in known.items():
+        _collected(scope, steps, name, table)
     steps.uses_index = steps.index is not None and steps.index in loaded(steps.body)
     return steps
 
 
+class _LastOf(ast.NodeTransformer):
+    """`rows[-1]`, after the step has appended to `rows`, as what it appended."""
+
+    def __init__(self, lists: Mapping[str, ast.expr]) -> None:
+        self.lists = set(lists)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        name = ast.unparse(node.value)
+        last = name in self.lists and ast.unparse(node.slice) == "-1" and isinstance(node.ctx, ast.Load)
+        return ast.Name(id=kept(name), ctx=ast.Load()) if last else node
+
+
+def _with_tables(scope: Scope, steps: Steps, loop: ast.For) -> tuple[ast.For, dict[str, Table]]:
+    """The loop with what it writes under masks written as a whole, and the tensors that it fills row by row."""
+    if steps.index is None or steps.length is None:
+        return loop, {}
+    loop = copy.copy(loop)
+    loop.body = [under_mask(scope, one, steps.index) for one in loop.body]
+    return loop, tables(scope, loop, steps.index, start=steps.start, backwards=steps.backwards)
+
+
+def _knowing(scope: Scope, known: Iterable[Table]) -> Scope:
+    """The scope with the rows of tables among what is known of the names in a step."""
+    rows = {table.row: row for table in known if (row := like_row(scope, table)) is not None}
+    return replace(scope, seen={**scope.seen, **rows}) if rows else scope
+
+
+def _pure_rows(scope: Scope, statement: ast.stmt, known: dict[str, Table]) -> ast.stmt:
+    """`statement` with what it writes into rows, which the step may not write into, as new values of their names."""
+    rows = {table.row for table in known.values()}
+    if isinstance(statement, ast.For | ast.If | ast.With):
+        statement.body = [_pure_rows(scope, one, known) for one in statement.body]
+        if not isinstance(statement, ast.With):
+            statement.orelse = [_pure_rows(scope, one, known) for one in statement.orelse]
+        return statement
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+    if not isinstance(target, ast.Name) or target.id not in rows:
+        return pure(scope, statement)
+    if isinstance(statement, ast.AugAssign):
+        value: ast.expr = ast.BinOp(left=expression(target.id), op=statement.op, right=statement.value)
+    elif isinstance(statement, ast.Assign):
+        value = statement.value
+    else:
+        return statement
+    return statements(f"{target.id} = {_as_row(scope, value, target.id)}")[0]
+
+
+def _as_row(scope: Scope, value: ast.expr, row: str) -> str:
+    """What an assignment by index makes of a value: of the row's shape and dtype."""
+    if isinstance(value, ast.Constant):
+        return f"torch.full_like({row}, {ast.unparse(value)})"
+    if scope.worth(value) == "tensor":
+        return f"({ast.unparse(value)}).expand_as({row}).to({row}.dtype)"
+    return f"torch.as_tensor({ast.unparse(value)}, dtype={row}.dtype).expand_as({row})"
+
+
+def _collected(scope: Scope, steps: Steps, name: str, table: Table) -> None:
+    """Each step gives row t, and hands on the rows that the next ones read."""
+    new = scope.fresh(f"{name}_new")
+    steps.tables[new] = table
+    steps.lists[new] = ast.Name(id=table.row, ctx=ast.Load())
+    steps.slices.setdefault(table.row, (table.place.base, table.place.axis))
+    steps.body += statements(f"{kept(new)} = {table.row}")
+    for by in range(table.depth, 0, -1):
+        before = table.earlier(by - 1) if by > 1 else table.row
+        steps.body += statements(f"{table.earlier(by)} = {before}")
+        at = _plus(steps.first, by if steps.backwards else -by)
+        steps.rows[table.earlier(by)] = f"{table.place.base}.select({table.place.axis}, {at})"
+
+
+def put_back(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.stmt]:
+    """The tensors that the loop filled, with the rows that the steps gave: of all rows, or of those of the loop."""
+    found: list[ast.stmt] = []
+    for rows, table in steps.tables.items():
+        turned = f"{rows}.flip(0)" if steps.backwards else rows
+        found += filled_again(scope, table, turned, steps.start, None if all_rows else steps.length)
+    return found
+
+
 def _filled(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> tuple[str, int, ast.expr] | None:
     """Name, dimension of time and value of `out[:, t] = value`."""
-    if steps.index is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    if steps.index is None or steps.start or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target = statement.targets[0]
     if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
@@ -128,15 +268,39 @@ def _values(block: Sequence[ast.stmt]) -> list[str]:
 
 
 def has_effects(block: list[ast.stmt]) -> bool:
-    """Whether `block` does more than compute names: jumps, writes into objects, calls for their effect."""
+    """Whether `block` does more than compute names: jumps, writes into objects that it has not made, calls for their
+    effect."""
+    own = set(stored(block))
     for node in (node for statement in block for node in _run(statement)):
         if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
             return True
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _made(node, block) not in own:
             return True
         if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-            return True
+            appended = appended_by(node)
+            if appended is None or not _begun(appended[0], block):
+                return True
     return False
+
+
+def _made(node: ast.Subscript, block: list[ast.stmt]) -> str:
+    """The name of what is written into, where the block itself has made that before; else no name."""
+    root, _ = parts_of(node)
+    name = root.id if isinstance(root, ast.Name) else ""
+    for statement in block:
+        if node in ast.walk(statement):
+            return ""
+        if isinstance(statement, ast.Assign) and stored(statement) == [name] and isinstance(statement.value, ast.Call):
+            return name
+    return ""
+
+
+def _begun(name: str, block: list[ast.stmt]) -> bool:
+    """Whether the block makes the list itself, anew in each step."""
+    first = next((one for one in block if name in (*stored(one), *loaded(one))), None)
+    return isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
@@ -176,7 +340,7 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
 
 
 def _counted(target: ast.expr, source: ast.Call) -> Steps | None:
-    """`range(n)`, `range(a, n)`, `reversed(range(n))` and `range(n - 1, -1, -1)`."""
+    """`range(n)`, `range(a, n)`, `reversed(range(n))`, `range(n - 1, -1, -1)` and `range(n - 2, a, -1)`."""
     backwards = ast.unparse(source.func) == "reversed"
     if backwards and len(source.args) == 1 and isinstance(source.args[0], ast.Call):
         source = source.args[0]
@@ -188,62 +352,57 @@ def _counted(target: ast.expr, source: ast.Call) -> Steps | None:
             return Steps(index=target.id, length=length, backwards=backwards)
         case [start, length]:
             return Steps(index=target.id, length=length, start=ast.unparse(start), backwards=backwards)
-        case [ast.BinOp(left=length, op=ast.Sub(), right=ast.Constant(value=1)), last, step] if not backwards:
-            if ast.unparse(last) == ast.unparse(step) == "-1":
-                return Steps(index=target.id, length=length, backwards=True)
+        case [top, last, step] if not backwards and ast.unparse(step) == "-1":
+            down = ast.unparse(last)
+            start_ = "" if down == "-1" else _plus(down, 1)
+            return Steps(index=target.id, length=_after(top), start=start_, backwards=True)
     return None
+
+
+def _after(top: ast.expr) -> ast.expr:
+    """`top + 1`, as it would be written."""
+    return expression(_plus(ast.unparse(top), 1))
 
 
 def place_of(node: ast.Subscript, index: str) -> tuple[int, int] | None:
     """Dimension and shift of the one index `t`, `t - 1` or `t + 1` beside which there are only full slices."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    shifts = [_shift(part, index) for part in parts]
+    shifts = [shift_of(part, index) for part in parts]
     at = [i for i, shift in enumerate(shifts) if shift is not None]
-    full = [isinstance(p, ast.Slice) and p.lower is None and p.upper is None and p.step is None for p in parts]
-    if len(at) != 1 or sum(full) != len(parts) - 1:
+    if len(at) != 1 or sum(full(part) for part in parts) != len(parts) - 1:
         return None
     return at[0], shifts[at[0]] or 0
 
 
-def _shift(node: ast.expr, index: str) -> int | None:
-    match node:
-        case ast.Name(id=name) if name == index:
-            return 0
-        case ast.BinOp(left=ast.Name(id=name), op=ast.Add() | ast.Sub() as op, right=ast.Constant(value=int(by))):
-            return None if name != index else by if isinstance(op, ast.Add) else -by
-    return None
-
-
 class _Slicing(ast.NodeTransformer):
-    """`x[:, t]` becomes `x_t`, a slice that the step is given."""
+    """`x[:, t]` becomes `x_t`, a slice that the step is given; and of a table a row that it fills or has filled."""
 
-    def __init__(self, scope: Scope, steps: Steps, assigned: set[str]) -> None:
-        self.scope, self.steps, self.assigned = scope, steps, assigned
+    def __init__(self, scope: Scope, steps: Steps, assigned: set[str], known: Mapping[str, Table]) -> None:
+        self.scope, self.steps, self.assigned, self.known = scope, steps, assigned, known
+        self.moving = {*assigned, *([steps.index] if steps.index else ())}
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        found = self._place(node)
-        if found is None or not isinstance(node.ctx, ast.Load):
-            return self.generic_visit(node)
-        axis, shift = found
-        text = ast.unparse(node.value)
-        word = "" if not shift else f"_{'less' if shift < 0 else 'plus'}_{abs(shift)}"
-        name = f"{text.split('.')[-1]}_{self.steps.index}{word}"
-        self.steps.slices[name] = (text, axis)
-        if shift:
-            self.steps.shifts[name] = shift
-        return ast.Name(id=name, ctx=ast.Load())
-
-    def _place(self, node: ast.Subscript) -> tuple[int, int] | None:
         index = self.steps.index
-        if (
-            index is None
-            or not isinstance(node.value, ast.Name | ast.Attribute)
-            or ast.unparse(node.value) in self.assigned  # a later step reads what an earlier one wrote
-            or not self.scope.is_tensor(node.value)
-        ):
-            return None
-        found = place_of(node, index)
-        return None if found is None or (found[1] and self.steps.length is None) else found
+        place = placed(self.scope, node, index, self.moving) if index is not None else None
+        if place is None or index is None:
+            return self.generic_visit(node)
+        table = self.known.get(place.root)
+        row = place.row(index)
+        rest = [self.visit(part) for part in place.rest]
+        place = replace(place, rest=tuple(rest))
+        if table is not None and place.base == table.place.base:
+            ago = place.shift if self.steps.backwards else -place.shift
+            if ago >= 0:
+                return place.within(table.earlier(ago) if ago else table.row, node.ctx)
+        elif place.root in self.assigned and table is None:
+            return self.generic_visit(node)  # a later step reads what an earlier one wrote
+        alone = not place.fixed and all(full(part) or self.scope.worth(part) == "static" for part in place.rest)
+        if isinstance(node.ctx, ast.Store) or not (alone or self.known) or (place.shift and self.steps.length is None):
+            return self.generic_visit(node)
+        self.steps.slices[row] = (place.base, place.axis)
+        if place.shift:
+            self.steps.shifts[row] = place.shift
+        return place.within(row, node.ctx)
 
 
 def carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
@@ -256,4 +415,4 @@ def carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
         names += [name for name in read if name in stored(steps.body) and name in known]
         before |= set(stored(statement))
     names += [name for name in stored(steps.body) if name in later and name in known]
-    return [name for name in dict.fromkeys(names) if name not in steps.slices]
+    return [name for name in dict.fromkeys([*names, *steps.rows]) if name not in steps.slices]

@@ -7,14 +7,15 @@ Each holds only if the proof says so.
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 
 import torch
 
 from trueline.doctor.rewrites.lists import appended_by
-from trueline.doctor.rewrites.loops import IN_ROWS, imported
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import pure
+from trueline.doctor.rewrites.scans import IN_ROWS, imported
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -126,18 +127,32 @@ def _while(scope: Scope, spot: Spot) -> Candidate | None:
     body = [pure(scope, one) for one in loop.body]
     test: ast.expr = loop.test
     stop: ast.expr | None = None
-    if body and isinstance(body[-1], ast.If) and _breaks(body[-1]) and len(body[-1].body) == 1:
-        stop = predicate(body[-1].test, scope)
-        body = body[:-1]
-    if has_effects(body):
+    after: list[ast.stmt] = []
+    at = [i for i, one in enumerate(body) if isinstance(one, ast.If) and _breaks(one) and len(one.body) == 1]
+    if len(at) == 1:
+        end = body[at[0]]
+        assert isinstance(end, ast.If)
+        stop, body, after = predicate(end.test, scope), body[: at[0]], body[at[0] + 1 :]
+    if has_effects([*body, *after]):
         return None
     known, later = bound_before(spot, scope.function), read_later(spot)
-    carried = [n for n in stored(body) if n in known and (n in later or n in loaded(body) or n in loaded(test))]
+    always = isinstance(test, ast.Constant) and bool(test.value)
+    first: list[ast.stmt] = []
+    if always and stop is not None and not after and any(n in later and n not in known for n in stored(body)):
+        first, known = body, known | (set(stored(body)) & later)  # it runs once at least
+    if after:
+        assert stop is not None
+        stopped = scope.fresh("stops")
+        given = expression(f"({ast.unparse(stop)}).reshape(())")
+        body = [*body, ast.Assign(targets=[ast.Name(id=stopped, ctx=ast.Store())], value=given)]
+        body += _Masking(scope, stopped, known).steps(after)
+        stop = expression(stopped)
+    inside = [*body, *([ast.Expr(value=stop)] if stop is not None else [])]
+    carried = [n for n in stored(body) if n in known and (n in later or n in loaded(inside) or n in loaded(test))]
     if not carried:
         return None
-    always = isinstance(test, ast.Constant) and bool(test.value)
     condition = None if always else predicate(test, scope)
-    return _while_text(scope, spot, carried, body, condition, stop)
+    return _while_text(scope, spot, carried, body, condition, stop, first)
 
 
 def _while_text(
@@ -147,7 +162,9 @@ def _while_text(
     body: list[ast.stmt],
     condition: ast.expr | None,
     stop: ast.expr | None,
+    once: list[ast.stmt],
 ) -> Candidate | None:
+    """`once` is what is done before, where names begin with it."""
     going, step, flag = scope.fresh("going"), scope.fresh("step"), scope.fresh("stopped")
     names = [*carried, flag] if stop is not None else carried
     tests = [] if condition is None else [f"({ast.unparse(condition)})"]
@@ -165,11 +182,13 @@ def _while_text(
     functions = statements(text)
     assert isinstance(functions[1], ast.FunctionDef)
     functions[1].body[:0] = [_Pure(scope).visit(one) for one in body]
-    first = ", ".join(
-        [_start(scope, spot, name) for name in carried] + ["torch.zeros((), dtype=torch.bool)"] * len(ends)
-    )
+    starts = [f"torch.as_tensor({n}).{IN_ROWS}" for n in carried] if once else []
+    starts = starts or [_start(scope, spot, name) for name in carried]
+    flags = ends if once else ["torch.zeros((), dtype=torch.bool)"] * len(ends)
+    first = ", ".join([*starts, *flags])
     call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({first},))"
-    new = scope.replaced([spot.statement], [*functions, *statements(call)])
+    before = [copy.deepcopy(one) for one in once]
+    new = scope.replaced([spot.statement], [*before, *functions, *statements(call)])
     head = ast.unparse(spot.statement).splitlines()[0]
     return (new and Candidate(text=imported(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)) or None
 

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterator
 
 from trueline.doctor.rewrites.lists import appended_by, without_list
-from trueline.doctor.rewrites.loops import IN_ROWS, Picked, imported
+from trueline.doctor.rewrites.scans import IN_ROWS, Picked, imported
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored, walk
 from trueline.doctor.rewrites.steps import has_effects
 
