@@ -396,6 +396,6 @@ def histories(count: int, steps: int) -> settings:
 
 
 Job.TestCase.settings = histories(120, 50)
-LongJob.TestCase.settings = histories(1500, 80)
+LongJob.TestCase.settings = histories(600, 80)
 TestWhateverHappensTheJobGetsOnAndLosesNothing = pytest.mark.slow(Job.TestCase)
 TestWhateverHappensForLongTheJobGetsOnAndLosesNothing = pytest.mark.long(LongJob.TestCase)
