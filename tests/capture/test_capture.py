@@ -28,7 +28,7 @@ from trueline.capture.api import Captured, capture
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.session import USUAL, open_program, replay
 from trueline.state import checkpoint
 
 
@@ -155,17 +155,30 @@ def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(ma
 
 def test_a_branch_on_values_is_refused_with_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotProven) as refused:
-        capture(recipe(Branch), None, tmp_path / "b")
+        capture(recipe(Branch), None, tmp_path / "b", formats=USUAL)
     assert line_of("the branch") in refused.value.message
     assert "if x.sum() > 0:" in refused.value.message
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_branch_on_values_that_no_graph_holds_is_scripted_for_who_asked_for_no_format(tmp_path: Path) -> None:
+    captured = capture(recipe(Branch), None, tmp_path / "b")
+    verdicts = {one.format: one.verdict for one in captured.programs}
+    assert verdicts == {"onnx": "refused", "torch_export": "refused", "torchscript": "proven"}
+    assert captured.serve == "torchscript"
+    assert "deprecated" in captured.programs[-1].how
+    session = open_program(open_bundle(tmp_path / "b"))
+    for sign in (1, -1):
+        asked = np.full((3, 8), sign, np.float32)
+        assert (session.run({"x": asked})["output"] == Branch()(torch.from_numpy(asked)).numpy()).all()
+
+
 def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     with events.listening(lambda name, fields: seen.append(fields) if name == "program.proven" else None):
-        capture(recipe(ShapeBranch), None, tmp_path / "b")
+        captured = capture(recipe(ShapeBranch), None, tmp_path / "b")
+    assert "onnx: proven for batch from 1 to 6, because of" in captured.programs[0].told
     assert all(fields["range"] == "batch from 1 to 6" for fields in seen)
     assert all(line_of("the shape branch") in str(fields["bound_by"]) for fields in seen)
     bundle = open_bundle(tmp_path / "b")
@@ -190,11 +203,11 @@ def test_a_model_with_a_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"onnx program of 'digits' is not proven: .*linalg_eig") as refused:
-        capture(recipe(Untranslatable), None, tmp_path / "all")
+        capture(recipe(Untranslatable), None, tmp_path / "all", formats=USUAL)
     assert refused.value.hint.endswith("torch_export")
-    captured = capture(recipe(Untranslatable), None, tmp_path / "some", formats=None)
+    captured = capture(recipe(Untranslatable), None, tmp_path / "some")
     assert {one.format: one.verdict for one in captured.programs} == {"onnx": "refused", "torch_export": "proven"}
-    assert open_bundle(tmp_path / "some").manifest.serve == "torch_export"
+    assert captured.serve == open_bundle(tmp_path / "some").manifest.serve == "torch_export"
     assert capture(recipe(Untranslatable), None, tmp_path / "one", formats=["torch_export"]).programs
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured, State
 from trueline.errors import NotProven, UsageError, closest, listed
-from trueline.runtime.session import FORMATS, NATIVE, USUAL, Format
+from trueline.runtime.session import FORMATS, NATIVE, OTHERWISE, USUAL, Format
 
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
@@ -32,17 +32,18 @@ def capture(
     checkpoint: Where | None,
     out: str | Path,
     *,
-    formats: Sequence[str] | None = USUAL,
+    formats: Sequence[str] | None = None,
     overwrite: bool = False,
     state: State = "refuse",
     allow_random: bool = False,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
 
-    Every format asked for has to be proven; with `formats=None` all are tried and one is enough. Without
-    a checkpoint the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
-    `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
-    is refused, or, with `allow_random`, compared by the distribution of its answers.
+    Every format asked for has to be proven. With `formats=None` the usual ones are tried, and TorchScript where none of
+    them can be proven; what is proven is sealed, and one has to be. Without a checkpoint the model is captured
+    as the recipe makes it. A model that writes its own buffers is refused, or, with `state="explicit"`, captured with
+    an input `state.x` and an output `next.x` for each. One that draws random numbers is refused, or, with
+    `allow_random`, compared by the distribution of its answers.
 
     Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
     CheckpointError, StorageError; nothing is then left at `out`.
@@ -63,13 +64,14 @@ def capture(
     model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
     work = workplace(out)
     try:
-        rungs = climb(model, wanted, work)
+        rungs = climb(model, wanted, work, otherwise=OTHERWISE if formats is None else ())
         _require(rungs, every=formats is not None, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
-    return Captured(path=out, digest=bundle.digest, programs=tuple(rung.attempt for rung in rungs))
+    programs = tuple(rung.attempt for rung in rungs)
+    return Captured(path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=programs)
 
 
 def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:

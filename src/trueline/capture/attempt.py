@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trueline import events
 from trueline.runtime.session import Format
 
 State = Literal["refuse", "explicit"]
@@ -34,6 +35,8 @@ class Attempt:
     """`file:line` of that class."""
     hint: str = ""
     """What to do about a refusal, where it is known."""
+    range: str = ""
+    """What a proven program may be asked, in words."""
 
     @property
     def reason(self) -> str:
@@ -43,6 +46,15 @@ class Attempt:
         place = f" at {self.defined}" if self.defined else ""
         return f"{self.why}; the first submodule whose output differs: {self.submodule}{place}"
 
+    @property
+    def told(self) -> str:
+        """The attempt as one line for a terminal."""
+        if self.verdict == "refused":
+            return f"{self.format}: refused ({self.reason})"
+        bound = f", because of {self.line}; `trueline doctor` may know a rewrite" if self.line else ""
+        how = f" ({self.how})" if self.how else ""
+        return f"{self.format}: proven for {self.range or 'the sizes of its example'}{bound}{how}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -50,4 +62,22 @@ class Captured:
 
     path: Path
     digest: str
+    serve: str
+    """The program that a server takes."""
     programs: tuple[Attempt, ...]
+
+
+def tell(attempt: Attempt) -> None:
+    """Emits the event of an attempt that has come to its end."""
+    if attempt.verdict == "proven":
+        events.emit(
+            "program.proven",
+            format=attempt.format,
+            probes=attempt.probes,
+            max_abs_error=attempt.max_abs_error,
+            seconds=attempt.seconds,
+            range=attempt.range,
+            bound_by=attempt.line or None,
+        )
+    else:
+        events.emit("program.refused", format=attempt.format, why=attempt.reason, line=attempt.line)

@@ -23,10 +23,11 @@ import numpy as np
 from trueline import events, files
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.capture import file_probes, from_module
 from trueline.capture.api import capture, workplace
-from trueline.capture.attempt import Attempt, Captured
+from trueline.capture.attempt import Attempt, Captured, tell
 from trueline.capture.declared import Declared, declared
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError, listed
@@ -92,7 +93,8 @@ def capture_file(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
-    return Captured(path=out, digest=bundle.digest, programs=tuple(rung.attempt for rung in rungs))
+    programs = tuple(rung.attempt for rung in rungs)
+    return Captured(path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=programs)
 
 
 def is_program(path: str) -> bool:
@@ -214,13 +216,9 @@ def _try(format: Format, wrapped: Wrapped, folder: Path) -> _Rung:
         size_bytes=sum(one.stat().st_size for one in made.parent.iterdir()) if made else 0,
         probes=len(evidence),
         max_abs_error=error,
+        range="" if why else range_text(wrapped.signature),
     )
-    if why:
-        events.emit("program.refused", format=format, why=why, line="")
-    else:
-        events.emit(
-            "program.proven", format=format, probes=attempt.probes, max_abs_error=error, seconds=attempt.seconds
-        )
+    tell(attempt)
     return _Rung(
         attempt=attempt,
         folder=folder,

@@ -16,7 +16,7 @@ from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
 from trueline.capture import claims, masks
-from trueline.capture.attempt import Attempt
+from trueline.capture.attempt import Attempt, tell
 from trueline.capture.scripted import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
@@ -75,10 +75,11 @@ class Rung:
     """Whether its answers were compared as draws of a distribution."""
 
 
-def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]:
-    """Tries every format in `formats`; a refusal is a Rung, not an exception.
+def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise: Sequence[Format] = ()) -> list[Rung]:
+    """Tries every format in `formats`, and those of `otherwise` where none of them is proven.
 
-    Raises NotProven for a model that is no function of its inputs: no format can hold it.
+    A refusal is a Rung, not an exception. Raises NotProven for a model that is no function of its inputs: no format can
+    hold it.
     """
     started = time.monotonic()
     events.emit("model.examined")
@@ -99,20 +100,24 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path) -> list[Rung]
     if recalled is not None:
         raise NotProven(recalled.why + (f"; see {recalled.place}" if recalled.place else ""), hint=recalled.hint)
     shared_s = time.monotonic() - started
+
+    def tried(format: Format) -> Rung:
+        if format == "torchscript":
+            return _try_scripted(subject, exported, observations, work / format, shared_s)
+        return _try(format, exported, observations, subject.eager, work / format, shared_s)
+
     while True:
-        rungs = [
-            _try_scripted(subject, exported, observations, work / format, shared_s)
-            if format == "torchscript"
-            else _try(format, exported, observations, subject.eager, work / format, shared_s)
-            for format in formats
-        ]
+        rungs = [tried(format) for format in formats]
         if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
-            return rungs
+            break
         stricter = claims.narrower(exported)
         if stricter is None:
-            return rungs
+            break
         events.emit("claim.narrowed", to=range_text(stricter.signature))
         exported = stricter
+    if not any(rung.attempt.verdict == "proven" for rung in rungs):
+        rungs += [tried(format) for format in otherwise if format not in formats]
+    return rungs
 
 
 def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
@@ -284,8 +289,9 @@ def _rung(
         how=_statistical(observations, proof),
         submodule=f"{part}" if part else "",
         defined=part.place if part else "",
+        range="" if why else range_text(signature),
     )
-    _tell(attempt, range_text(signature))
+    tell(attempt)
     return Rung(
         attempt=attempt,
         folder=folder,
@@ -313,7 +319,7 @@ def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
     return f"random answers, compared statistically ({how})"
 
 
-ANOTHER = "capture it in another format (--any tries the usual ones), or ask `trueline doctor` for a rewrite"
+ANOTHER = "capture it in another format (--format), or ask `trueline doctor` for a rewrite"
 _PLACED = re.compile(r".+:\d+: ")
 
 
@@ -342,7 +348,7 @@ def _refused(
         probes=0,
         max_abs_error=0.0,
     )
-    _tell(attempt)
+    tell(attempt)
     return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=(), versions=versions())
 
 
@@ -367,18 +373,3 @@ def _line(observations: Sequence[Observation], disagreeing: str = "") -> str:
         return ""
     place, one, other = found
     return f"{place} (goes another way for '{other}' than for '{one}')"
-
-
-def _tell(attempt: Attempt, proven_range: str = "") -> None:
-    if attempt.verdict == "proven":
-        events.emit(
-            "program.proven",
-            format=attempt.format,
-            probes=attempt.probes,
-            max_abs_error=attempt.max_abs_error,
-            seconds=attempt.seconds,
-            range=proven_range,
-            bound_by=attempt.line or None,
-        )
-    else:
-        events.emit("program.refused", format=attempt.format, why=attempt.reason, line=attempt.line)

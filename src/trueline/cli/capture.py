@@ -12,13 +12,16 @@ from trueline.cli.options import checkpoint_path, json_option, quiet_option, rec
 
 _EXAMPLES = """
 trueline capture digits/recipe.py runs/digits-1
-    every format is emitted and proven; writes digits.bundle
+    ONNX and torch.export, or TorchScript where neither can be proven; writes digits.bundle
 
 trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digits.bundle --overwrite
     ONNX only, in place of an older bundle
 
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
+
+trueline capture resnet/recipe.py --no-checkpoint
+    the model as model() makes it, which loads its own weights
 
 trueline capture stream/recipe.py runs/stream-1 --state explicit
     a model with a memory: it comes in as state.NAME and goes out as next.NAME
@@ -39,10 +42,14 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
 @click.argument("checkpoint", required=False)
 @click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; NAME.bundle if left out.")
 @click.option(
-    "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
+    "--format",
+    "formats",
+    multiple=True,
+    metavar="NAME",
+    help="onnx, torch_export, torchscript, …; repeatable. Each has to be proven; left out, all that can be are sealed.",
 )
 @click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
-@click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
+@click.option("--no-checkpoint", is_flag=True, help="Capture the model as the recipe's model() makes it.")
 @click.option(
     "--state",
     type=click.Choice(["refuse", "explicit"]),
@@ -66,7 +73,7 @@ def command(
     out: str | None,
     formats: tuple[str, ...],
     targets: str | None,
-    any_format: bool,
+    no_checkpoint: bool,
     state: Literal["refuse", "explicit"],
     allow_random: bool,
     overwrite: bool,
@@ -79,20 +86,18 @@ def command(
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
-    model that is the reason, and nothing is written. CHECKPOINT is a checkpoint or the folder of a job.
-    RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
-    Hugging Face's; neither takes a CHECKPOINT.
+    model that is the reason; where none is proven, nothing is written. CHECKPOINT is a checkpoint or the folder
+    of a job. RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a
+    folder of Hugging Face's; neither takes a CHECKPOINT.
     """
     from trueline.capture.api import capture
     from trueline.capture.from_file import capture_file, is_program
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
-    from trueline.runtime.session import USUAL, formats_for
+    from trueline.runtime.session import formats_for
 
-    if any_format and (formats or targets):
-        raise UsageError("--any tries the usual formats; leave --format and --for out")
     wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
-    asked = None if any_format else wanted or None
+    asked = wanted or None
     with progress(quiet=quiet):
         if is_program(recipe):
             if state != "refuse" or allow_random:
@@ -101,33 +106,45 @@ def command(
                 )
             if checkpoint is not None:
                 raise UsageError(f"{recipe} is a program and takes no checkpoint, got '{checkpoint}'")
+            if no_checkpoint:
+                raise UsageError(f"{recipe} is a program, which never has a checkpoint: leave --no-checkpoint out")
             target = Path(out or f"{Path(recipe).resolve().stem}.bundle")
             captured = capture_file(recipe, target, formats=asked, overwrite=overwrite, inputs=inputs, trust=trust)
         else:
             if inputs or trust:
                 raise UsageError("--example and --trust are for a file; a recipe says its own examples and model")
-            if checkpoint is None:
-                raise UsageError("name the checkpoint, or the folder of the job that trained it")
+            if checkpoint is None and not no_checkpoint:
+                raise UsageError(
+                    "name the checkpoint, or the folder of the job that trained it",
+                    hint="if model() loads its own weights, say so: --no-checkpoint",
+                )
+            if checkpoint is not None and no_checkpoint:
+                raise UsageError(f"there is a checkpoint, '{checkpoint}', and --no-checkpoint: leave one of them out")
             found = load_recipe(recipe)
             captured = capture(
                 found,
-                checkpoint_path(checkpoint),
+                checkpoint_path(checkpoint) if checkpoint is not None else None,
                 Path(out or f"{found.name}.bundle"),
-                formats=None if any_format else wanted or USUAL,
+                formats=asked,
                 overwrite=overwrite,
                 state=state,
                 allow_random=allow_random,
             )
-    lines = [
-        f"{one.format}: {one.verdict}" + (f" ({one.reason or one.how})" if one.why or one.how else "")
-        for one in captured.programs
-    ]
+    lines = [one.told for one in captured.programs]
     facts = {
         "path": str(captured.path),
         "digest": captured.digest,
+        "serve": captured.serve,
         "programs": [
-            {"format": one.format, "verdict": one.verdict, "why": one.why, "submodule": one.submodule}
+            {
+                "format": one.format,
+                "verdict": one.verdict,
+                "why": one.why,
+                "range": one.range,
+                "line": one.line,
+                "submodule": one.submodule,
+            }
             for one in captured.programs
         ],
     }
-    say("\n".join([*lines, f"bundle: {captured.path}"]), facts, as_json=as_json)
+    say("\n".join([*lines, f"serve: {captured.serve}", f"bundle: {captured.path}"]), facts, as_json=as_json)

@@ -33,6 +33,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 by torch, and by ONNX Runtime where that can."""
 USUAL: tuple[Format, ...] = ("onnx", "torch_export")
 """What a capture makes when it is not told otherwise."""
+OTHERWISE: tuple[Format, ...] = ("torchscript",)
+"""What it tries where none of these can be proven: it keeps Python's control flow, and torch has deprecated it."""
 NATIVE: tuple[Format, ...] = ("aotinductor",)
 """Machine code: opening one runs it. Never chosen to serve."""
 TARGETS: dict[str, tuple[Format, ...]] = {
