@@ -68,10 +68,19 @@ _WORDS = {
     "agent.lost": "  the engine's agent died and is started again",
     "model.examined": "  is the model a function of its inputs?",
     "model.tracing": "  torch.export follows the model",
+    "program.retraced": "  torch.export follows it another way: {how}",
+    "claim.narrowed": "  the range is narrowed: {to}",
+    "program.offloaded": "  offload: {parts} parts are handed over, {kept} of {operators} operators stay",
     "program.emitting": "  {format}: the program is written",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
     "program.refused": "  {format}: refused: {why} {line}",
     "bundle.sealed": "  sealed {path}",
+    "doctor.started": "  each submodule of {recipe} is asked what it is called with",
+    "doctor.examining": "  {submodule}: traced, scripted, exported",
+    "doctor.rewritten": "  {module}: {steps}; equal to the original on {probes} calls",
+    "doctor.applied": "  {files} files are rewritten in {folder}",
+    "doctor.not_applied": "  {file} is left as it is: {why}",
+    "doctor.progress_not_kept": "  the next run will not know how far this one came: {why}",
     "model.registered": "  registered {uri}, alias {alias}",
     "server.started": "  {url} answers for {model} version {version}",
 }
@@ -79,6 +88,7 @@ _WORDS = {
 _MINOR = {
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "checkpoint.saved", "job.finished", "job.stopping", "capture.started", "program.emitted",
+    "program.unfollowed",
 }  # fmt: skip
 """Events that only matter when something is wrong."""
 WINDOW_NS = 5_000_000_000
