@@ -402,6 +402,6 @@ def test_the_page_shows_code_as_text_and_loads_nothing_from_elsewhere() -> None:
 
 def test_the_report_counts_what_is_ready_and_what_the_rewrites_add() -> None:
     shown = text(diagnosis(before=0))
-    assert shown.endswith("0 of 1 submodules, was 0 can be captured; 1 of 1 with the rewrites")
+    assert shown.endswith("0 of 1 submodules, was 0, can be exported; 1 of 1 with the rewrites")
     assert "/a/model.py:7: n = <x>.item()" in shown
     assert "equal to the original on 9 calls" in shown

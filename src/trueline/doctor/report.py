@@ -27,9 +27,10 @@ def text(diagnosis: Diagnosis, *, diffs: bool = True) -> str:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """`1 of 3 submodules, was 0; 3 of 3 with the rewrites`."""
+    """`1 of 3 submodules, was 0, can be exported; 3 of 3 with the rewrites`."""
     rewrites = f"; {diagnosis.healed} of {len(diagnosis.rows)} with the rewrites" if diagnosis.rewrites else ""
-    return f"{diagnosis.progress} can be captured{rewrites}"
+    comma = "" if diagnosis.before is None else ","
+    return f"{diagnosis.progress}{comma} can be exported{rewrites}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
