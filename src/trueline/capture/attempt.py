@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
 from trueline.runtime.session import Format
 
 State = Literal["refuse", "explicit"]
 """What becomes of a model that writes its own buffers: refused, or they become inputs and outputs."""
+
+_LINE = re.compile(r"(.+?):(\d+)(?=: |$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,8 @@ class Attempt:
 
     format: Format
     verdict: Literal["proven", "refused"]
+    emitted: bool
+    """Whether there was a program to ask; what is refused before could not be made."""
     why: str
     """Empty when proven."""
     line: str
@@ -43,6 +48,28 @@ class Attempt:
         place = f" at {self.defined}" if self.defined else ""
         return f"{self.why}; the first submodule whose output differs: {self.submodule}{place}"
 
+    def as_record(self) -> dict[str, Any]:
+        """For the bundle's lineage: without what is empty, and of `line` the file's name and number alone.
+
+        A bundle names no folder of the machine that captured it and holds no source.
+        """
+        found = _LINE.match(self.line)
+        said = {
+            "why": self.why,
+            "line": f"{PurePath(found[1]).name}:{found[2]}" if found else "",
+            "how": self.how,
+            "submodule": self.submodule,
+        }
+        return {
+            "format": self.format,
+            "verdict": self.verdict,
+            "emitted": self.emitted,
+            "seconds": round(self.seconds, 3),
+            "size_bytes": self.size_bytes,
+            "probes": self.probes,
+            "max_abs_error": self.max_abs_error,
+        } | {name: value for name, value in said.items() if value}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -50,4 +77,6 @@ class Captured:
 
     path: Path
     digest: str
+    serve: str
+    """Format of the program to serve."""
     programs: tuple[Attempt, ...]

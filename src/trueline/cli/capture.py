@@ -12,7 +12,10 @@ from trueline.cli.options import checkpoint_path, json_option, quiet_option, rec
 
 _EXAMPLES = """
 trueline capture digits/recipe.py runs/digits-1
-    every format is emitted and proven; writes digits.bundle
+    ONNX and torch.export, each if it can be proven, else TorchScript; writes digits.bundle
+
+trueline capture digits/recipe.py runs/digits-1 --any
+    every format there is; what can be proven goes into the bundle
 
 trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digits.bundle --overwrite
     ONNX only, in place of an older bundle
@@ -42,7 +45,9 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
     "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
 )
 @click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
-@click.option("--any", "any_format", is_flag=True, help="Try all formats; one that is proven is enough.")
+@click.option(
+    "--any", "any_format", is_flag=True, help="One that is proven is enough, of those asked for or of all there are."
+)
 @click.option(
     "--state",
     type=click.Choice(["refuse", "explicit"]),
@@ -87,12 +92,10 @@ def command(
     from trueline.capture.from_file import capture_file, is_program
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
-    from trueline.runtime.session import USUAL, formats_for
+    from trueline.runtime.session import FORMATS, formats_for
 
-    if any_format and (formats or targets):
-        raise UsageError("--any tries the usual formats; leave --format and --for out")
     wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
-    asked = None if any_format else wanted or None
+    asked = wanted or (FORMATS if any_format else None)
     with progress(quiet=quiet):
         if is_program(recipe):
             if state != "refuse" or allow_random:
@@ -102,7 +105,15 @@ def command(
             if checkpoint is not None:
                 raise UsageError(f"{recipe} is a program and takes no checkpoint, got '{checkpoint}'")
             target = Path(out or f"{Path(recipe).resolve().stem}.bundle")
-            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite, inputs=inputs, trust=trust)
+            captured = capture_file(
+                recipe,
+                target,
+                formats=asked,
+                one_is_enough=any_format,
+                overwrite=overwrite,
+                inputs=inputs,
+                trust=trust,
+            )
         else:
             if inputs or trust:
                 raise UsageError("--example and --trust are for a file; a recipe says its own examples and model")
@@ -113,21 +124,21 @@ def command(
                 found,
                 checkpoint_path(checkpoint),
                 Path(out or f"{found.name}.bundle"),
-                formats=None if any_format else wanted or USUAL,
+                formats=asked,
+                one_is_enough=any_format,
                 overwrite=overwrite,
                 state=state,
                 allow_random=allow_random,
             )
     lines = [
-        f"{one.format}: {one.verdict}" + (f" ({one.reason or one.how})" if one.why or one.how else "")
+        f"{one.format}: {one.verdict}"
+        + (f" ({one.reason or one.how}" + (f"; see {one.line}" if one.line else "") + ")" if one.why or one.how else "")
         for one in captured.programs
     ]
     facts = {
         "path": str(captured.path),
         "digest": captured.digest,
-        "programs": [
-            {"format": one.format, "verdict": one.verdict, "why": one.why, "submodule": one.submodule}
-            for one in captured.programs
-        ],
+        "serve": captured.serve,
+        "programs": [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs],
     }
-    say("\n".join([*lines, f"bundle: {captured.path}"]), facts, as_json=as_json)
+    say("\n".join([*lines, f"serve: {captured.serve}", f"bundle: {captured.path}"]), facts, as_json=as_json)
