@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -345,6 +346,13 @@ def test_the_description_says_what_is_taken_proven_and_where_it_came_from(sealed
     for word in ("batch from 1 to 6", "FP32", "[batch, 3]", "proven, served", "batch 1, zeros", "recipe.digest"):
         assert word in text
     assert json.loads(json.dumps(to_json(open_bundle(sealed))))["manifest"]["name"] == "digits"
+
+
+@pytest.mark.parametrize("attempts", ["all", [7], [{}], [{"format": "onnx", "verdict": "refused", "why": 5}]])
+def test_whatever_a_lineage_says_of_attempts_is_shown_and_breaks_nothing(tmp_path: Path, attempts: object) -> None:
+    made = contents(tmp_path / "work")
+    seal(tmp_path / "b", dataclasses.replace(made, lineage={**made.lineage, "attempts": attempts}))
+    assert ("\nattempts\n" in describe(open_bundle(tmp_path / "b"))) == (attempts not in ("all", [7]))
 
 
 def test_the_bundle_room_imports_no_torch() -> None:

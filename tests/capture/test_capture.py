@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from trueline import events
 from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.describe import describe
 from trueline.capture.api import Captured, capture
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
@@ -150,28 +151,50 @@ def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(ma
     assert len(evidence) == sum(one.probes for one in made.captured.programs)
     assert {1, 2, 3, 5, 8, 17, 32} <= {one.shapes["x"][0] for one in evidence}
     assert all(one.versions["torch"] == torch.__version__ for one in evidence)
-    assert [one["verdict"] for one in made.bundle.lineage()["attempts"]] == ["proven", "proven"]
+    attempts = made.bundle.lineage()["attempts"]
+    assert [(one["format"], one["verdict"], one["emitted"]) for one in attempts] == [
+        ("onnx", "proven", True),
+        ("torch_export", "proven", True),
+    ]
+    for one, sealed in zip(attempts, made.bundle.manifest.programs, strict=True):
+        assert one["seconds"] == sealed.seconds > 0
+        assert one["probes"] == sealed.probes
+        assert one["size_bytes"] >= made.bundle.manifest.files[sealed.file].size > 0
+    assert made.captured.serve == made.bundle.manifest.serve == "onnx"
 
 
 def test_a_branch_on_values_is_refused_with_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotProven) as refused:
-        capture(recipe(Branch), None, tmp_path / "b", formats=USUAL)
+        capture(recipe(Branch), None, tmp_path / "b", formats=USUAL, one_is_enough=True)
     assert line_of("the branch") in refused.value.message
     assert "if x.sum() > 0:" in refused.value.message
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_branch_on_values_that_no_graph_holds_is_scripted_for_who_asked_for_no_format(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_torchscript_stands_in_where_no_graph_can_hold_the_model_and_every_refusal_is_on_record(tmp_path: Path) -> None:
     captured = capture(recipe(Branch), None, tmp_path / "b")
-    verdicts = {one.format: one.verdict for one in captured.programs}
-    assert verdicts == {"onnx": "refused", "torch_export": "refused", "torchscript": "proven"}
-    assert captured.serve == "torchscript"
-    assert "deprecated" in captured.programs[-1].how
-    session = open_program(open_bundle(tmp_path / "b"))
-    for sign in (1, -1):
-        asked = np.full((3, 8), sign, np.float32)
-        assert (session.run({"x": asked})["output"] == Branch()(torch.from_numpy(asked)).numpy()).all()
+    assert {one.format: one.verdict for one in captured.programs} == {
+        "onnx": "refused",
+        "torch_export": "refused",
+        "torchscript": "proven",
+    }
+    bundle = open_bundle(tmp_path / "b")
+    assert captured.serve == bundle.manifest.serve == "torchscript"
+    onnx, export, script = bundle.lineage()["attempts"]
+    for refused in (onnx, export):
+        assert (refused["emitted"], refused["size_bytes"], refused["line"]) == (False, 0, line_of("the branch"))
+        assert "torch.export cannot follow the model" in refused["why"]
+    assert script["emitted"]
+    assert script["size_bytes"] > 0
+    session = open_program(bundle)
+    for sign in (1, -1):  # both ways
+        x = np.full((3, 8), sign, np.float32)
+        assert (session.run({"x": x})["output"] == (x * 2 if sign > 0 else x - 1)).all()
+    shown = describe(bundle)
+    assert "refused, not emitted" in shown
+    assert line_of("the branch") in shown
 
 
 def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_path: Path) -> None:
@@ -207,7 +230,7 @@ def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_p
     assert refused.value.hint.endswith("torch_export")
     captured = capture(recipe(Untranslatable), None, tmp_path / "some")
     assert {one.format: one.verdict for one in captured.programs} == {"onnx": "refused", "torch_export": "proven"}
-    assert captured.serve == open_bundle(tmp_path / "some").manifest.serve == "torch_export"
+    assert open_bundle(tmp_path / "some").manifest.serve == "torch_export"
     assert capture(recipe(Untranslatable), None, tmp_path / "one", formats=["torch_export"]).programs
 
 

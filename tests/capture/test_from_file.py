@@ -137,7 +137,14 @@ def test_the_command_line_takes_a_file_and_prints_the_program(
 ) -> None:
     file, out = onnx_file(tmp_path / "m.onnx"), tmp_path / "out.bundle"
     assert app.run(["capture", str(file), "-o", str(out), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["programs"][0]["verdict"] == "proven"
+    said = json.loads(capsys.readouterr().out)
+    assert said["serve"] == "onnx"
+    (program,) = said["programs"]
+    assert (program["format"], program["verdict"], program["emitted"]) == ("onnx", "proven", True)
+    assert program["seconds"] > 0
+    assert program["size_bytes"] > 0
+    assert program["probes"] > 5
+    assert open_bundle(out).lineage()["attempts"] == [program]
     assert app.run(["inspect", str(out), "--graph"]) == 0
     assert "y = MatMul (x, w)" in capsys.readouterr().out
     assert app.run(["capture", str(file), "checkpoint", "-o", str(out), "--quiet"]) == 2

@@ -28,7 +28,7 @@ def attempt(**changes: Any) -> Attempt:
         "line": "",
         "range": "batch from 1 up, no bound",
     } | changes
-    return Attempt(seconds=1.0, size_bytes=9, probes=20, max_abs_error=0.0, **given)
+    return Attempt(seconds=1.0, size_bytes=9, probes=20, max_abs_error=0.0, emitted=True, **given)
 
 
 @pytest.fixture

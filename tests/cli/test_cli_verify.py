@@ -31,7 +31,9 @@ def test_every_program_has_a_line_and_one_that_fails_makes_the_exit_code_1(
     assert "onnx: holds (3 golden examples, 28 probes, max error 1e-07)" in said
     assert "torch_export: FAILS: on probe 'p': differs" in said
     assert "note: the recipe differs" in said
-    assert asked == [(Path("b"), {"against": "recipe.py", "checkpoint": None, "format": None, "seed": 7})]
+    assert asked == [
+        (Path("b"), {"against": "recipe.py", "checkpoint": None, "format": None, "seed": 7, "native": False})
+    ]
 
 
 def test_a_bundle_that_holds_is_exit_code_0_and_json_says_all(

@@ -18,14 +18,15 @@ from trueline.bundle.signature import Dim, Signature, TensorSpec
 
 def describe(bundle: Bundle) -> str:
     """The bundle as aligned plain text."""
-    manifest = bundle.manifest
+    manifest, lineage = bundle.manifest, bundle.lineage()
     parts = [
         _aligned([("bundle", manifest.name), ("digest", manifest.digest), ("created", manifest.created)]),
         "signature\n" + _aligned(_signature_rows(bundle), indent=2),
         "programs\n" + _aligned([*_program_rows(bundle), *_note_rows(bundle)], indent=2),
+        *_attempts(lineage.pop("attempts", None)),
         "evidence\n" + _aligned(_evidence_rows(bundle.evidence()), indent=2),
         "golden examples\n" + _aligned([(golden.case, _shapes(golden.inputs)) for golden in bundle.golden()], indent=2),
-        "lineage\n" + _aligned(_lineage_rows(bundle.lineage()), indent=2),
+        "lineage\n" + _aligned(_lineage_rows(lineage), indent=2),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -108,6 +109,19 @@ def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:
             (f"{program.format}: {note}",) for note in (*(f"only where {one}" for one in needs), program.notes) if note
         ]
     return rows
+
+
+def _attempts(found: object) -> list[str]:
+    """Every format that was tried, those too that the bundle does not hold; nothing where that is not on record."""
+    tried = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    rows: list[tuple[str, ...]] = [("format", "verdict", "seconds", "size", "probes", "why")]
+    for one in tried:
+        said = {key: str(value) for key, value in one.items()}
+        verdict = said.get("verdict", "") + ("" if one.get("emitted", True) else ", not emitted")
+        size = f"{said['size_bytes']} B" if "size_bytes" in said else ""
+        why = "; see ".join(filter(None, (said.get("why"), said.get("line"))))
+        rows.append((said.get("format", ""), verdict, said.get("seconds", ""), size, said.get("probes", ""), why))
+    return ["attempts\n" + _aligned(rows, indent=2)] if tried else []
 
 
 def _evidence_rows(evidence: Iterable[Evidence]) -> list[tuple[str, ...]]:

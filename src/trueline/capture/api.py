@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured, State
 from trueline.errors import NotProven, UsageError, closest, listed
-from trueline.runtime.session import FORMATS, NATIVE, OTHERWISE, USUAL, Format
+from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
@@ -33,17 +33,18 @@ def capture(
     out: str | Path,
     *,
     formats: Sequence[str] | None = None,
+    one_is_enough: bool = False,
     overwrite: bool = False,
     state: State = "refuse",
     allow_random: bool = False,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
 
-    Every format asked for has to be proven. With `formats=None` the usual ones are tried, and TorchScript where none of
-    them can be proven; what is proven is sealed, and one has to be. Without a checkpoint the model is captured
-    as the recipe makes it. A model that writes its own buffers is refused, or, with `state="explicit"`, captured with
-    an input `state.x` and an output `next.x` for each. One that draws random numbers is refused, or, with
-    `allow_random`, compared by the distribution of its answers.
+    Every format asked for has to be proven, or, with `one_is_enough`, one of them that may be served. Without `formats`
+    the bundle takes each of the usual ones that can be proven, and TorchScript where none can. Without a checkpoint
+    the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
+    `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
+    is refused, or, with `allow_random`, compared by the distribution of its answers.
 
     Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
     CheckpointError, StorageError; nothing is then left at `out`.
@@ -64,14 +65,15 @@ def capture(
     model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
     work = workplace(out)
     try:
-        rungs = climb(model, wanted, work, otherwise=OTHERWISE if formats is None else ())
-        _require(rungs, every=formats is not None, name=recipe.name)
+        rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN)
+        _require(rungs, every=bool(formats) and not one_is_enough, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
-    programs = tuple(rung.attempt for rung in rungs)
-    return Captured(path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=programs)
+    return Captured(
+        path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=tuple(rung.attempt for rung in rungs)
+    )
 
 
 def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
@@ -107,7 +109,8 @@ def workplace(out: Path) -> Path:
 
 def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
     refused = [rung for rung in rungs if rung.attempt.verdict == "refused"]
-    if not refused or (not every and len(refused) < len(rungs)):
+    proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
+    if not refused or (not every and any(format not in NATIVE for format in proven)):
         return
     first = refused[0].attempt
     others = "" if len(refused) == 1 else f" (refused too: {listed(one.attempt.format for one in refused[1:])})"

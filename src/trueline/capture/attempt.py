@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
 from trueline import events
 from trueline.runtime.session import Format
 
 State = Literal["refuse", "explicit"]
 """What becomes of a model that writes its own buffers: refused, or they become inputs and outputs."""
+
+_LINE = re.compile(r"(.+?):(\d+)(?=: |$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,8 @@ class Attempt:
 
     format: Format
     verdict: Literal["proven", "refused"]
+    emitted: bool
+    """Whether there was a program to ask; what is refused before could not be made."""
     why: str
     """Empty when proven."""
     line: str
@@ -50,10 +55,33 @@ class Attempt:
     def told(self) -> str:
         """The attempt as one line for a terminal."""
         if self.verdict == "refused":
-            return f"{self.format}: refused ({self.reason})"
+            return f"{self.format}: refused ({self.reason}{f'; see {self.line}' if self.line else ''})"
         bound = f", because of {self.line}; `trueline doctor` may know a rewrite" if self.line else ""
         how = f" ({self.how})" if self.how else ""
         return f"{self.format}: proven for {self.range or 'the sizes of its example'}{bound}{how}"
+
+    def as_record(self) -> dict[str, Any]:
+        """For the bundle's lineage: without what is empty, and of `line` the file's name and number alone.
+
+        A bundle names no folder of the machine that captured it and holds no source.
+        """
+        found = _LINE.match(self.line)
+        said = {
+            "why": self.why,
+            "line": f"{PurePath(found[1]).name}:{found[2]}" if found else "",
+            "how": self.how,
+            "submodule": self.submodule,
+            "range": self.range,
+        }
+        return {
+            "format": self.format,
+            "verdict": self.verdict,
+            "emitted": self.emitted,
+            "seconds": round(self.seconds, 3),
+            "size_bytes": self.size_bytes,
+            "probes": self.probes,
+            "max_abs_error": self.max_abs_error,
+        } | {name: value for name, value in said.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +91,7 @@ class Captured:
     path: Path
     digest: str
     serve: str
-    """The program that a server takes."""
+    """Format of the program to serve."""
     programs: tuple[Attempt, ...]
 
 

@@ -59,14 +59,16 @@ def capture_file(
     out: str | Path,
     *,
     formats: Sequence[str] | None = None,
+    one_is_enough: bool = False,
     overwrite: bool = False,
     inputs: Sequence[str] = (),
     trust: bool = False,
 ) -> Captured:
     """Wraps the program at `path`, or the model in the folder `path`, into a bundle at `out`.
 
-    Every format asked for has to be proven; without `formats`, the file's own has to be, and ONNX of a .pt2 is
-    tried; of a model one is enough. `inputs` declares what the program takes where the file does not say (see
+    Every format asked for has to be proven, or, with `one_is_enough`, one of those that can be made of the file;
+    without `formats`, the file's own has to be, and ONNX of a .pt2 is tried. A model is captured as `capture` does.
+    `inputs` declares what the program takes where the file does not say (see
     `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put into it, and a folder's
     weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that is no program (a pickle
     among them) and for a format that cannot be made of it, CaptureError, NotProven, BundleError, StorageError; nothing
@@ -78,7 +80,7 @@ def capture_file(
     known = declared(inputs) if inputs else None
     model = _model(path, known, trust=trust)
     if model is not None:
-        return capture(model, None, out, formats=formats, overwrite=overwrite)
+        return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite)
     kind = kind_of(path)
     if known is not None and kind != "torchscript":
         raise UsageError(f"{path.name} says its own inputs; leave --example out")
@@ -86,15 +88,17 @@ def capture_file(
     work = workplace(out)
     try:
         wrapped = _WRAP[kind](path, work, known)
-        wanted = _usual(wrapped) if formats is None else _possible(formats, wrapped)
+        wanted = _usual(wrapped) if formats is None else _possible(formats, wrapped, every=not one_is_enough)
         rungs = [_try(format, wrapped, work / format) for format in wanted]
-        _require(rungs, wrapped, every=formats is not None, path=path)
+        needed = wanted if formats and not one_is_enough else () if formats else (wrapped.kind,)
+        _require(rungs, wrapped, needed, path=path)
         bundle = _seal(path, wrapped, rungs, out, overwrite=overwrite)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
-    programs = tuple(rung.attempt for rung in rungs)
-    return Captured(path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=programs)
+    return Captured(
+        path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=tuple(rung.attempt for rung in rungs)
+    )
 
 
 def is_program(path: str) -> bool:
@@ -184,9 +188,9 @@ def _usual(wrapped: Wrapped) -> tuple[Format, ...]:
     return tuple(format for format in wrapped.emit if format == wrapped.kind or format in USUAL)
 
 
-def _possible(formats: Sequence[str], wrapped: Wrapped) -> tuple[Format, ...]:
+def _possible(formats: Sequence[str], wrapped: Wrapped, *, every: bool) -> tuple[Format, ...]:
     for format in formats:
-        if format not in wrapped.emit:
+        if format not in wrapped.emit and (every or not set(formats) & set(wrapped.emit)):
             raise UsageError(
                 f"a {wrapped.kind} file cannot become {format} (it can become: {listed(wrapped.emit)})",
                 hint="capture the recipe that the file came from",
@@ -210,6 +214,7 @@ def _try(format: Format, wrapped: Wrapped, folder: Path) -> _Rung:
     attempt = Attempt(
         format=format,
         verdict="refused" if why else "proven",
+        emitted=made is not None,
         why=why,
         line="",
         seconds=time.monotonic() - started,
@@ -227,9 +232,10 @@ def _try(format: Format, wrapped: Wrapped, folder: Path) -> _Rung:
     )
 
 
-def _require(rungs: Sequence[_Rung], wrapped: Wrapped, *, every: bool, path: Path) -> None:
+def _require(rungs: Sequence[_Rung], wrapped: Wrapped, needed: Sequence[Format], *, path: Path) -> None:
+    proven = any(not rung.attempt.why for rung in rungs)
     for rung in rungs:
-        if rung.attempt.why and (every or rung.attempt.format == wrapped.kind):
+        if rung.attempt.why and (not proven or rung.attempt.format in needed):
             raise NotProven(
                 f"{rung.attempt.format} program of {path.name} is not proven against {wrapped.against}: "
                 f"{rung.attempt.why}",
@@ -250,9 +256,7 @@ def _seal(path: Path, wrapped: Wrapped, rungs: Sequence[_Rung], out: Path, *, ov
         lineage={
             "file": {"name": path.name, "sha256": digest, "kind": wrapped.kind, "oracle": wrapped.against},
             "note": "captured from a file: proven is that the programs answer as the file does",
-            "attempts": [
-                {"format": r.attempt.format, "verdict": r.attempt.verdict, "why": r.attempt.why} for r in rungs
-            ],
+            "attempts": [rung.attempt.as_record() for rung in rungs],
             "versions": versions(),
             "parent": None,
         },

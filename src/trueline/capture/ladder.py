@@ -76,10 +76,10 @@ class Rung:
 
 
 def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise: Sequence[Format] = ()) -> list[Rung]:
-    """Tries every format in `formats`, and those of `otherwise` where none of them is proven.
+    """Tries every format in `formats`, and where none is proven those of `otherwise`; a refusal is a Rung, not an
+    exception.
 
-    A refusal is a Rung, not an exception. Raises NotProven for a model that is no function of its inputs: no format can
-    hold it.
+    Raises NotProven for a model that is no function of its inputs: no format can hold it.
     """
     started = time.monotonic()
     events.emit("model.examined")
@@ -101,23 +101,22 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise:
         raise NotProven(recalled.why + (f"; see {recalled.place}" if recalled.place else ""), hint=recalled.hint)
     shared_s = time.monotonic() - started
 
-    def tried(format: Format) -> Rung:
+    def attempt(exported: Exported | CaptureError, format: Format) -> Rung:
         if format == "torchscript":
             return _try_scripted(subject, exported, observations, work / format, shared_s)
         return _try(format, exported, observations, subject.eager, work / format, shared_s)
 
     while True:
-        rungs = [tried(format) for format in formats]
+        rungs = [attempt(exported, format) for format in formats]
+        if not any(rung.attempt.verdict == "proven" for rung in rungs):
+            rungs += [attempt(exported, format) for format in otherwise]
         if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
-            break
+            return rungs
         stricter = claims.narrower(exported)
         if stricter is None:
-            break
+            return rungs
         events.emit("claim.narrowed", to=range_text(stricter.signature))
         exported = stricter
-    if not any(rung.attempt.verdict == "proven" for rung in rungs):
-        rungs += [tried(format) for format in otherwise if format not in formats]
-    return rungs
 
 
 def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
@@ -161,7 +160,14 @@ def _try_scripted(
     found = climb_scripted(subject.eager, signature, observations, folder)
     seconds = shared_s + time.monotonic() - started
     if found.path is None or found.proof is None:
-        return _refused("torchscript", CaptureError(found.why, hint=found.line), observations, folder, seconds)
+        return _refused(
+            "torchscript",
+            CaptureError(found.why, hint=found.line),
+            observations,
+            folder,
+            seconds,
+            emitted=found.proof is not None,
+        )
     size = found.path.stat().st_size
     made = folder / found.path.relative_to(folder).parts[0]
     judged = Judged(proof=found.proof, signature=found.signature)
@@ -178,18 +184,19 @@ def _try(
     folder: Path,
     shared_s: float,
 ) -> Rung:
-    started = time.monotonic()
+    started, emitted = time.monotonic(), False
     try:
         if isinstance(exported, CaptureError):
             raise exported
         events.emit("program.emitting", format=format)
         path = EMITTERS[format](exported, folder)
+        emitted = True
         size = sum(file.stat().st_size for file in path.parent.iterdir())
         events.emit("program.emitted", format=format, size_bytes=size, seconds=time.monotonic() - started)
         judged = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         seconds = shared_s + time.monotonic() - started
-        return _refused(format, error, observations, folder, seconds, emitting=error is not exported)
+        return _refused(format, error, observations, folder, seconds, emitting=error is not exported, emitted=emitted)
     seconds = shared_s + time.monotonic() - started
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
@@ -280,6 +287,7 @@ def _rung(
     attempt = Attempt(
         format=format,
         verdict="refused" if why else "proven",
+        emitted=True,
         why=why,
         line=found,
         seconds=seconds,
@@ -319,7 +327,7 @@ def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
     return f"random answers, compared statistically ({how})"
 
 
-ANOTHER = "capture it in another format (--format), or ask `trueline doctor` for a rewrite"
+ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
 _PLACED = re.compile(r".+:\d+: ")
 
 
@@ -331,6 +339,7 @@ def _refused(
     seconds: float,
     *,
     emitting: bool = False,
+    emitted: bool = False,
 ) -> Rung:
     """A rung that was not reached. The hint of `error` is the user's line, or what to do.
 
@@ -340,6 +349,7 @@ def _refused(
     attempt = Attempt(
         format=format,
         verdict="refused",
+        emitted=emitted,
         why=error.message,
         line=line if emitting and line else _line(observations) or line,
         hint="" if line else error.hint,

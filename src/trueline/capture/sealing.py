@@ -110,7 +110,7 @@ def _lineage(
         "data": subject.data,
         "checkpoint": _checkpoint(manifest),
         "certificates": manifest.get("certificates") or [],
-        "attempts": [_attempt(rung) for rung in rungs],
+        "attempts": [rung.attempt.as_record() for rung in rungs],
         "versions": versions(),
         "parent": None,
     }
@@ -126,11 +126,3 @@ def _lineage(
 def _checkpoint(manifest: dict[str, Any]) -> dict[str, Any] | None:
     kept = ("digest", "step", "created", "recipe", "progress")
     return {key: manifest[key] for key in kept if key in manifest} or None
-
-
-def _attempt(rung: Rung) -> dict[str, Any]:
-    """`line` stays out: it names a path of the machine that captured."""
-    attempt = rung.attempt
-    return {"format": attempt.format, "verdict": attempt.verdict, "why": attempt.why} | (
-        {key: value for key, value in (("how", attempt.how), ("submodule", attempt.submodule)) if value}
-    )

@@ -142,15 +142,34 @@ def _examples(recipe: Recipe) -> tuple[list[Any], dict[str, str | int]]:
     source, mode = _source(recipe)
     count = min(NUM_EXAMPLES, source.num_records)
     ends = np.linspace(0, source.num_records - 1, NUM_LOOKED_AT).round()
-    alone = [np.array([index], dtype=np.int64) for index in dict.fromkeys(int(end) for end in ends)]
-    batches = [source.read(indices).inputs for indices in (np.arange(count, dtype=np.int64), *alone)]
+    alone = {end: source.read(np.array([end], dtype=np.int64)).inputs for end in dict.fromkeys(map(int, ends))}
+    first, which = _first(source, count, alone)
     facts: dict[str, str | int] = {
-        "examples": f"first {count} records",
+        "examples": which,
         "mode": mode,
         "num_records": source.num_records,
         "fingerprint": source.fingerprint(),
     }
+    batches = [first, *alone.values()]
     return [_as_tensors(batch) for batch in batches], facts
+
+
+def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, str]:
+    """A batch of the first `count` records, and which they are. Records of unequal sizes make no batch: then it is the
+    largest of those that were read `alone`, repeated. Raises DataError.
+    """
+    try:
+        return source.read(np.arange(count, dtype=np.int64)).inputs, f"first {count} records"
+    except DataError as error:
+        largest = max(alone, key=lambda index: sum(map(np.size, _arrays(alone[index]))))
+        try:
+            return source.read(np.full(count, largest)).inputs, f"record {largest}, {count} times"
+        except DataError:
+            raise error from None
+
+
+def _arrays(inputs: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor | np.ndarray)]
 
 
 def _given(recipe: Recipe) -> list[Any]:

@@ -19,7 +19,7 @@ from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
 from trueline.capture.attempt import State
 from trueline.errors import RequestError, TruelineError, UsageError
-from trueline.runtime.session import Session, open_program, replay
+from trueline.runtime.session import NATIVE, Session, open_program, replay
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
@@ -86,12 +86,14 @@ def verify(
     checkpoint: Where | None = None,
     format: str | None = None,
     seed: int = FRESH_SEED,
+    native: bool = False,
 ) -> Verified:
     """Proves the programs of `bundle` again here: golden examples, and probes made from `seed`.
 
     `against` is the recipe (or the Hugging Face folder) whose model, with the parameters of `checkpoint`, is the
     oracle; without it the programs are held against the one that is served. A program that fails is a Verdict, not an
-    exception. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
+    exception. Machine code is opened, which runs it, only with `native`, by who trusts its maker; else it is left out,
+    and a note says so. Raises BundleError, UsageError, RecipeError, CheckpointError, CaptureError.
     """
     found = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     if checkpoint is not None and against is None:
@@ -99,12 +101,20 @@ def verify(
             "a checkpoint holds parameters, and no recipe says of which model", hint="add --against RECIPE"
         )
     wanted = [found.program(format)] if format else list(found.manifest.programs)
+    closed = [entry.format for entry in wanted if entry.format in NATIVE and not native]
+    if closed and format:
+        raise UsageError(
+            f"the {format} program of '{found.name}' is machine code, and proving it runs it",
+            hint="if you trust who made the bundle: --native (native=True)",
+        )
     oracle, example, notes = _oracle(found, against, checkpoint)
+    notes += [f"the {name} program was not looked at: it is machine code, and --native runs it" for name in closed]
+    wanted = [entry for entry in wanted if entry.format not in closed]
     observations = _observed(oracle, found, example, seed)
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
-        verdicts.append(_verdict(found, entry.format, () if itself else observations, oracle))
+        verdicts.append(_verdict(found, entry.format, () if itself else observations, oracle, native=native))
         events.emit("program.verified", format=entry.format, holds=verdicts[-1].holds, why=verdicts[-1].why or None)
     said = "eager model" if against is not None else f"{oracle.format} program"
     return Verified(
@@ -179,14 +189,16 @@ def _takes(claim: Signature, probe: Probe) -> bool:
     return True
 
 
-def _verdict(bundle: Bundle, format: str, observations: Sequence[Observation], oracle: Session) -> Verdict:
+def _verdict(
+    bundle: Bundle, format: str, observations: Sequence[Observation], oracle: Session, *, native: bool
+) -> Verdict:
     from trueline.capture.versions import versions
     from trueline.runtime import sequences
     from trueline.runtime.eager import EagerSession
     from trueline.runtime.prove import judge
 
     try:
-        session = open_program(bundle, format)
+        session = open_program(bundle, format, native=native)
         replayed = replay(bundle, session)
         proof = judge(session, observations, versions=versions()) if observations else None
         if proof is not None and isinstance(oracle, EagerSession):

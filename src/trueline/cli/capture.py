@@ -12,7 +12,10 @@ from trueline.cli.options import checkpoint_path, json_option, quiet_option, rec
 
 _EXAMPLES = """
 trueline capture digits/recipe.py runs/digits-1
-    ONNX and torch.export, or TorchScript where neither can be proven; writes digits.bundle
+    ONNX and torch.export, each if it can be proven, else TorchScript; writes digits.bundle
+
+trueline capture digits/recipe.py runs/digits-1 --any
+    every format there is; what can be proven goes into the bundle
 
 trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digits.bundle --overwrite
     ONNX only, in place of an older bundle
@@ -42,13 +45,12 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
 @click.argument("checkpoint", required=False)
 @click.option("-o", "--out", metavar="BUNDLE", help="The bundle to write; NAME.bundle if left out.")
 @click.option(
-    "--format",
-    "formats",
-    multiple=True,
-    metavar="NAME",
-    help="onnx, torch_export, torchscript, …; repeatable. Each has to be proven; left out, all that can be are sealed.",
+    "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
 )
 @click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
+@click.option(
+    "--any", "any_format", is_flag=True, help="One that is proven is enough, of those asked for or of all there are."
+)
 @click.option("--no-checkpoint", is_flag=True, help="Capture the model as the recipe's model() makes it.")
 @click.option(
     "--state",
@@ -73,6 +75,7 @@ def command(
     out: str | None,
     formats: tuple[str, ...],
     targets: str | None,
+    any_format: bool,
     no_checkpoint: bool,
     state: Literal["refuse", "explicit"],
     allow_random: bool,
@@ -94,10 +97,10 @@ def command(
     from trueline.capture.from_file import capture_file, is_program
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
-    from trueline.runtime.session import formats_for
+    from trueline.runtime.session import FORMATS, formats_for
 
     wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
-    asked = wanted or None
+    asked = wanted or (FORMATS if any_format else None)
     with progress(quiet=quiet):
         if is_program(recipe):
             if state != "refuse" or allow_random:
@@ -109,7 +112,15 @@ def command(
             if no_checkpoint:
                 raise UsageError(f"{recipe} is a program, which never has a checkpoint: leave --no-checkpoint out")
             target = Path(out or f"{Path(recipe).resolve().stem}.bundle")
-            captured = capture_file(recipe, target, formats=asked, overwrite=overwrite, inputs=inputs, trust=trust)
+            captured = capture_file(
+                recipe,
+                target,
+                formats=asked,
+                one_is_enough=any_format,
+                overwrite=overwrite,
+                inputs=inputs,
+                trust=trust,
+            )
         else:
             if inputs or trust:
                 raise UsageError("--example and --trust are for a file; a recipe says its own examples and model")
@@ -126,6 +137,7 @@ def command(
                 checkpoint_path(checkpoint) if checkpoint is not None else None,
                 Path(out or f"{found.name}.bundle"),
                 formats=asked,
+                one_is_enough=any_format,
                 overwrite=overwrite,
                 state=state,
                 allow_random=allow_random,
@@ -135,16 +147,6 @@ def command(
         "path": str(captured.path),
         "digest": captured.digest,
         "serve": captured.serve,
-        "programs": [
-            {
-                "format": one.format,
-                "verdict": one.verdict,
-                "why": one.why,
-                "range": one.range,
-                "line": one.line,
-                "submodule": one.submodule,
-            }
-            for one in captured.programs
-        ],
+        "programs": [one.as_record() | ({"line": one.line} if one.line else {}) for one in captured.programs],
     }
     say("\n".join([*lines, f"serve: {captured.serve}", f"bundle: {captured.path}"]), facts, as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -17,16 +18,29 @@ trueline inspect models:/digits@champion --json
 
 trueline inspect digits.bundle --graph --format torch_export
     the program itself, one operator a line
+
+trueline inspect digits.bundle --graph --as ssa
+    the same in SSA form; --as code is the other one
 """
 
 
 @verb("inspect", examples=_EXAMPLES)
 @click.argument("bundle")
-@click.option("--graph", is_flag=True, help="Print the program itself, as code.")
+@click.option("--graph", is_flag=True, help="Print the program itself, with the lines that it came from.")
+@click.option(
+    "--as", "form", type=click.Choice(["code", "ssa"]), help="With --graph: as code or in SSA form; else its own form."
+)
 @click.option("--format", "format_", metavar="NAME", help="Which program of the bundle, with --graph; else the served.")
 @tracking_option
 @json_option
-def command(bundle: str, graph: bool, format_: str | None, tracking_uri: str | None, as_json: bool) -> None:
+def command(
+    bundle: str,
+    graph: bool,
+    form: Literal["code", "ssa"] | None,
+    format_: str | None,
+    tracking_uri: str | None,
+    as_json: bool,
+) -> None:
     """Say what a bundle takes, gives and was proven for.
 
     Every file is verified against its digest first; nothing in the bundle is run. BUNDLE is a folder, a
@@ -46,9 +60,9 @@ def command(bundle: str, graph: bool, format_: str | None, tracking_uri: str | N
         from trueline.runtime import graph as graphs
 
         entry = found.program(format_)
-        code = graphs.text(entry.format, found.path / entry.file)
+        code = graphs.text(entry.format, found.path / entry.file, form)
         say(code, {"path": str(found.path), "format": entry.format, "graph": code}, as_json=as_json)
         return
-    if format_ is not None:
-        raise UsageError("--format chooses the program that --graph prints; give both")
+    if format_ is not None or form is not None:
+        raise UsageError("--format and --as say what --graph prints; give --graph too")
     say(describe.describe(found), describe.to_json(found), as_json=as_json)

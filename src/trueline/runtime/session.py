@@ -32,9 +32,9 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 """In the order in which they are chosen to serve. `openvino` is the ONNX program, proven in OpenVINO; `offload` is run
 by torch, and by ONNX Runtime where that can."""
 USUAL: tuple[Format, ...] = ("onnx", "torch_export")
-"""What a capture makes when it is not told otherwise."""
-OTHERWISE: tuple[Format, ...] = ("torchscript",)
-"""What it tries where none of these can be proven: it keeps Python's control flow, and torch has deprecated it."""
+"""What a capture makes of a model when it is not told otherwise: each of them that can be proven."""
+STAND_IN: tuple[Format, ...] = ("torchscript",)
+"""And what it makes where it can prove none of these."""
 NATIVE: tuple[Format, ...] = ("aotinductor",)
 """Machine code: opening one runs it. Never chosen to serve."""
 TARGETS: dict[str, tuple[Format, ...]] = {

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -36,6 +36,17 @@ def undeprecated() -> Iterator[None]:
         yield
 
 
+def opened(path: Path, device: torch.device | str = "cpu") -> torch.jit.ScriptModule:
+    """The program, after a look that it does nothing but compute. Raises BundleError."""
+    script_archive.check(path)
+    try:
+        with undeprecated():
+            found: torch.jit.ScriptModule = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]
+            return found.eval()
+    except Exception as error:
+        raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+
+
 @final
 class TorchScriptSession:
     """A TorchScript program, on the CPU unless `settings` names a CUDA device.
@@ -46,16 +57,12 @@ class TorchScriptSession:
     format = "torchscript"
 
     def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
-        script_archive.check(path)
         settings.precise("TorchScript", (), otherwise="open the torch_export program for autocast")
         self._device = torch_settings.device(settings)
-        try:
-            with undeprecated():
-                self._module = torch.jit.load(str(path), map_location=self._device).eval()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+        self._module = opened(path, self._device)
         torch_weights.share(self._module, settings)
-        taken = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        forward: Any = self._module.forward
+        taken = [argument.name for argument in forward.schema.arguments[1:]]
         if len(taken) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(taken)} inputs, its signature says {len(signature.inputs)}")
         self.signature = signature
