@@ -28,6 +28,7 @@ from trueline.runtime import (
     any_size,
     causal,
     constants,
+    contractions,
     conversions,
     custom_ops,
     multiples,
@@ -151,6 +152,7 @@ def followable() -> Iterator[None]:
             causal.masks_as_given,
             any_size.free_sizes,
             conversions.left_alone,
+            contractions.ordered_by_example,
         ):
             held.enter_context(way())
         yield
