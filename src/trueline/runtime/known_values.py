@@ -24,14 +24,16 @@ _OF_TENSORS = frozenset({torch.stack, torch.cat, torch.concat, torch.concatenate
 _FREE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class _Drawn(Exception):
-    """Random numbers would be drawn."""
+class Drawn(Exception):
+    """Random numbers would be drawn, which are others at each call."""
 
 
-class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises Drawn where random numbers would be drawn in the block."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Drawn
+            raise Drawn
         return func(*args, **(kwargs or {}))
 
 
@@ -51,16 +53,16 @@ class Known(TorchFunctionMode):
         if not free and len(known) == len(tensors) and (known or func in _MAKERS):
             try:
                 return self._computed(func, args, kwargs)
-            except _Drawn:
+            except Drawn:
                 pass
         if not known:
             return func(*args, **kwargs)
-        if _writes(func, kwargs) and args[0] in self._known:
+        if writes(func, kwargs) and args[0] in self._known:
             raise NotImplementedError(f"{_name(func)} writes a traced value into a tensor that was known")
         return func(*self._entered(func, args), **{name: self._number(value) for name, value in kwargs.items()})
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), _NoDraws():  # type: ignore[no-untyped-call]
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), NoDraws():  # type: ignore[no-untyped-call]
             found = func(*args, **kwargs)
         for leaf in tree_leaves(found):
             if isinstance(leaf, torch.Tensor):
@@ -98,6 +100,7 @@ def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _writes(func: Any, kwargs: Any) -> bool:
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function of torch writes into its first argument, or `out`."""
     name = _name(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None

@@ -3,6 +3,7 @@
 | what stands in the way | what is done |
 |---|---|
 | a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
+| a look at values that the model's own tensors decide | it is answered with them (`held_choices`) |
 | a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
 | a loop over the places where a mask holds | each place has a step (`places`) |
 | code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
@@ -22,7 +23,7 @@ from torch.fx import GraphModule
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.errors import CaptureError
-from trueline.runtime import beneath, compare, places, records, size_lists
+from trueline.runtime import beneath, compare, held_choices, places, records, size_lists
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import resized
 
@@ -47,11 +48,27 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
             pass  # what is raised is what torch.export said of the model as it stands
     if calling.signature.state:
         return None
+    if held_choices.may_help(error.message):
+        chosen = _chosen(flat, export)
+        if chosen is not None:
+            return chosen
     found = _all_places(flat, calling, export) if places.may_help(module, error.message) else None
     if found is None and beneath.may_help(module, error.message):
         found = _beneath(flat, calling, export)
     in_rows = all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs)
     return found or (_by_records(flat, calling, export) if in_rows else None)
+
+
+def _chosen(flat: Flat, export: Export) -> Exported | None:
+    """With the choices made that parameters and buffers decide, if there are any."""
+    choices = held_choices.HeldChoices(flat)
+    try:
+        with choices:
+            found = export(flat)
+    except CaptureError as error:
+        events.emit("program.unfollowed", by="choices", why=error.message)
+        return None
+    return _told(found, "what its parameters and buffers decide is decided") if choices.looks else None
 
 
 def _all_places(flat: Flat, calling: Calling, export: Export) -> Exported | None:
