@@ -35,6 +35,11 @@ def places(x: Tensor, y: Tensor) -> Tensor:
 
 
 ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "places of extremes": lambda x, y: (
+        *(torch.log(x).argmax(1), torch.log(y).argmin(0, keepdim=True), torch.log(x).argmax(), y.argmin(keepdim=True)),
+        *(x.round().nan_to_num().long().argmax(1), x.sum().argmax()),
+    ),
+    "extremes": lambda x, y: (x.amax(1), y.amin(), x.amin((0, 1), keepdim=True), y.round().nan_to_num().long().amax()),
     "kthvalue": lambda x, y: x.kthvalue(3, 1, keepdim=True).values,
     "median": lambda x, y: (x.median(1).values, torch.log(x).median(1).values, x.long().median(1).values),
     "median of all": lambda x, y: x * x.median(),

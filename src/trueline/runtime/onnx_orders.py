@@ -175,6 +175,38 @@ def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descen
     return op.GatherElements(self, index, axis=dim), index
 
 
+def _place_of(extreme: str) -> Callable[..., Any]:
+    """`ArgMax` or `ArgMin`, where NaN is more and less than any number; ONNX Runtime passes over it."""
+
+    def written(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        rank = len(self.shape)
+        value = op.Reshape(self, _number(-1)) if dim is None or not rank else self
+        axis = dim % rank if dim is not None and rank else 0
+        found = getattr(op, extreme)(value, axis=axis, keepdims=1)
+        if _is_float(self):
+            torn = op.Cast(op.IsNaN(value), to=ir.DataType.INT64)
+            first = op.ArgMax(torn, axis=axis, keepdims=1)
+            any_torn = op.Cast(op.GatherElements(torn, first, axis=axis), to=ir.DataType.BOOL)
+            found = op.Where(any_torn, first, found)
+        if not rank or (dim is None and not keepdim):
+            return op.Squeeze(found, _number(0))
+        if dim is None:
+            return op.Reshape(found, op.Constant(value_ints=[1] * rank))
+        return found if keepdim else op.Squeeze(found, _number(axis))
+
+    return written
+
+
+def _extreme(reduced: str) -> Callable[..., Any]:
+    """Over `dim`, which the exporter wants to be said; torch means all where it is not."""
+
+    def written(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        axes = op.Constant(value_ints=list(dim)) if dim else None
+        return getattr(op, reduced)(self, axes, keepdims=int(keepdim))
+
+    return written
+
+
 def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
     """Over `axes` dimensions."""
 
@@ -216,6 +248,10 @@ def _largest_in(value: Any, places: Any, axis: int, number: int, bins: int) -> t
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ATEN.argmax.default: _place_of("ArgMax"),
+    _ATEN.argmin.default: _place_of("ArgMin"),
+    _ATEN.amax.default: _extreme("ReduceMax"),
+    _ATEN.amin.default: _extreme("ReduceMin"),
     _ATEN.kthvalue.default: _kthvalue,
     _ATEN.median.dim: _median_dim,
     _ATEN.median.default: _median,
