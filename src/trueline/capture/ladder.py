@@ -75,7 +75,14 @@ class Rung:
     """Whether its answers were compared as draws of a distribution."""
 
 
-def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise: Sequence[Format] = ()) -> list[Rung]:
+def climb(
+    subject: Subject,
+    formats: Sequence[Format],
+    work: Path,
+    *,
+    otherwise: Sequence[Format] = (),
+    opset: int | None = None,
+) -> list[Rung]:
     """Tries every format in `formats`, and where none is proven those of `otherwise`; a refusal is a Rung, not an
     exception.
 
@@ -92,6 +99,8 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise:
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
     exported, observations = _observed(subject, random=found is not None)
+    if not isinstance(exported, CaptureError):
+        exported = replace(exported, opset=opset)
     hidden = hidden_state(observations)
     if hidden:  # asked twice it was the same: a state that shows only after other questions
         found = steady.searched(subject.eager, hidden)

@@ -23,6 +23,9 @@ trueline capture digits/recipe.py runs/digits-1 --format onnx --out serving/digi
 trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
     the programs that ONNX Runtime and a C++ program need
 
+trueline capture digits/recipe.py runs/digits-1 --for onnxruntime@1.16
+    ONNX in the operators that ONNX Runtime 1.16 knows
+
 trueline capture stream/recipe.py runs/stream-1 --state explicit
     a model with a memory: it comes in as state.NAME and goes out as next.NAME
 
@@ -92,9 +95,11 @@ def command(
     from trueline.capture.from_file import capture_file, is_program
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
+    from trueline.runtime.opsets import opset_for
     from trueline.runtime.session import FORMATS, formats_for
 
-    wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
+    places = targets.split(",") if targets is not None else []
+    wanted, opset = (*formats, *formats_for(places)), opset_for(places)
     asked = wanted or (FORMATS if any_format else None)
     with progress(quiet=quiet):
         if is_program(recipe):
@@ -113,6 +118,7 @@ def command(
                 overwrite=overwrite,
                 inputs=inputs,
                 trust=trust,
+                opset=opset,
             )
         else:
             if inputs or trust:
@@ -129,6 +135,7 @@ def command(
                 overwrite=overwrite,
                 state=state,
                 allow_random=allow_random,
+                opset=opset,
             )
     lines = [
         f"{one.format}: {one.verdict}"
