@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
 from trueline.cli.app import run
 from trueline.doctor import progress
 from trueline.doctor.api import calls_of, doctor
@@ -24,6 +26,7 @@ from trueline.doctor.patch import patched
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
+from trueline.runtime import graph
 from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow
@@ -342,6 +345,10 @@ def test_a_recipe_is_healed_in_a_copy_and_progress_is_told_from_run_to_run(
     shown = (tmp_path / "doctor.html").read_text()
     assert "torch.where" in shown
     assert "layers.py:8" in shown
+    monkeypatch.delitem(sys.modules, "layers")
+    captured = capture(healed / "recipe.py", None, tmp_path / "b", formats=["torch_export"])
+    assert [one.verdict for one in captured.programs] == ["proven"]  # static and rewritten parts in one program
+    assert "where" in graph.text("torch_export", open_bundle(captured.path).program_path())
 
     recipe.with_name("layers.py").write_text((healed / "layers.py").read_text())
     recipe.write_text(RECIPE + "\n# healed\n")

@@ -52,6 +52,21 @@ def test_each_value_is_shown_with_the_line_that_it_came_from_in_every_format(tmp
         assert str(Path(__file__).parent).encode() not in path.read_bytes()
 
 
+class Either(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return found
+
+
+def test_in_ssa_form_the_graphs_inside_a_graph_follow_it(tmp_path: Path) -> None:
+    model = Either().eval()
+    path = export.emit(export.export(model, EagerSession(model, torch.randn(3, 4)).calling), tmp_path)
+    shown = graph.text("torch_export", path, "ssa")
+    assert "graph program:\n" in shown
+    assert "graph program.true_graph_0:\n" in shown
+    assert shown.index("target=torch.ops.aten.mul.Tensor") > shown.index("graph program.true_graph_0:")
+
+
 def test_the_branches_of_an_onnx_program_stand_as_functions_and_no_weight_is_printed() -> None:
     one, other = (
         helper.make_graph([helper.make_node(op, ["x", "w"], ["y"])], name, [], [typed("y")])

@@ -10,6 +10,7 @@ import torch
 from session_conformance import *  # noqa: F403 - the shared tests
 from small_models import Mlp
 
+from trueline.cli import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
 from trueline.runtime.compiled import CompiledSession
@@ -65,6 +66,7 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_line_that_installs_it
 def test_targets_are_formats_and_an_unknown_one_is_answered_with_those_there_are() -> None:
     assert formats_for(["cpp", "openvino"]) == ("onnx", "openvino", "torchscript")
     assert {format for formats in TARGETS.values() for format in formats} == set(FORMATS)
+    assert tuple(TARGETS) == capture_verb._TARGETS  # what the help lists
     with pytest.raises(UsageError, match="there is no target 'onnxruntim'") as refused:
         formats_for(["onnxruntim"])
     assert refused.value.hint == "did you mean 'onnxruntime'?"

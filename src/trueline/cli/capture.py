@@ -39,6 +39,9 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
     a Hugging Face folder with config.json and model.safetensors
 """
 
+_TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp", "aotinductor")
+"""Those of `runtime.session.TARGETS`, which the help does not load."""
+
 
 @verb("capture", examples=_EXAMPLES)
 @recipe_argument
@@ -47,7 +50,12 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
 @click.option(
     "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
 )
-@click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
+@click.option(
+    "--for",
+    "targets",
+    metavar="NAMES",
+    help=f"Where it is to run: {', '.join(_TARGETS)}; onnxruntime@1.16 for a release.",
+)
 @click.option(
     "--any", "any_format", is_flag=True, help="One that is proven is enough, of those asked for or of all there are."
 )
@@ -87,7 +95,12 @@ def command(
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
-    model that is the reason, and nothing is written. CHECKPOINT is a checkpoint or the folder of a job.
+    model that is the reason; `trueline inspect` shows every attempt. CHECKPOINT is a checkpoint or the folder of a job.
+
+    Without --format and --for the bundle takes ONNX and torch.export, each if it can be proven, and TorchScript where
+    neither can. What you ask for has to be proven, or nothing is written; with --any one of it is enough. The last
+    lines say which program is served.
+
     RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
     Hugging Face's; neither takes a CHECKPOINT.
     """

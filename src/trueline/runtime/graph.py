@@ -23,6 +23,7 @@ from trueline.errors import UsageError
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
+_NO_TRACE = "        # No stacktrace found for following nodes\n"
 _ASSIGNED = re.compile(r'\s*(?:\[[^\]]*\]\s*)?"?([^\s":,=]+)"?[^=]* = ')
 
 
@@ -109,18 +110,21 @@ def _export(path: Path, *, ssa: bool) -> str:
         code = "\n".join(_assigned(program.graph_module, "program"))
     else:
         code = program.graph_module.print_readable(print_output=False, expanded_def=True)
+        code = code.replace(_NO_TRACE, "")
         code = _placed(code, {node.name: _place(node) for node in program.graph.nodes})
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"
 
 
 def _assigned(module: GraphModule, name: str) -> Iterator[str]:
     """Each value of `module` and then of the graphs in it, those of cond, while_loop and scan."""
+    from torch.fx import GraphModule
+
     yield f"graph {name}:"
     for node in module.graph.nodes:
         place = _place(node)
         yield f"    {node.format_node()}" + (f"  # {place}" if place else "")
     for child, part in module.named_children():
-        if hasattr(part, "graph"):
+        if isinstance(part, GraphModule):
             yield ""
             yield from _assigned(part, f"{name}.{child}")
 
