@@ -84,6 +84,16 @@ def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
     assert "+        scale = x.mean()\n" in row.rewrite.diff
 
 
+def test_a_mean_of_what_a_mask_selects_is_taken_with_weights() -> None:
+    row = whole(models.Chosen(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert row.cause.line == models.line_of("masked mean")
+    assert row.rewrite is not None
+    assert "-            centre = x[mask].mean()" in row.rewrite.diff
+    assert "torch.where(" in row.rewrite.diff
+
+
 def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
     row = whole(models.Steps(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
