@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
+from trueline.bundle.describe import describe
 from trueline.capture.api import capture
 from trueline.errors import BundleError, CaptureError, NotProven, RecipeError, StorageError, TruelineError
 from trueline.recipe.contract import Recipe
@@ -217,6 +218,9 @@ def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
     (data,) = [name for name in bundle.manifest.files if name.startswith("programs/") and name.endswith(".data")]
     x = np.ones((1, 8), np.float32)
     assert open_program(bundle).run({"x": x})["output"].shape == (1, 8)
+    whole = sum(bundle.manifest.files[name].size for name in (data, data.removesuffix(".data")))
+    assert whole > 2 * 512 * 8 * 4
+    assert f"  {whole} B  " in describe(bundle)  # the weights are part of the program's size
     (tmp_path / "b" / data).unlink()
     with pytest.raises(BundleError, match=data.replace(".", r"\.")):
         open_bundle(tmp_path / "b")
