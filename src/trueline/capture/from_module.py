@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,19 @@ def _transformers() -> Any:
     return transformers
 
 
+@contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    """Without a bar of its own on stderr, where ours is, or nothing is wanted."""
+    told = transformers.utils.logging
+    shown = told.is_progress_bar_enabled()
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            told.enable_progress_bar()
+
+
 _CALLED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -174,7 +188,8 @@ def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
     if build is not transformers.AutoModel:
         del options["trust_remote_code"]  # a class of transformers itself runs no other code
     try:
-        model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+        with _without_bars(transformers):
+            model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     except Exception as error:
         if "weights only load failed" in str(error).lower():  # torch's advice is to unpickle it all the same
             found = _CALLED.search(str(error))
