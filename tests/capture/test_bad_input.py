@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
+from trueline.bundle.describe import describe
 from trueline.capture.api import capture
 from trueline.errors import BundleError, CaptureError, NotProven, RecipeError, StorageError, TruelineError
 from trueline.recipe.contract import Recipe
@@ -217,6 +218,9 @@ def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
     (data,) = [name for name in bundle.manifest.files if name.startswith("programs/") and name.endswith(".data")]
     x = np.ones((1, 8), np.float32)
     assert open_program(bundle).run({"x": x})["output"].shape == (1, 8)
+    whole = sum(bundle.manifest.files[name].size for name in (data, data.removesuffix(".data")))
+    assert whole > 2 * 512 * 8 * 4
+    assert f"  {whole} B  " in describe(bundle)  # the weights are part of the program's size
     (tmp_path / "b" / data).unlink()
     with pytest.raises(BundleError, match=data.replace(".", r"\.")):
         open_bundle(tmp_path / "b")
@@ -269,6 +273,31 @@ def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, mon
             capture(recipe(Mlp), None, captured, formats=["torch_export"], overwrite=True)
     assert open_bundle(captured).digest == before
     assert [path.name for path in captured.parent.iterdir()] == ["b"]
+
+
+class Brained(nn.Module):
+    """Computes in a precision that ONNX Runtime has no product of on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.bfloat16()).float()  # brained
+
+
+def test_a_precision_that_a_runtime_has_not_is_refused_by_name_with_the_line_and_no_folder(out: Path) -> None:
+    found = capture(recipe(Brained), None, out)
+    attempts = {one["format"]: one for one in open_bundle(out).lineage()["attempts"]}
+    assert attempts["onnx"]["verdict"] == "refused"
+    assert attempts["onnx"]["emitted"]
+    assert "it computes in bfloat16 there" in attempts["onnx"]["why"]
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# brained"))
+    assert attempts["onnx"]["line"] == f"{Path(__file__).name}:{line}"
+    assert str(out.parent) not in json.dumps(attempts)
+    assert attempts["torch_export"]["verdict"] == "proven"
+    assert found.serve == "torch_export"
 
 
 class Squeezed(nn.Module):

@@ -26,6 +26,7 @@ from trueline import events
 from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import Captured, capture
+from trueline.capture.attempt import Attempt
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
@@ -402,3 +403,23 @@ def test_importing_capture_imports_no_torch() -> None:
 def test_evidence_is_readable_line_by_line_without_trueline(made: Made) -> None:
     lines = (made.captured.path / "evidence.jsonl").read_text().splitlines()
     assert all(json.loads(line)["verdict"] == "agrees" for line in lines)
+
+
+def test_a_record_of_an_attempt_names_files_and_no_folder_of_the_machine() -> None:
+    attempt = Attempt(
+        format="onnx",
+        verdict="refused",
+        emitted=False,
+        why="/home/a b/x.py: no; see '/home/ada/nets/model.py:7' (length/2/4 != 1, /srv/t/a.onnx)",
+        line="/home/ada/nets/model.py:7: if x.sum() > 0: (goes another way)",
+        seconds=1.23456,
+        size_bytes=0,
+        probes=0,
+        max_abs_error=0.0,
+    )
+    record = attempt.as_record()
+    assert record["line"] == "model.py:7"
+    assert record["why"].endswith("; see 'model.py:7' (length/2/4 != 1, a.onnx)")
+    assert record["seconds"] == 1.235
+    assert "how" not in record
+    assert "ada" not in json.dumps(record)

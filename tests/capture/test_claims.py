@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.bundle import Bundle, open_bundle
+from trueline.bundle import Bundle, Contents, open_bundle, seal
 from trueline.bundle.signature import Dim
+from trueline.capture import subject
 from trueline.capture.api import capture
 from trueline.capture.verify import verify
-from trueline.errors import NotProven, RequestError, UsageError
+from trueline.errors import DataError, NotProven, RequestError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.session import open_program
 
@@ -73,6 +76,11 @@ class Growing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x.mean((0, 1)))  # growth
         return x + torch.stack(self.seen).mean(0)
+
+
+class Plus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
 
 
 def never(*_: Any) -> Any:
@@ -133,6 +141,46 @@ def test_lengths_are_free_when_the_examples_that_are_yielded_differ_in_them(tmp_
     assert len(list(bundle.evidence())) <= 30
 
 
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Each record has a length of its own."""
+
+    def __init__(self, *lengths: int, width: int = 4) -> None:
+        self.lengths, self.width = lengths, width
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((self.lengths[index], self.width), float(index)), torch.tensor(0)
+
+
+def test_lengths_are_free_when_only_the_records_of_the_data_differ_in_them() -> None:
+    def prepared(*lengths: int) -> subject.Subject:
+        return subject.prepare(recipe(Plus, examples=None, dataset=lambda mode: Sentences(*lengths)), None)
+
+    alike_at_first = prepared(5, 5, 5, 5, 5, 8, 3)
+    assert alike_at_first.data["examples"] == "first 5 records"
+    never_alike = prepared(3, 4, 5, 6, 7, 9, 2)
+    assert never_alike.data["examples"] == "record 4, 5 times"
+    for found, length in ((alike_at_first, 5), (never_alike, 7)):
+        (seen,) = found.eager.calling.presumed.inputs
+        assert seen.shape[0] == "batch"
+        assert isinstance(seen.shape[1], str)
+        assert seen.shape[2] == 4
+        assert found.eager.example["x"].shape == (5, length, 4)
+    fixed = prepared(5, 5, 5, 5, 5, 5)
+    assert fixed.eager.calling.presumed.inputs[0].shape == ("batch", 5, 4)
+
+
+def test_records_that_make_no_batch_for_another_reason_are_refused_as_they_are() -> None:
+    class Texts(Sentences):
+        def __getitem__(self, index: int) -> Any:
+            return object(), torch.tensor(0)
+
+    with pytest.raises(DataError, match="do not make a batch"):
+        subject.prepare(recipe(Plus, examples=None, dataset=lambda mode: Texts(1, 2, 3)), None)
+
+
 def test_a_model_that_draws_random_numbers_is_called_so_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="not deterministic in evaluation mode") as refused:
         captured(Noisy, tmp_path / "b")
@@ -166,6 +214,38 @@ def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp
     assert "length 7" in other.programs[0].why
     with pytest.raises(UsageError, match="no recipe says of which model"):
         verify(bundle, checkpoint=tmp_path)
+
+
+def test_verify_opens_machine_code_only_for_who_trusts_its_maker(tmp_path: Path) -> None:
+    made = captured(Hole, tmp_path / "made")
+    (own,) = made.manifest.programs
+    graph, code = (tmp_path / name / "programs" for name in ("graph", "code"))
+    graph.mkdir(parents=True)
+    code.mkdir(parents=True)
+    shutil.copy(made.program_path(), graph)
+    (code / "model.so.pt2").write_bytes(b"what would be run if it were opened")
+    native = msgspec.structs.replace(own, format="aotinductor", file="programs/model.so.pt2")
+    contents = Contents(
+        name="hole",
+        signature=made.signature,
+        programs=[(own, graph.parent), (native, code.parent)],
+        serve=own.format,
+        golden=made.golden(),
+        evidence=list(made.evidence()),
+        lineage=made.lineage(),
+        summary=made.manifest.lineage,
+    )
+    bundle = seal(tmp_path / "b", contents)
+    found = verify(bundle)
+    assert found.holds
+    assert [one.format for one in found.programs] == ["torch_export"]
+    assert any("aotinductor program was not looked at: it is machine code" in note for note in found.notes)
+    with pytest.raises(UsageError, match="proving it runs it") as refused:
+        verify(bundle, format="aotinductor")
+    assert "--native" in refused.value.hint
+    opened = verify(bundle, format="aotinductor", native=True)
+    assert not opened.holds
+    assert "is no AOTInductor package" in opened.programs[0].why
 
 
 def test_seed_0_asks_the_values_of_the_capture_again(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def test_evidence_and_lineage_name_it_without_a_path_of_this_machine(tmp_path: P
     told = [one.reason for one in rung.evidence if one.probe == rung.disagreeing.name] if rung.disagreeing else []
     assert len(told) == 1
     assert told[0].endswith("first in submodule 'middle' (Frozen)")
-    assert sealing._attempt(rung)["submodule"] == "'middle' (Frozen)"
-    assert str(Path(__file__).parent) not in str(sealing._attempt(rung)) + told[0]
+    assert rung.attempt.as_record()["submodule"] == "'middle' (Frozen)"
+    assert str(Path(__file__).parent) not in str(rung.attempt.as_record()) + told[0]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,16 @@ class Experts(nn.Module):
         return out
 
 
+class Chosen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        if mask.any():  # masked mean
+            centre = x[mask].mean()
+        else:
+            centre = x.new_zeros(())
+        return x - centre
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
 from trueline.cli.app import run
 from trueline.doctor import progress
 from trueline.doctor.api import calls_of, doctor
@@ -24,6 +26,7 @@ from trueline.doctor.patch import patched
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
+from trueline.runtime import graph
 from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow
@@ -79,6 +82,16 @@ def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
     assert row.status == "rewritten"
     assert row.rewrite is not None
     assert "+        scale = x.mean()\n" in row.rewrite.diff
+
+
+def test_a_mean_of_what_a_mask_selects_is_taken_with_weights() -> None:
+    row = whole(models.Chosen(), torch.randn(3, 4))
+    assert row.status == "rewritten"
+    assert row.cause is not None
+    assert row.cause.line == models.line_of("masked mean")
+    assert row.rewrite is not None
+    assert "-            centre = x[mask].mean()" in row.rewrite.diff
+    assert "torch.where(" in row.rewrite.diff
 
 
 def test_a_loop_over_time_that_carries_nothing_is_done_at_once() -> None:
@@ -342,6 +355,10 @@ def test_a_recipe_is_healed_in_a_copy_and_progress_is_told_from_run_to_run(
     shown = (tmp_path / "doctor.html").read_text()
     assert "torch.where" in shown
     assert "layers.py:8" in shown
+    monkeypatch.delitem(sys.modules, "layers")
+    captured = capture(healed / "recipe.py", None, tmp_path / "b", formats=["torch_export"])
+    assert [one.verdict for one in captured.programs] == ["proven"]  # static and rewritten parts in one program
+    assert "where" in graph.text("torch_export", open_bundle(captured.path).program_path())
 
     recipe.with_name("layers.py").write_text((healed / "layers.py").read_text())
     recipe.write_text(RECIPE + "\n# healed\n")

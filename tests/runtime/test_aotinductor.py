@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,9 @@ import torch
 from session_conformance import *  # noqa: F403 - the shared tests
 from small_models import Mlp, ShapeBranch
 
-from trueline.errors import CaptureError, RequestError
+from trueline.errors import BundleError, CaptureError, RequestError
 from trueline.runtime import aoti_emit, export
+from trueline.runtime.aotinductor import CHECK_INPUTS
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 
@@ -44,3 +48,24 @@ def test_without_a_compiler_it_is_refused_with_the_line_that_installs_one(tmp_pa
     with pytest.raises(CaptureError, match="no compiler 'no-such-compiler'") as refused:
         aoti_emit.emit(export.export(eager.module, eager.calling), tmp_path)
     assert "apt install g++" in refused.value.hint
+
+
+def test_it_is_compiled_with_freezing_and_opened_with_its_own_input_check(tmp_path, monkeypatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def compiled(program: object, *, package_path: str, inductor_configs: dict[str, object]) -> None:
+        asked.append(inductor_configs)
+        Path(package_path).write_bytes(b"no package")
+
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setenv(CHECK_INPUTS, "0")  # so that it is put back
+    monkeypatch.delenv(CHECK_INPUTS)
+    eager = EagerSession(Mlp().eval(), torch.ones(4, 8))
+    exported = export.export(eager.module, eager.calling)
+    path = aoti_emit.emit(exported, tmp_path)
+    assert asked[0]["freezing"] is True
+    monkeypatch.delenv(CHECK_INPUTS)
+    with pytest.raises(BundleError, match="is no AOTInductor package"):
+        open_session("aotinductor", path, exported.signature, native=True)
+    assert os.environ[CHECK_INPUTS] == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from small_models import Mlp
@@ -16,6 +18,7 @@ from torch import nn
 
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import export, onnx_emit
+from trueline.runtime.compare import compare
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.export import Exported
 from trueline.runtime.session import open_session
@@ -153,12 +156,23 @@ def test_programs_name_no_path_of_the_machine_that_made_them(exported: Exported,
 
 
 def test_an_onnx_program_carries_the_proven_range_and_the_signatures_names(exported: Exported, tmp_path: Path) -> None:
-    import onnx
-
     model = onnx.load(onnx_emit.emit(exported, tmp_path))
     assert '"batch"' in {prop.key: prop.value for prop in model.metadata_props}["trueline.signature"]
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
     onnx.checker.check_model(model)
+
+
+def test_an_onnx_program_is_written_in_the_opset_that_is_asked_for_and_still_says_its_range(
+    exported: Exported, tmp_path: Path
+) -> None:
+    path = onnx_emit.emit(dataclasses.replace(exported, opset=18), tmp_path)
+    model = onnx.load(path)
+    assert [(one.domain, one.version) for one in model.opset_import] == [("", 18)]
+    assert model.ir_version == 8  # what a runtime of that opset can read
+    assert '"batch"' in {prop.key: prop.value for prop in model.metadata_props}["trueline.signature"]
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    usual = open_session("onnx", onnx_emit.emit(exported, tmp_path / "usual"), exported.signature)
+    assert compare(usual.run({"x": x}), open_session("onnx", path, exported.signature).run({"x": x})).agrees
 
 
 def test_large_weights_lie_in_a_file_of_their_own_beside_the_program(
@@ -198,3 +212,24 @@ def test_a_size_by_a_factor_is_a_shape_expression(tmp_path: Path) -> None:
     session = open_session("torch_export", export.emit(made, tmp_path), made.signature)
     (answer,) = session.run({"x": np.ones((1, 3, 6), np.float32)}).values()
     assert answer.shape == (1, 3, 9)
+
+
+def test_tied_weights_are_right_in_every_format_and_stored_once_where_both_read_them_alike(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(self.embedding(ids))
+            return found
+
+    eager = EagerSession(Tied().eval(), torch.arange(12).reshape(3, 4))
+    exported = export.export(eager.module, eager.calling)
+    one = 50 * 64 * 4  # bytes; ONNX has them once as they are, and once turned round for its MatMul
+    for format, emit, times in (("onnx", onnx_emit.emit, 2), ("torch_export", export.emit, 1)):
+        path = emit(exported, tmp_path / format)
+        assert times * one < path.stat().st_size < (times + 1) * one, format
+        session = open_session(format, path, exported.signature)
+        assert compare(eager.run(eager.example), session.run(eager.example)).agrees

@@ -10,10 +10,12 @@ import torch
 from session_conformance import *  # noqa: F403 - the shared tests
 from small_models import Mlp
 
+from trueline.cli import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
 from trueline.runtime.compiled import CompiledSession
 from trueline.runtime.eager import EagerSession
+from trueline.runtime.opsets import checked, opset_for
 from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -64,6 +66,24 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_line_that_installs_it
 def test_targets_are_formats_and_an_unknown_one_is_answered_with_those_there_are() -> None:
     assert formats_for(["cpp", "openvino"]) == ("onnx", "openvino", "torchscript")
     assert {format for formats in TARGETS.values() for format in formats} == set(FORMATS)
+    assert tuple(TARGETS) == capture_verb._TARGETS  # what the help lists
     with pytest.raises(UsageError, match="there is no target 'onnxruntim'") as refused:
         formats_for(["onnxruntim"])
     assert refused.value.hint == "did you mean 'onnxruntime'?"
+
+
+def test_a_release_of_onnx_runtime_chooses_the_opset_and_the_oldest_that_is_named_decides() -> None:
+    assert formats_for(["onnxruntime@1.16.3", "cpp"]) == ("onnx", "torchscript")
+    assert opset_for(["onnxruntime", "cpp"]) is None
+    assert [opset_for([f"onnxruntime@1.{minor}"]) for minor in (14, 15, 16, 17, 18, 30)] == [18, 19, 19, 20, 20, 20]
+    assert opset_for(["onnxruntime@1.17", "onnxruntime@1.14.1"]) == 18
+    for target, words in (
+        ("onnxruntime@1.13", "older than opset 18, the first that the exporter writes"),
+        ("onnxruntime@new", "'new' is no release"),
+        ("onnxruntime@", "'' is no release"),
+        ("openvino@2023.0", "for onnxruntime alone"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            opset_for([target])
+    with pytest.raises(UsageError, match=r"opset is 17, expected one of: 18, 19"):
+        checked(17)

@@ -86,7 +86,7 @@ def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
         verdict = "proven" if program.proven else "not proven"
         served = ", served" if program.format == bundle.manifest.serve else ""
         error = f"{program.max_abs_error:.2g}"
-        size = f"{entry.size} B"
+        size = f"{_whole_size(bundle, program.file)} B"
         rows.append(
             (
                 program.format,
@@ -99,6 +99,12 @@ def _program_rows(bundle: Bundle) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _whole_size(bundle: Bundle, file: str) -> int:
+    """Of the program and what lies beside it: the weights of `model.onnx` in `model.onnx.data`, the parts of a plan."""
+    stem = file.removesuffix(".json")
+    return sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(stem))
 
 
 def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:

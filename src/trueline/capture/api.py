@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured, State
 from trueline.errors import NotProven, UsageError, closest, listed
+from trueline.runtime import opsets
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def capture(
     overwrite: bool = False,
     state: State = "refuse",
     allow_random: bool = False,
+    opset: int | None = None,
 ) -> Captured:
     """Captures the recipe's model with `checkpoint`'s parameters into a bundle at `out`.
 
@@ -44,12 +46,14 @@ def capture(
     the bundle takes each of the usual ones that can be proven, and TorchScript where none can. Without a checkpoint
     the model is captured as the recipe makes it. A model that writes its own buffers is refused, or, with
     `state="explicit"`, captured with an input `state.x` and an output `next.x` for each. One that draws random numbers
-    is refused, or, with `allow_random`, compared by the distribution of its answers.
+    is refused, or, with `allow_random`, compared by the distribution of its answers. `opset` (18 to 23) is that of the
+    ONNX program, the exporter's own when left out.
 
     Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
     CheckpointError, StorageError; nothing is then left at `out`.
     """
     wanted = _checked(formats)
+    opset = opsets.checked(opset)
     if state not in get_args(State):
         raise UsageError(f"state is {state!r}, expected one of: {listed(get_args(State))}")
     out = Path(out)
@@ -65,7 +69,7 @@ def capture(
     model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
     work = workplace(out)
     try:
-        rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN)
+        rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN, opset=opset)
         _require(rungs, every=bool(formats) and not one_is_enough, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
     finally:

@@ -13,6 +13,8 @@ from trueline.runtime.session import Format
 State = Literal["refuse", "explicit"]
 """What becomes of a model that writes its own buffers: refused, or they become inputs and outputs."""
 
+_FOLDERS = re.compile(r"(?<![\w.)\]])/(?:[^\s/:'\"(),]+/)+")
+"""The folders of a path that a message names; of a quotient, `a/b/c`, nothing."""
 _LINE = re.compile(r"(.+?):(\d+)(?=: |$)")
 
 
@@ -67,7 +69,7 @@ class Attempt:
         """
         found = _LINE.match(self.line)
         said = {
-            "why": self.why,
+            "why": _FOLDERS.sub("", self.why),
             "line": f"{PurePath(found[1]).name}:{found[2]}" if found else "",
             "how": self.how,
             "submodule": self.submodule,

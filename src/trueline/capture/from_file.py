@@ -63,16 +63,17 @@ def capture_file(
     overwrite: bool = False,
     inputs: Sequence[str] = (),
     trust: bool = False,
+    opset: int | None = None,
 ) -> Captured:
     """Wraps the program at `path`, or the model in the folder `path`, into a bundle at `out`.
 
     Every format asked for has to be proven, or, with `one_is_enough`, one of those that can be made of the file;
     without `formats`, the file's own has to be, and ONNX of a .pt2 is tried. A model is captured as `capture` does.
-    `inputs` declares what the program takes where the file does not say (see
-    `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put into it, and a folder's
-    weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that is no program (a pickle
-    among them) and for a format that cannot be made of it, CaptureError, NotProven, BundleError, StorageError; nothing
-    is then left at `out`.
+    `inputs` declares what the program takes where the file does not say (see `declared`). With `trust` a pickled module
+    is unpickled, which runs whatever its maker put into it, and a folder's weights may be a pickle, of which only
+    tensors are taken. Raises UsageError for a file that is no program (a pickle among them), for a format that cannot
+    be made of it and for an `opset` of a program, CaptureError, NotProven, BundleError, StorageError; nothing is then
+    left at `out`.
     """
     path, out = Path(path), Path(out)
     if out.exists() and not overwrite:
@@ -80,7 +81,12 @@ def capture_file(
     known = declared(inputs) if inputs else None
     model = _model(path, known, trust=trust)
     if model is not None:
-        return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite)
+        return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite, opset=opset)
+    if opset is not None:
+        raise UsageError(
+            f"{path.name} is a program, which keeps the operators that it has; asked was opset {opset}",
+            hint="leave the release out, or capture the recipe that the file came from",
+        )
     kind = kind_of(path)
     if known is not None and kind != "torchscript":
         raise UsageError(f"{path.name} says its own inputs; leave --example out")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +159,22 @@ def _transformers() -> Any:
     return transformers
 
 
+@contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    """Without a bar of its own on stderr, where ours is, or nothing is wanted."""
+    told = transformers.utils.logging
+    shown = told.is_progress_bar_enabled()
+    told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            told.enable_progress_bar()
+
+
+_CALLED = re.compile(r"GLOBAL ([\w.]+)")
+
+
 def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.nn.Module:
     """The model of the class that the config names. Raises UsageError when weights of it are missing."""
     import torch
@@ -170,8 +188,16 @@ def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
     if build is not transformers.AutoModel:
         del options["trust_remote_code"]  # a class of transformers itself runs no other code
     try:
-        model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+        with _without_bars(transformers):
+            model, loaded = build.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     except Exception as error:
+        if "weights only load failed" in str(error).lower():  # torch's advice is to unpickle it all the same
+            found = _CALLED.search(str(error))
+            called = f" (it calls {found[1]})" if found else ""
+            raise UsageError(
+                f"the weights in {folder} are a pickle of more than tensors{called}, and nothing of it was unpickled",
+                hint="weights need no such thing: take the model from whom you trust, as safetensors",
+            ) from error
         told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {told}") from error
     if missing := sorted(loaded["missing_keys"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from trueline.runtime import (
     offload,
     offload_emit,
     onnx_emit,
+    onnx_nodes,
     paths,
     seldom,
     sequences,
@@ -75,7 +77,14 @@ class Rung:
     """Whether its answers were compared as draws of a distribution."""
 
 
-def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise: Sequence[Format] = ()) -> list[Rung]:
+def climb(
+    subject: Subject,
+    formats: Sequence[Format],
+    work: Path,
+    *,
+    otherwise: Sequence[Format] = (),
+    opset: int | None = None,
+) -> list[Rung]:
     """Tries every format in `formats`, and where none is proven those of `otherwise`; a refusal is a Rung, not an
     exception.
 
@@ -92,6 +101,8 @@ def climb(subject: Subject, formats: Sequence[Format], work: Path, *, otherwise:
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
     exported, observations = _observed(subject, random=found is not None)
+    if not isinstance(exported, CaptureError):
+        exported = replace(exported, opset=opset)
     hidden = hidden_state(observations)
     if hidden:  # asked twice it was the same: a state that shows only after other questions
         found = steady.searched(subject.eager, hidden)
@@ -196,7 +207,15 @@ def _try(
         judged = _prove(format, path, exported, observations, eager)
     except (CaptureError, BundleError, UsageError) as error:
         seconds = shared_s + time.monotonic() - started
-        return _refused(format, error, observations, folder, seconds, emitting=error is not exported, emitted=emitted)
+        own = error is not exported
+        if (
+            emitted
+            and isinstance(error, BundleError)
+            and isinstance(exported, Exported)
+            and format in ("onnx", "openvino")
+        ):
+            error = _unopened(error, path, exported)
+        return _refused(format, error, observations, folder, seconds, emitting=own, emitted=emitted)
     seconds = shared_s + time.monotonic() - started
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
         onnx_emit.restate(path, judged.signature)
@@ -204,6 +223,15 @@ def _try(
     parts = str(offload.read(path)) if format == "offload" else ""
     how = "; ".join(one for one in (exported.how, rung.attempt.how, parts) if one)
     return replace(rung, attempt=replace(rung.attempt, how=how))
+
+
+def _unopened(error: BundleError, path: Path, exported: Exported) -> CaptureError:
+    """`error` of a program that its runtime does not open, with the dtypes and the line of the node that it names."""
+    node = onnx_nodes.named(error.message)
+    kinds = onnx_nodes.dtypes(path, node) if node else []
+    place = onnx_nodes.line_of(exported.program, node) if node else None
+    computes = f"; it computes in {listed(kinds)} there" if kinds else ""
+    return CaptureError(error.message + computes, hint=f"{place}" if place else error.hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +378,7 @@ def _refused(
         format=format,
         verdict="refused",
         emitted=emitted,
-        why=error.message,
+        why=error.message.replace(f"{folder}{os.sep}", ""),  # the bundle keeps it, and no folder of this machine
         line=line if emitting and line else _line(observations) or line,
         hint="" if line else error.hint,
         seconds=seconds,

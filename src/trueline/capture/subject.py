@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _first(source: Source, count: int, alone: Mapping[int, Any]) -> tuple[Any, s
     try:
         return source.read(np.arange(count, dtype=np.int64)).inputs, f"first {count} records"
     except DataError as error:
-        largest = max(alone, key=lambda index: sum(map(np.size, _arrays(alone[index]))))
+        largest = max(alone, key=lambda index: sum(math.prod(one.shape) for one in _arrays(alone[index])))
         try:
             return source.read(np.full(count, largest)).inputs, f"record {largest}, {count} times"
         except DataError:

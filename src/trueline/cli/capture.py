@@ -26,6 +26,9 @@ trueline capture digits/recipe.py runs/digits-1 --for onnxruntime,cpp
 trueline capture resnet/recipe.py --no-checkpoint
     the model as model() makes it, which loads its own weights
 
+trueline capture digits/recipe.py runs/digits-1 --for onnxruntime@1.16
+    ONNX in the operators that ONNX Runtime 1.16 knows
+
 trueline capture stream/recipe.py runs/stream-1 --state explicit
     a model with a memory: it comes in as state.NAME and goes out as next.NAME
 
@@ -39,6 +42,9 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
     a Hugging Face folder with config.json and model.safetensors
 """
 
+_TARGETS = ("onnxruntime", "openvino", "offload", "torch", "torchscript", "cpp", "aotinductor")
+"""Those of `runtime.session.TARGETS`, which the help does not load."""
+
 
 @verb("capture", examples=_EXAMPLES)
 @recipe_argument
@@ -47,7 +53,12 @@ trueline capture bert/ --out bert.bundle --for onnxruntime,openvino
 @click.option(
     "--format", "formats", multiple=True, metavar="NAME", help="onnx, torch_export, torchscript, …; repeatable."
 )
-@click.option("--for", "targets", metavar="NAMES", help="Where it is to run: onnxruntime, openvino, torch, cpp, …")
+@click.option(
+    "--for",
+    "targets",
+    metavar="NAMES",
+    help=f"Where it is to run: {', '.join(_TARGETS)}; onnxruntime@1.16 for a release.",
+)
 @click.option(
     "--any", "any_format", is_flag=True, help="One that is proven is enough, of those asked for or of all there are."
 )
@@ -89,17 +100,24 @@ def command(
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
-    model that is the reason; where none is proven, nothing is written. CHECKPOINT is a checkpoint or the folder
-    of a job. RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a
-    folder of Hugging Face's; neither takes a CHECKPOINT.
+    model that is the reason; `trueline inspect` shows every attempt. CHECKPOINT is a checkpoint or the folder of a job.
+
+    Without --format and --for the bundle takes ONNX and torch.export, each if it can be proven, and TorchScript where
+    neither can. What you ask for has to be proven, or nothing is written; with --any one of it is enough. The last
+    lines say which program is served.
+
+    RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
+    Hugging Face's; neither takes a CHECKPOINT.
     """
     from trueline.capture.api import capture
     from trueline.capture.from_file import capture_file, is_program
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
+    from trueline.runtime.opsets import opset_for
     from trueline.runtime.session import FORMATS, formats_for
 
-    wanted = (*formats, *(formats_for(targets.split(",")) if targets is not None else ()))
+    places = targets.split(",") if targets is not None else []
+    wanted, opset = (*formats, *formats_for(places)), opset_for(places)
     asked = wanted or (FORMATS if any_format else None)
     with progress(quiet=quiet):
         if is_program(recipe):
@@ -120,6 +138,7 @@ def command(
                 overwrite=overwrite,
                 inputs=inputs,
                 trust=trust,
+                opset=opset,
             )
         else:
             if inputs or trust:
@@ -141,6 +160,7 @@ def command(
                 overwrite=overwrite,
                 state=state,
                 allow_random=allow_random,
+                opset=opset,
             )
     lines = [one.told for one in captured.programs]
     facts = {

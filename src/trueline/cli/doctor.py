@@ -42,10 +42,13 @@ def command(
 ) -> None:
     """Say what cannot be captured, why, and how to rewrite it.
 
-    Each submodule of your own is traced, scripted and exported by itself, on what the whole model really asks it. For
-    one that fails, the first blocking line is named. Where a rewrite to torch.where, cond, while_loop or scan can be
-    derived, it is shown as a diff, after it was exported and found equal to the original on every probe. Your files
-    stay as they are. How far the model is is kept in NAME.doctor.json beside the recipe.
+    Each submodule of your own is traced, scripted and exported by itself, on what the whole model really asks it: a yes
+    in the table is a program that was right on all of these calls. For one that fails, the first blocking line is
+    named. Where a rewrite to torch.where, cond, while_loop or scan can be derived, it is shown as a diff, after it was
+    exported and found equal to the original on every probe; where none can, the report says what was tried.
+
+    Your files stay as they are. --apply writes a copy that you read, train on and capture in their place. How far the
+    model is is kept in NAME.doctor.json beside the recipe, and the next run says how far it was.
     """
     from trueline.doctor import report
     from trueline.doctor.api import doctor

@@ -43,6 +43,11 @@ def command(
 ) -> None:
     """Say what a bundle takes, gives and was proven for.
 
+    Inputs, outputs and their proven range; the programs and which is served; every attempt to make one, with the reason
+    of those that were refused; every comparison with the eager model; the golden examples and the lineage. --graph
+    prints a program instead, one value a line with the line of your file that it came from: ONNX as its own text and
+    torch.export as code unless --as says otherwise, TorchScript as its source. AOTInductor's is machine code.
+
     Every file is verified against its digest first; nothing in the bundle is run. BUNDLE is a folder, a
     packed file, or a registered model, models:/NAME@ALIAS or models:/NAME/VERSION.
     """

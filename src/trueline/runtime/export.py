@@ -76,6 +76,8 @@ class Exported:
     weight_bytes: int
     how: str = ""
     """What there is to say of how the model was traced."""
+    opset: int | None = None
+    """Of its ONNX program; None leaves it to the exporter."""
 
 
 class Fixed(CaptureError):

@@ -23,6 +23,7 @@ from trueline.errors import UsageError
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
+_NO_TRACE = "        # No stacktrace found for following nodes\n"
 _ASSIGNED = re.compile(r'\s*(?:\[[^\]]*\]\s*)?"?([^\s":,=]+)"?[^=]* = ')
 
 
@@ -109,6 +110,7 @@ def _export(path: Path, *, ssa: bool) -> str:
         code = "\n".join(_assigned(program.graph_module, "program"))
     else:
         code = program.graph_module.print_readable(print_output=False, expanded_def=True)
+        code = code.replace(_NO_TRACE, "")
         code = _placed(code, {node.name: _place(node) for node in program.graph.nodes})
     return f"{code}\n# {program.graph_signature}\n# ranges: {program.range_constraints}\n"
 

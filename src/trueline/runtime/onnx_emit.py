@@ -26,6 +26,7 @@ from trueline.runtime import custom_ops, onnx_mended, onnx_pools, onnx_sizes, pa
 from trueline.runtime.decompositions import looked_up_once
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
+from trueline.runtime.opsets import FORMAT_VERSIONS
 from trueline.runtime.quiet import quiet
 
 if TYPE_CHECKING:
@@ -49,12 +50,25 @@ def emit(exported: Exported, folder: Path) -> Path:
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     program = translated(
-        exported.program, [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
+        exported.program,
+        [spec.name for spec in signature.inputs],
+        [spec.name for spec in signature.outputs],
+        opset=exported.opset,
     )
+    if exported.opset is not None:
+        _stamp(program.model, exported.opset)
     clean(program.model, exported.symbols)
     program.model.metadata_props[SIGNATURE] = _said(signature)
     save(program, path, weight_bytes=exported.weight_bytes)
     return path
+
+
+def _stamp(model: onnx_ir.Model, opset: int) -> None:
+    """Gives the file the version of its opset: a runtime that knows the operators may refuse a later file format."""
+    written = model.opset_imports.get("")
+    if written != opset:
+        raise CaptureError(f"torch.onnx wrote the model in opset {written}, asked was {opset}")
+    model.ir_version = FORMAT_VERSIONS[opset]
 
 
 def restate(path: Path, signature: Signature) -> None:
@@ -120,16 +134,19 @@ def users_name(path: str) -> str | None:
 
 
 def translated(
-    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], *, opset: int | None = None
 ) -> torch.onnx.ONNXProgram:
-    """`program` as ONNX with these names. Raises CaptureError when an operator has no translation."""
+    """`program` as ONNX with these names, in the exporter's own opset when none is named.
+
+    Raises CaptureError when an operator has no translation.
+    """
     try:
         try:
-            found = _exported(program, inputs, outputs)
+            found = _exported(program, inputs, outputs, opset)
         except Exception as error:
             if not onnx_mended.helps(error):
                 raise
-            found = _exported(onnx_mended.mended(program), inputs, outputs)
+            found = _exported(onnx_mended.mended(program), inputs, outputs, opset)
     except Exception as error:
         place = custom_ops.line_of(program, _reason(error))
         raise CaptureError(
@@ -144,7 +161,7 @@ def translated(
 
 
 def _exported(
-    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int | None
 ) -> torch.onnx.ONNXProgram | None:
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
     with torch.no_grad(), quiet(), recurrent.whole(), torchlib.listed_once(), looked_up_once():
@@ -155,6 +172,7 @@ def _exported(
             input_names=inputs,
             output_names=outputs,
             custom_translation_table=TRANSLATIONS,
+            opset_version=opset,
             verbose=False,
         )
 

@@ -57,13 +57,14 @@ def formats_for(targets: Iterable[str]) -> tuple[Format, ...]:
     """
     wanted: set[Format] = set()
     for target in targets:
-        if target not in TARGETS:
-            near = closest(target, TARGETS)
+        name = target.partition("@")[0]  # what is behind it, `opsets.opset_for` reads
+        if name not in TARGETS:
+            near = closest(name, TARGETS)
             raise UsageError(
-                f"there is no target '{target}' (there are: {listed(TARGETS)})",
+                f"there is no target '{name}' (there are: {listed(TARGETS)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
-        wanted.update(TARGETS[target])
+        wanted.update(TARGETS[name])
     return tuple(format for format in FORMATS if format in wanted)
 
 

@@ -36,13 +36,12 @@ def undeprecated() -> Iterator[None]:
         yield
 
 
-def opened(path: Path, device: torch.device | str = "cpu") -> torch.jit.ScriptModule:
-    """The program, after a look that it does nothing but compute. Raises BundleError."""
+def opened(path: Path, device: torch.device | str = "cpu") -> Any:
+    """The torch.jit.ScriptModule, after a look that it does nothing but compute. Raises BundleError."""
     script_archive.check(path)
     try:
         with undeprecated():
-            found: torch.jit.ScriptModule = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]
-            return found.eval()
+            return torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]
     except Exception as error:
         raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
 

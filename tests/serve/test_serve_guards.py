@@ -1,0 +1,97 @@
+"""A guard of the signature stands before the program in every protocol, and is said in words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serve_worlds as worlds
+from onnx import helper
+
+from trueline.bundle import Dim, Golden, Signature
+from trueline.bundle.guards import Guard
+from trueline.serve.batcher import Policy
+from trueline.serve.http import Request, Response
+from trueline.serve.loading import Way, load
+from trueline.serve.models import Models
+from trueline.serve.routes import Routes
+
+
+def pairs(out: Path) -> Any:
+    """y = the sum of a row of x and of one of w, which is proven for a w twice as long as x only.
+
+    The program itself would answer any: nothing but the guard refuses.
+    """
+    x, w = worlds.spec("x", "batch", "length"), worlds.spec("w", "batch", "double")
+    y = worlds.spec("y", "batch")
+    nodes = [
+        helper.make_node("ReduceSum", ["x", "last"], ["a"], keepdims=0),
+        helper.make_node("ReduceSum", ["w", "last"], ["b"], keepdims=0),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    program = worlds.graph(nodes, [x, w], [y], {"last": np.array([1])})
+    guard = Guard(text="2 * length == double", rule="2 * d0 == d1", symbols=("length", "double"))
+    dims = {"batch": Dim(), "length": Dim(multiple_of=2, min=2), "double": Dim()}
+    signature = Signature(inputs=(x, w), outputs=(y,), dims=dims, guards=(guard,))
+    given = {"x": np.ones((3, 2), np.float32), "w": np.ones((3, 4), np.float32)}
+    golden = Golden(case="3", inputs=given, outputs={"y": np.full(3, 6, np.float32)})
+    return worlds.bundle(out, program, signature, [golden])
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    loop, pool, models = asyncio.new_event_loop(), ThreadPoolExecutor(1), Models()
+    loaded = load(pairs(tmp_path_factory.mktemp("pairs") / "b"), Way(threads=1), max_batch=8)
+    models.add("tiny", "1").make_ready(loaded, Policy(), pool, loop)
+    routes = Routes(models, loop)
+
+    def asked(path: str, body: dict[str, Any]) -> Response:
+        found = routes.answer(Request("POST", path.encode(), {}, json.dumps(body).encode()))
+        return found if isinstance(found, Response) else loop.run_until_complete(found)
+
+    yield asked
+    pool.shutdown()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def oip(length: int, double: int) -> dict[str, Any]:
+    sizes = {"x": length, "w": double}
+    return {"inputs": [{"name": n, "shape": [1, s], "datatype": "FP32", "data": [1] * s} for n, s in sizes.items()]}
+
+
+def named(length: int, double: int) -> dict[str, Any]:
+    return {"x": [[1.0] * length], "w": [[1.0] * double]}
+
+
+PROTOCOLS = [
+    ("/v2/models/tiny/infer", oip),
+    ("/predictions/tiny", named),
+    ("/v1/models/tiny:predict", lambda length, double: {"inputs": named(length, double)}),
+    ("/invocations", lambda length, double: {"inputs": named(length, double)}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PROTOCOLS)
+@pytest.mark.parametrize(
+    ("length", "double", "words"),
+    [
+        (4, 7, "the sizes length = 4, double = 7 are outside the proven range: it needs 2 * length == double"),
+        (3, 6, "input 'x' has size 3 in dimension 1 (length), proven only for sizes of at least 2 and a multiple of 2"),
+    ],
+)
+def test_a_request_outside_a_guard_is_refused_in_its_words(
+    ask: Any, path: str, body: Any, length: int, double: int, words: str
+) -> None:
+    refused = ask(path, body(length, double))
+    assert refused.status == 400
+    assert words in refused.body.decode()
+    answered = ask(path, body(4, 8))
+    assert answered.status == 200
+    assert "12" in answered.body.decode()
