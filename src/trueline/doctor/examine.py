@@ -21,7 +21,7 @@ import torch
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
 from trueline.doctor.remembered import Memory, remembered, shapes
-from trueline.runtime import constants, paths, places, size_lists
+from trueline.runtime import constants, paths, places, size_lists, size_tensors
 from trueline.runtime.export import followable
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
@@ -189,6 +189,17 @@ def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 
+def _with_sizes(
+    flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any
+) -> torch.export.ExportedProgram | None:
+    """Traced once more, such that sizes that go through tensors stay sizes; None where that is not enough."""
+    try:
+        with size_tensors.kept(flat):
+            return _program(flat, tensors, free)
+    except Exception:  # noqa: BLE001 (blind except): what torch.export said of the module as it stands is raised
+        return None
+
+
 def _followed(
     flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any, oracle: Oracle
 ) -> torch.export.ExportedProgram:
@@ -198,6 +209,8 @@ def _followed(
     except Exception as error:
         if _CONSTANT.search(str(error)) and size_lists.may_help(flat):
             kept = size_lists.kept(flat)
+        elif size_tensors.may_help(flat, str(error)) and (program := _with_sizes(flat, tensors, free)) is not None:
+            return program
         elif places.may_help(flat, str(error)) and places.left_out(flat, (call.tensors for call in oracle.calls)):
             kept = places.all_of_them(flat)
         else:

@@ -41,6 +41,7 @@ from trueline.runtime import (
     rounded,
     torch_settings,
     torch_weights,
+    writes,
 )
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.decompositions import looked_up_once
@@ -115,8 +116,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     try:
         with tracing(), constants.watched() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
-            # in-place writes are listed only once the graph is functional
-            mutated = program.run_decompositions({}).graph_signature.buffers_to_mutate
+            mutated = _mutated(program)
             program = custom_ops.as_aten(program)
     except Exception as error:
         _refuse_constant(error, calling, fixed)
@@ -131,6 +131,14 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             hint=f"a served program has no memory. {STATE_HINT}",
         )
     return _described(program, calling, fixed)
+
+
+def _mutated(program: torch.export.ExportedProgram) -> Mapping[str, str]:
+    """The buffers that `program` writes. They are listed only once the graph is functional, which takes its time."""
+    if not writes.may_write_buffers(program):
+        return {}
+    found: Mapping[str, str] = program.run_decompositions({}).graph_signature.buffers_to_mutate
+    return found
 
 
 def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:

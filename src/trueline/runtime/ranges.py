@@ -17,8 +17,11 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from trueline.bundle.guards import Guard
+import numpy as np
+
+from trueline.bundle.guards import Guard, read
 from trueline.bundle.signature import Dim
 from trueline.runtime import float_guards
 
@@ -191,12 +194,16 @@ def _reduced(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
         alone = [guard for guard in unique if guard.symbols == (symbol,)]
         dims[symbol], left = _one(symbol, span, alone)
         kept += left
+    tried: dict[tuple[str, ...], Columns] = {}
     for guard in (guard for guard in unique if len(guard.symbols) > 1):
         involved = [other for other in kept if set(other.symbols) <= set(guard.symbols)]
-        if any(
-            not guard.holds(sizes) and all(other.holds(sizes) for other in involved)
-            for sizes in _combined(guard.symbols, dims)
-        ):
+        if guard.symbols not in tried:
+            tried[guard.symbols] = _combined(guard.symbols, dims)
+        sizes = tried[guard.symbols]
+        cut = ~_holding(guard, sizes)
+        for other in involved:
+            cut = cut & _holding(other, sizes) if cut.any() else cut
+        if cut.any():
             kept.append(guard)
     return Claim(dims=dims, guards=tuple(kept))
 
@@ -245,7 +252,24 @@ def _last(holds: object, low: int, high: int) -> int:
     return low
 
 
-def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Iterable[dict[str, int]]:
+Columns = dict[str, "np.ndarray[tuple[int], np.dtype[np.object_]]"]
+"""By symbol, the sizes of many combinations, as Python's own numbers: these are exact."""
+
+
+def _holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
+    count = len(sizes[guard.symbols[0]])
+    columns: Any = [sizes[symbol] for symbol in guard.symbols]
+    found: Any
+    try:
+        found = read(guard.rule)(columns)
+    except (ZeroDivisionError, ValueError):
+        each = (dict(zip(sizes, one, strict=True)) for one in zip(*sizes.values(), strict=True))
+        found = [guard.holds(one) for one in each]
+    return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
+
+
+def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
     """The smallest sizes of each symbol, and large ones: `batch * length <= 5000` excludes none of the small."""
     each = max(4, int(TUPLES ** (1 / len(symbols))))
     more = max(1, int((2.5 * TUPLES) ** (1 / len(symbols))) - each)
@@ -255,7 +279,8 @@ def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Iterable[dict[
         small = itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each)
         large = (step * 2**power for power in range(20, 4, -max(1, 16 // more)))
         choices.append([*small, *(size for size in large if dims[symbol].allows(size))])
-    return (dict(zip(symbols, sizes, strict=True)) for sizes in itertools.product(*choices))
+    columns = np.array(list(itertools.product(*choices)), dtype=object).reshape(-1, len(symbols)).T
+    return dict(zip(symbols, columns, strict=True))
 
 
 def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@
 |---|---|
 | a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
 | a look at values that the model's own tensors decide | it is answered with them (`held_choices`) |
+| a number of a size that went through a tensor | it stays a size (`size_tensors`) |
 | a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
 | a loop over the places where a mask holds | each place has a step (`places`) |
 | code that goes through the batch record by record | one record is traced, and the program asks for each (`records`) |
@@ -23,7 +24,7 @@ from torch.fx import GraphModule
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.errors import CaptureError
-from trueline.runtime import beneath, compare, held_choices, places, records, size_lists
+from trueline.runtime import beneath, compare, held_choices, places, records, size_lists, size_tensors
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
 from trueline.runtime.dynamic import resized
 
@@ -46,6 +47,12 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
                 return _told(export(flat), "lists of numbers stay functions of a size")
         except CaptureError:
             pass  # what is raised is what torch.export said of the model as it stands
+    if size_tensors.may_help(module, error.message):
+        try:
+            with size_tensors.kept(flat):
+                return _told(export(flat), "sizes that go through tensors stay sizes")
+        except CaptureError as again:
+            events.emit("program.unfollowed", by="sizes", why=again.message)
     if calling.signature.state:
         return None
     if held_choices.may_help(error.message):
