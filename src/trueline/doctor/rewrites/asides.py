@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded
+from trueline.doctor.rewrites.tries import is_caught
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -25,12 +26,15 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if _says(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}` says something and changes no answer: it is left out"
-    elif _checks(statement):
+    elif _checks(statement) and not is_caught(scope.text, scope.function, statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"the check `{_first(statement)}` is left out: a program raises nothing, check requests before it"
     elif _skips(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}: continue` is left out: the rest of the step changes nothing there"
+        if isinstance(statement, ast.If) and not _selects_nothing(statement.test):
+            both = (statement.test.lineno, statement.body[0].lineno)
+            text = text if both[0] != both[1] else None
     elif isinstance(statement, ast.If) and _drops(scope, statement):
         text = scope.replaced([statement], _instead(spot))
         both = (statement.test.lineno, statement.body[0].lineno)
@@ -82,6 +86,29 @@ def _checks(statement: ast.stmt) -> bool:
 def _skips(statement: ast.stmt) -> bool:
     """Whether it leaves out the rest of a loop's step: where nothing was selected, as a rule."""
     return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Continue)
+
+
+def _selects_nothing(test: ast.expr) -> bool:
+    """Whether it asks if there is anything to do: what is done with nothing changes nothing, at any values."""
+    match test:
+        case ast.Compare(
+            left=ast.Call() | ast.Subscript() as count, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]
+        ):
+            return _counts(count)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call(func=ast.Attribute(attr="any"), args=[])):
+            return True
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as count):
+            return _counts(count)
+    return False
+
+
+def _counts(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="len")) | ast.Subscript(value=ast.Attribute(attr="shape")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="numel" | "nelement" | "size")):
+            return True
+    return False
 
 
 def _drops(scope: Scope, statement: ast.If) -> bool:

@@ -31,7 +31,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         found = [_vectorised(scope, spot), _mapped(scope, spot), _scanned(scope, spot)]
         found += [_scanned(scope, spot, idle=True), _scanned(scope, spot, in_rows=True)]
     else:
-        found = [_listed(scope, spot)]
+        found = [_listed(scope, spot), _named_list(scope, spot)]
     yield from (one for one in found if one is not None)
 
 
@@ -113,7 +113,7 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
             loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[], lineno=0)
             loop.body = statements(f"listed.append({ast.unparse(listing.elt)})")
             steps = taken_apart(scope, loop) if not rows.ifs else None
-            if steps is None or not steps.slices or (steps.uses_index and steps.length is None):
+            if steps is None or not (steps.slices or steps.uses_index) or (steps.uses_index and steps.length is None):
                 return node
             sources = sources_of(steps)
             value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
@@ -127,6 +127,22 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
     new = Map().visit(copy.deepcopy(spot.statement))
     text = scope.replaced([spot.statement], [new]) if changed else None
     return Candidate(text=text, words=f"`{changed[0]}` treats every step by itself: torch.vmap") if text else None
+
+
+def _named_list(scope: Scope, spot: Spot) -> Candidate | None:
+    """`rows = [f(a) for a in x]` as the loop that it is."""
+    match spot.statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp(elt=element, generators=[rows])) if (
+            not rows.ifs
+        ):
+            pass
+        case _:
+            return None
+    loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[])
+    loop.body = statements(f"{name}.append({ast.unparse(element)})")
+    written = [ast.copy_location(one, spot.statement) for one in (*statements(f"{name} = []"), loop)]
+    block = [*spot.block[: spot.index], *written, *spot.block[spot.index + 1 :]]
+    return _mapped(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
 
 
 def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:
