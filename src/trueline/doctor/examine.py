@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
@@ -143,7 +144,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
     with torch.no_grad(), hushed():
-        run: Callable[..., Any] = program.module(check_guards=False)
+        run: Callable[..., Any] = _without_ranges(program).module(check_guards=False)
         writes = oracle.written and memory is None
         kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
         run = memory.threaded(run) if memory is not None else run
@@ -187,6 +188,16 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
     with torch.no_grad(), hushed(), followable():
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
+
+
+def _without_ranges(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program without what torch took for its smallest sizes: of what has n / 3 rows it says that n is 4 at least,
+    so that there is more than one. A shallow copy: what capture claims of the ranges stays as torch found it."""
+    free = copy.copy(program)
+    free._range_constraints = {
+        symbol: ValueRanges(min(1, span.lower), span.upper) for symbol, span in program.range_constraints.items()
+    }
+    return free
 
 
 def _followed(

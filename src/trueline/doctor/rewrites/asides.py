@@ -47,6 +47,12 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         words = f"`{_first(statement)}` is left out: what it keeps is computed at every call"
     if text:
         yield Candidate(text=text, words=words, both=both)
+    rest = spot.block[spot.index + 1 :]
+    if isinstance(statement, ast.If) and _skips(statement) and rest:
+        test = ast.UnaryOp(op=ast.Not(), operand=statement.test)
+        text = scope.replaced([statement, *rest], [ast.If(test=test, body=copy.deepcopy(rest), orelse=[])])
+        if text:
+            yield Candidate(text=text, words=f"`{_first(statement)}: continue` is a condition of the rest of the step")
 
 
 def _first(statement: ast.stmt) -> str:

@@ -133,7 +133,7 @@ def _masked(scope: Scope, block: list[ast.stmt], words: list[str]) -> list[ast.s
     for statement in block:
         if isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             masked = _Masked(scope, {})
-            new = masked.visit(copy.deepcopy(statement))
+            new = masked.written(statement) or masked.visit(copy.deepcopy(statement))
             words += masked.words
             found += [*masked.before, new]
             continue
@@ -327,6 +327,23 @@ class _Masked(ast.NodeTransformer):
         """What gives masks their names, ahead of the statement."""
         self._listed: set[str] = set()
 
+    def written(self, statement: ast.stmt) -> ast.stmt | None:
+        """`y[i, n:] = v` as `y[i] = torch.where(here, v, y[i])`, of what is written between moving bounds."""
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        if not isinstance(statement, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Subscript):
+            return None
+        part = part_of(self.scope, target)
+        if part is None or len(part.narrowed) != 1 or len(part.chosen) != part.rank:
+            return None
+        mask, shown = part.mask, ast.unparse(target)
+        value = _Whole(self.scope, mask, part.base).visit(copy.deepcopy(statement.value))
+        part = self._called(part)
+        if isinstance(statement, ast.AugAssign):
+            value = ast.BinOp(left=expression(part.base), op=statement.op, right=value)
+        self.words.append(shown)
+        whole = f"{part.base} = torch.where({part.where}, {ast.unparse(value)}, {part.base})"
+        return without_numbers_in(statements(whole)[0], self.scope)
+
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> ast.AST:
         self._listed |= {name for one in node.generators for name in stored(one.target)}
         return self.generic_visit(node)
@@ -402,6 +419,19 @@ class _Masked(ast.NodeTransformer):
         assert text is not None
         self.words.append(ast.unparse(shown))
         return without_numbers(expression(text), self.scope)
+
+
+class _Whole(ast.NodeTransformer):
+    """Parts between the same bounds, of a dimension as long, as the whole."""
+
+    def __init__(self, scope: Scope, mask: str, base: str) -> None:
+        self.scope, self.mask, self.base = scope, mask, base
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        part = part_of(self.scope, node)
+        if part is not None and part.mask.replace(part.base, self.base) == self.mask:
+            return expression(part.base)
+        return self.generic_visit(node)
 
 
 def _given(node: ast.Call) -> list[ast.expr]:

@@ -55,6 +55,8 @@ def _device(steps: Steps) -> str:
 def body_of(scope: Scope, steps: Steps, *, idle: bool = False) -> list[ast.stmt]:
     """What a step does, with numbers that are tensors now: the counter, and what indices were computed."""
     least: dict[str, int] = {name: 0 for name in stored(steps.body) if _is_number(scope.seen.get(name))}
+    if steps.numbers:  # as an index each is a number still
+        least |= dict.fromkeys(steps.slices, 0)
     if steps.index is not None and (steps.uses_index or not steps.slices):
         least[steps.index] = (int(steps.start) if steps.start.isdecimal() else 0) - idle
     body = [_rebound(copy.deepcopy(one)) for one in steps.body]

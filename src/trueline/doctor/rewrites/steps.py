@@ -38,6 +38,7 @@ from trueline.doctor.rewrites.tables import (
     shift_of,
     tables,
     under_mask,
+    whole,
 )
 
 
@@ -68,13 +69,15 @@ class Steps:
     """Row that an earlier step filled, as a name in the step -> what it is for the first step."""
     body: list[ast.stmt] = field(default_factory=list)
     uses_index: bool = False
+    enumerated: bool = False
+    """Whether the counter counts the steps of a tensor."""
     numbers: bool = False
     """Whether the steps go over numbers that were taken out of a tensor: those of a tensor of one dimension."""
 
     @property
     def may_be_none(self) -> bool:
         """Whether there may be no step at all, of a tensor that a size makes empty."""
-        return bool(self.start) or self.length is None or isinstance(self.length, ast.BinOp)
+        return bool(self.start) or self.enumerated or self.length is None or isinstance(self.length, ast.BinOp)
 
     @property
     def listed(self) -> list[str]:
@@ -355,7 +358,7 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
         if len(target.elts) != len(source.args) or any(one.arg != "strict" for one in source.keywords):
             return None
         pairs = [*zip(target.elts, source.args, strict=True)]
-    steps = Steps(index=index, length=None)
+    steps = Steps(index=index, length=None, enumerated=index is not None)
     for name, given in pairs:
         axis, tensor = 0, _listed(given)
         steps.numbers = steps.numbers or tensor is not given
@@ -366,6 +369,8 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
         if not isinstance(name, ast.Name) or scope.worth(tensor) != "tensor":
             return None
         steps.slices[name.id] = (ast.unparse(tensor), axis)
+        if steps.enumerated and steps.length is None and isinstance(tensor, ast.Name):
+            steps.length = expression(f"{tensor.id}.shape[{axis}]")
     return steps
 
 
@@ -423,7 +428,7 @@ class _Slicing(ast.NodeTransformer):
 
     def __init__(self, scope: Scope, steps: Steps, assigned: set[str], known: Mapping[str, Table]) -> None:
         self.scope, self.steps, self.assigned, self.known = scope, steps, assigned, known
-        self.moving = {*assigned, *([steps.index] if steps.index else ())}
+        self.moving = {*assigned, *steps.slices, *([steps.index] if steps.index else ())}
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         index = self.steps.index
@@ -440,13 +445,17 @@ class _Slicing(ast.NodeTransformer):
                 return place.within(table.earlier(ago) if ago else table.row, node.ctx)
         elif place.root in self.assigned and table is None:
             return self.generic_visit(node)  # a later step reads what an earlier one wrote
-        alone = not place.fixed and all(full(part) or self.scope.worth(part) == "static" for part in place.rest)
+        alone = not place.fixed and all(full(one) or self._known(one) for one in place.rest)
         if isinstance(node.ctx, ast.Store) or not (alone or self.known) or (place.shift and self.steps.length is None):
             return self.generic_visit(node)
         self.steps.slices[row] = (place.base, place.axis)
         if place.shift:
             self.steps.shifts[row] = place.shift
         return place.within(row, node.ctx)
+
+    def _known(self, part: ast.expr) -> bool:
+        """Whether an index beside the counter is a number: one that nothing changes, or one of the steps' own."""
+        return self.scope.worth(part) == "static" or (self.steps.numbers and whole(self.scope, part))
 
 
 def carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
