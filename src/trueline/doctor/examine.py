@@ -26,6 +26,7 @@ from trueline.runtime import constants, paths, places, size_lists
 from trueline.runtime.export import followable
 from trueline.runtime.paths import Place
 from trueline.runtime.quiet import quiet
+from trueline.runtime.uncached import uncached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,7 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
 
 
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), hushed(), followable():
+    with torch.no_grad(), hushed(), followable(), uncached(flat):
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 
