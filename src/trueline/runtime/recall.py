@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, final
 
 import numpy as np
@@ -51,7 +51,7 @@ class Kept:
 
     path: str
     holder: Any
-    """A class, or else the dict (of an object, of a file) in which it is kept."""
+    """A class, a cell of a function, or else the dict (of an object, of a file) in which it is kept."""
     name: str
     value: Any
 
@@ -62,6 +62,8 @@ class Kept:
                 setattr(self.holder, self.name, value)
             elif self.name in vars(self.holder):
                 delattr(self.holder, self.name)
+        elif isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
         elif value is not MISSING:
             self.holder[self.name] = value
         else:
@@ -80,29 +82,53 @@ def attributes(module: torch.nn.Module) -> Iterator[Kept]:
         for name, value in vars(kind).items():
             if _is_plain(value) and not name.startswith("__"):
                 yield Kept(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
-    for path, (names, name) in _globals(functions).items():
-        yield Kept(path=path, holder=names, name=name, value=names[name])
+    for function, names in _used(functions):
+        known, file = function.__globals__, function.__globals__.get("__name__", "")
+        for name in names:
+            if _is_plain(known.get(name, MISSING)):
+                yield Kept(path=f"{file}.{name}", holder=known, name=name, value=known[name])
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if not _is_empty(cell) and _is_plain(cell.cell_contents):
+                path = f"{function.__qualname__}.{name}"
+                yield Kept(path=path, holder=cell, name=name, value=cell.cell_contents)
 
 
-def _globals(waiting: list[FunctionType]) -> dict[str, tuple[dict[str, Any], str]]:
-    """What the functions, and those that they use, name of their files that is no function, class or module."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+def defaults(module: torch.nn.Module) -> Iterator[Kept]:
+    """The collections that are defaults of the functions of `module`, and of those that they use: one for all calls."""
+    for function, _ in _used(list(users_functions(module))):
+        given = function.__defaults__ or ()
+        names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :] if given else ()
+        for name, value in zip(names, given, strict=True):
+            if type(value) in (list, dict, set):
+                yield Kept(path=f"{function.__qualname__}.{name}", holder={}, name=name, value=value)
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is MISSING
+    except ValueError:
+        return True
+
+
+def _used(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
+    """The functions, and those of the user's that they use, with what each names of its file."""
+    found: list[tuple[FunctionType, set[str]]] = []
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
-        codes = [function.__code__]
+        codes, names = [function.__code__], set[str]()
         while codes:
             code = codes.pop()
             if code in seen:
                 continue
             seen.add(code)
             codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-            for name in code.co_names:
-                value = function.__globals__.get(name, MISSING)
-                if isinstance(value, FunctionType) and paths.is_users(value.__code__.co_filename):
-                    waiting.append(value)
-                elif _is_plain(value):
-                    found[f"{function.__globals__.get('__name__', '')}.{name}"] = (function.__globals__, name)
+            names |= set(code.co_names)
+        for name in names:
+            value = function.__globals__.get(name, MISSING)
+            if isinstance(value, FunctionType) and paths.is_users(value.__code__.co_filename):
+                waiting.append(value)
+        found.append((function, names))
     return found
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from trueline.runtime import compare, explicit, paths, steady
 from trueline.runtime.paths import Event
-from trueline.runtime.recall import Kept, attributes
+from trueline.runtime.recall import Kept, attributes, defaults
 from trueline.runtime.steady import ATTRIBUTE_HINT, OUTSIDE_HINT, Unsteady
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def _drawn(eager: EagerSession, answer: dict[str, Array], way: Sequence[Event]) 
 def _whole_numbers(module: torch.nn.Module) -> list[Kept]:
     """What is kept that is a whole number, or holds one."""
     found: list[Kept] = []
-    for kept in attributes(module):
+    for kept in chain(attributes(module), defaults(module)):
         value = kept.value
         if type(value) is int:
             found.append(kept)
-        inside = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         found += [
             Kept(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
             for key, one in islice(inside, WIDTH)

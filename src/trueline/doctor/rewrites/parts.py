@@ -114,6 +114,7 @@ def _neutral(how: str, dtype: torch.dtype) -> str | None:
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The function with parts under a name of their own as masks, one name at a time; then the statement at `spot`, or
     the loop, with the parts that it reduces at once."""
+    scope = replace(scope, seen={**_counters(scope), **scope.seen})
     for block in _blocks(scope.function.body):
         for index, statement in enumerate(block):
             text = _without(scope, block, index)
@@ -125,6 +126,24 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     text = scope.replaced([spot.statement], new) if words else None
     if text:
         yield Candidate(text=text, words=f"`{words[0]}` is of the whole, with a mask")
+
+
+def _counters(scope: Scope) -> dict[str, int]:
+    """Names that count the steps of a comprehension, or go over numbers: nobody sees what they held."""
+    found: dict[str, int] = {}
+    for node in ast.walk(scope.function):
+        if not isinstance(node, ast.comprehension):
+            continue
+        match node.target, node.iter:
+            case ast.Name(id=name), ast.Call(func=ast.Name(id="range")):
+                found[name] = 0
+            case ast.Name(id=name), ast.Call(func=ast.Attribute(attr="tolist")):
+                found[name] = 0
+            case ast.Tuple(elts=[ast.Name(id=name), inner]), ast.Call(func=ast.Name(id="enumerate"), args=[given]):
+                found[name] = 0
+                if isinstance(inner, ast.Name) and ast.unparse(given).endswith(".tolist()"):
+                    found[inner.id] = 0
+    return found
 
 
 def _masked(scope: Scope, block: list[ast.stmt], words: list[str]) -> list[ast.stmt]:
