@@ -152,7 +152,7 @@ def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
     before = sys.gettrace()
     sys.settrace(entered)
     try:
-        for call in search.oracle.calls:
+        for call in search.oracle.answered:
             asked(module, call)
     finally:
         sys.settrace(before)
@@ -178,6 +178,8 @@ def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> boo
 def _same_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
     module = copied(module)  # what it remembers of these calls stays here
     for call, expected in zip(search.oracle.calls, search.oracle.answers, strict=True):
+        if expected.arrays is None and search.oracle.forgetful:
+            continue  # there is no answer to keep, and a loop may be without end
         reason, _ = agree(expected, asked(module, call))
         if reason:
             search.refusals.append(f"{candidate.words}: {reason}")
@@ -312,7 +314,7 @@ def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: ast.
     before = sys.gettrace()
     sys.settrace(entered)
     try:
-        for call in dict.fromkeys((oracle.calls[0], oracle.calls[-1], oracle.base)):
+        for call in dict.fromkeys((oracle.answered[0], oracle.answered[-1], oracle.base)):
             asked(module, call)
     finally:
         sys.settrace(before)
