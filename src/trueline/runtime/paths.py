@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import inspect
 import linecache
-import math
 import re
 import sys
 import sysconfig
@@ -29,6 +28,9 @@ MAX_EVENTS = 200_000
 
 ENDLESS_S = 5.0
 """Seconds of this thread after which so many events are taken for those of a loop that never ends."""
+AGAIN_S = 0.5
+"""The same of a function in which one did not end before."""
+_without_end: set[CodeType] = set()
 
 
 class Endless(RuntimeError):
@@ -67,7 +69,7 @@ def watching(*, ends: bool = False) -> Iterator[list[Event]]:
     events: list[Event] = []
     before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()  # a collection may come at any step, and who hears of it (gc.callbacks) would stand on the way
-    sys.settrace(_tracer(events, time.thread_time() + ENDLESS_S if ends else math.inf))
+    sys.settrace(_tracer(events, ends))
     try:
         yield events
     finally:
@@ -76,8 +78,8 @@ def watching(*, ends: bool = False) -> Iterator[list[Event]]:
             gc.enable()
 
 
-def _tracer(events: list[Event], until: float) -> Callable[[FrameType, str, Any], Any]:
-    calls = 0
+def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], Any]:
+    calls, started = 0, time.thread_time()
 
     def entered(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal calls
@@ -90,8 +92,11 @@ def _tracer(events: list[Event], until: float) -> Callable[[FrameType, str, Any]
         def stepped(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode" and len(events) < MAX_EVENTS:
                 events.append((number, frame.f_code, frame.f_lasti))
-            elif until < math.inf and event == "opcode" and time.thread_time() > until:
-                raise Endless
+            elif ends and event == "opcode":
+                code, spent = frame.f_code, time.thread_time() - started
+                if spent > (AGAIN_S if code in _without_end else ENDLESS_S):
+                    _without_end.add(code)
+                    raise Endless
             return stepped
 
         return stepped

@@ -11,7 +11,7 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded, stored
 from trueline.doctor.rewrites.tries import is_caught
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
@@ -135,16 +135,29 @@ def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     statement = spot.statement
     assert isinstance(statement, ast.If)
     match statement.test:
-        case ast.Compare(left=key, ops=[ast.NotIn()], comparators=[ast.Attribute() as kept]) if not statement.orelse:
+        case ast.Compare(left=key, ops=[ast.NotIn()], comparators=[kept]) if (
+            _keeps(scope, kept) and not statement.orelse
+        ):
             cell = ast.dump(ast.Subscript(value=kept, slice=key, ctx=ast.Load()))
-            name = scope.fresh(f"{kept.attr.lstrip('_')}_here")
+            name = scope.fresh(f"{ast.unparse(kept).rpartition('.')[2].strip('_').lower()}_here")
             new = [_Named(cell, name).visit(copy.deepcopy(one)) for one in (*statement.body, *_rest(spot))]
             stores = [one for one in new if isinstance(one, ast.Assign) and _is(one.targets, name)]
             return new if stores else None
-        case ast.Compare(ops=[ast.In()], comparators=[ast.Attribute()]) if not statement.orelse:
+        case ast.Compare(left=key, ops=[ast.In()], comparators=[kept]) if _keeps(scope, kept):
             returns = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return)
-            return [copy.deepcopy(one) for one in _rest(spot)] if returns and _rest(spot) else None
+            cell = ast.unparse(ast.Subscript(value=kept, slice=key, ctx=ast.Load()))
+            rest = [one for one in _rest(spot) if not ast.unparse(one).startswith(f"{cell} = ")]
+            return [copy.deepcopy(one) for one in rest] if returns and rest else None
     return None
+
+
+def _keeps(scope: Scope, node: ast.expr) -> bool:
+    """Whether it is where something may be kept from call to call: an attribute, or a name of the file."""
+    if isinstance(node, ast.Name):
+        given = scope.function.args
+        own = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)} | set(stored(scope.function))
+        return node.id not in own
+    return isinstance(node, ast.Attribute)
 
 
 def _rest(spot: Spot) -> Sequence[ast.stmt]:

@@ -10,7 +10,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.lists import begins, joined, uses, without_list
+from trueline.doctor.rewrites.lists import begins, join, joined, uses, without_list
 from trueline.doctor.rewrites.scans import body_of, copies, imported, one_or_all, scan, sources_of
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -106,7 +106,8 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
     class Map(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            listing = node.args[0] if node.args and ast.unparse(node.func) == "torch.stack" else None
+            joins = ast.unparse(node.func) in ("torch.stack", "torch.cat")
+            listing = node.args[0] if node.args and joins else None
             if not isinstance(listing, ast.ListComp | ast.GeneratorExp) or len(listing.generators) != 1:
                 return node
             rows = listing.generators[0]
@@ -117,10 +118,10 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
                 return node
             sources = sources_of(steps)
             value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
-            changed.append(ast.unparse(node))
             mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
-            given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-            return expression(mapped + (f".movedim(0, {ast.unparse(given[0])})" if given else ""))
+            found = join(node, mapped)
+            changed.extend([ast.unparse(node)] if found is not None else ())
+            return found or node
 
     if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
         return None
