@@ -69,7 +69,7 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
         body += _Masking(scope, f"~{ends}", known & later).steps(last)
         body += statements(f"{done} = {done} | {ends}")
     else:
-        body += statements(f"{done} = {done} | {test}")
+        body += statements(f"{done} = {done} | ({test})")
     body += masking.steps(whole[at[0] + 1 :])
     head = statements(f"{done} = torch.zeros((), dtype=torch.bool)")
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
