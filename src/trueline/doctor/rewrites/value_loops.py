@@ -35,13 +35,47 @@ from trueline.doctor.rewrites.steps import has_effects
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """Candidates for a loop at `spot`."""
     loop = spot.statement
-    found = _masked_break(scope, spot) or _asked_for(scope, spot) if isinstance(loop, ast.For) else None
+    found = None
+    if isinstance(loop, ast.For):
+        found = _masked_break(scope, spot) or _early_return(scope, spot) or _asked_for(scope, spot)
     found = _while(scope, spot) if isinstance(loop, ast.While) else found
     if found is not None:
         yield found
 
 
 def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
+    new = _masked(scope, spot)
+    text = scope.replaced([spot.statement], new) if new else None
+    return Candidate(text=text, words="`break` becomes a mask: what is done stays as it is") if text else None
+
+
+def _early_return(scope: Scope, spot: Spot) -> Candidate | None:
+    """`if p: return v` in such a loop: `v` is kept, and chosen where the function returns after the loop."""
+    loop, tail = spot.statement, spot.block[spot.index + 1 :]
+    assert isinstance(loop, ast.For)
+    at = [i for i, one in enumerate(loop.body) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return)]
+    if len(at) != 1 or not tail or not isinstance(tail[-1], ast.Return):
+        return None
+    end, last = loop.body[at[0]], tail[-1].value
+    assert isinstance(end, ast.If)
+    assert isinstance(end.body[-1], ast.Return)
+    value = end.body[-1].value
+    if value is None or last is None or isinstance(value, ast.Tuple | ast.Dict) or end.orelse:
+        return None
+    found, done = scope.fresh("found"), scope.fresh("done")
+    kept = [copy.deepcopy(one) for one in end.body[:-1]]
+    kept += [*statements(f"{found} = {ast.unparse(value)}"), ast.Break()]
+    body = [*loop.body[: at[0]], ast.If(test=end.test, body=kept, orelse=[]), *loop.body[at[0] + 1 :]]
+    first = statements(f"{found} = torch.zeros(())")
+    rest = [*tail[:-1], *statements(f"return torch.where({done}, {found}, {ast.unparse(last)})")]
+    changed = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=loop.orelse)
+    block = [*spot.block[: spot.index], *first, ast.copy_location(changed, loop), *rest]
+    new = _masked(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
+    text = scope.replaced(spot.block[spot.index :], [*first, *new, *rest]) if new else None
+    return Candidate(text=text, words="`return` in the loop becomes a mask: what is found is kept") if text else None
+
+
+def _masked(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     """`if p: break` in a loop of a fixed number of steps: what is done is kept by a mask, the steps go on.
 
     What is done appends zeros: whoever breaks off and needs as many steps fills up with those, and the proof sees it.
@@ -73,8 +107,7 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
     body += masking.steps(whole[at[0] + 1 :])
     head = statements(f"{done} = torch.zeros((), dtype=torch.bool)")
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
-    text = scope.replaced([loop], [*head, new])
-    return Candidate(text=text, words="`break` becomes a mask: what is done stays as it is") if text else None
+    return [*head, new]
 
 
 def _asked_for(scope: Scope, spot: Spot) -> Candidate | None:
