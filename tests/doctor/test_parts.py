@@ -163,6 +163,43 @@ class CountsFar(nn.Module):
         return x if self.calls < 10_000 else x * 0
 
 
+class Still(nn.Module):
+    """Returns from the loop when nothing moves any more; halves its step until it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = 1.0
+        for _ in range(3):
+            if (x * step).sum() < 4:
+                break
+            step *= 0.5
+        for _ in range(4):
+            new = x + step * x.sin() * 0.1
+            if (new - x).abs().max() < 0.05:
+                return new * 2
+            x = new
+        return x
+
+
+class Pieces(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([piece.mean(1, keepdim=True) for piece in torch.split(x, 3, dim=1)], dim=1)
+
+
+TABLES: dict[tuple[int, int], Tensor] = {}
+
+
+def table(n: int, width: int) -> Tensor:
+    if (n, width) not in TABLES:
+        at = torch.arange(n).unsqueeze(1)
+        TABLES[(n, width)] = torch.sin(at / torch.arange(1, width + 1))
+    return TABLES[(n, width)]
+
+
+class KeptByTheFile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + table(x.size(1), x.size(2))
+
+
 def surveyed(model: nn.Module, *inputs: Tensor) -> Survey:
     free = {name: {1: "length"} for name, one in zip(("x",), inputs, strict=False) if one.ndim == 3}
     given = inputs if len(inputs) > 1 else inputs[0]
@@ -189,6 +226,9 @@ R = T[:, 0].contiguous()
         (Alone(), (R,), (R[:1],)),
         (Flat(), (R,), (torch.full((2, 4), 7.0),)),
         (Factor(), (T,), (T[:1, :2],)),
+        (Still(), (R,), (1e-3 * R[:2],)),
+        (Pieces(), (T,), (T[:2, :4],)),
+        (KeptByTheFile(), (T,), (T[:2, :4],)),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else "",
 )
