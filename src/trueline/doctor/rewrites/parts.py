@@ -121,11 +121,11 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
             if text:
                 words = f"`{ast.unparse(statement)}`: what is asked of it is asked of the whole, with a mask"
                 yield Candidate(text=text, words=words)
-    words: list[str] = []
-    new = _masked(scope, [spot.statement], words)
-    text = scope.replaced([spot.statement], new) if words else None
+    reduced: list[str] = []
+    new = _masked(scope, [spot.statement], reduced)
+    text = scope.replaced([spot.statement], new) if reduced else None
     if text:
-        yield Candidate(text=text, words=f"`{words[0]}` is of the whole, with a mask")
+        yield Candidate(text=text, words=f"`{reduced[0]}` is of the whole, with a mask")
 
 
 def _counters(scope: Scope) -> dict[str, int]:
