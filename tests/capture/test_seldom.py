@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,14 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
 from trueline.errors import CaptureError, NotProven
 from trueline.recipe.contract import Recipe
+from trueline.runtime import paths
+from trueline.runtime.eager import EagerSession
+from trueline.runtime.probes import make_probes
+from trueline.runtime.prove import observe
 from trueline.runtime.recall import Recall
+from trueline.runtime.seldom import seldom
 from trueline.runtime.session import open_program
+from trueline.runtime.uncached import uncached
 
 pytestmark = pytest.mark.slow
 
@@ -206,3 +213,108 @@ def test_what_a_model_held_before_it_was_asked_is_put_back_after_a_look() -> Non
 def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:
     x = np.ones((1, 4), np.float32)
     assert (open_program(captured(Keeps, tmp_path / "b")).run({"x": x})["output"] == 2).all()
+
+
+CALLS = 0
+SEEN = {"calls": 0}
+
+
+class CountsInItsClass(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return x if self.calls < 500 else x * 2
+
+
+class CountsInItsFile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return x if CALLS < 500 else x * 2
+
+
+class CountsInADict(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN["calls"] += 1
+        return x if SEEN["calls"] < 500 else x * 2
+
+
+def counted(calls: list[int] = [0]) -> int:  # noqa: B006 - that it is one for all calls is what is asked here
+    calls[0] += 1
+    return calls[0]
+
+
+class CountsInADefault(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if counted() < 500 else x * 2
+
+
+@pytest.mark.parametrize("kind", [CountsInItsClass, CountsInItsFile, CountsInADict, CountsInADefault])
+def test_a_counter_is_found_wherever_it_is_kept(kind: type[nn.Module]) -> None:
+    eager = EagerSession(kind().eval(), torch.ones(3, 4))
+    found = seldom(eager)
+    assert found is not None
+    assert "answers differently when that is 999" in found.why
+    assert found.place is not None
+    assert "calls" in found.place.source.lower() or "counted" in found.place.source
+
+
+class ScaledByItsClass(nn.Module):
+    scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if ScaledByItsClass.scale is None:
+            ScaledByItsClass.scale = float(x.abs().mean()) + 1
+        return x / ScaledByItsClass.scale
+
+
+def test_what_a_class_keeps_is_put_back_and_is_there_again_afterwards() -> None:
+    model = ScaledByItsClass()
+    recall = Recall(model)
+    model(torch.ones(2, 2))
+    assert recall.changed() == ("ScaledByItsClass.scale",)
+    with recall.as_before():
+        assert ScaledByItsClass.scale is None
+    assert ScaledByItsClass.scale == 2
+
+
+class Endless(nn.Module):
+    """Ends for what is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.abs().max() if x.min() >= 0 else x.min()
+        while y < 1:
+            y = y * 2
+        return x * y
+
+
+def test_a_loop_that_never_ends_is_ended_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "MAX_EVENTS", 1000)
+    monkeypatch.setattr(paths, "ENDLESS_S", 0.05)
+    eager = EagerSession(Endless().eval(), torch.ones(3, 4))
+    found = observe(eager, make_probes(eager.example, signature=eager.calling.presumed, seed=0))
+    ended = [one for one in found if "does not end" in one.error]
+    assert ended
+    assert all((one.probe.inputs["x"] <= 0).any() for one in ended)
+    assert any(one.outputs is not None for one in found)
+
+
+@functools.lru_cache
+def waves(n: int) -> Tensor:
+    return torch.arange(n).sin()
+
+
+class Waves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + waves(x.shape[1])
+
+
+def test_what_a_function_keeps_by_a_size_is_computed_where_it_is_traced() -> None:
+    model = Waves().eval()
+    before = waves.cache_info().currsize
+    with uncached(model):
+        dims = {1: torch.export.Dim.DYNAMIC}
+        program = torch.export.export(model, (torch.ones(2, 5),), dynamic_shapes=(dims,), strict=False)
+    assert waves.cache_info().currsize == before
+    torch.testing.assert_close(program.module()(torch.ones(2, 9)), model(torch.ones(2, 9)))

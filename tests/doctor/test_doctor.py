@@ -181,7 +181,7 @@ def test_a_state_that_is_no_tensor_is_named_and_never_frozen() -> None:
     assert row.rewrite is None
     assert row.cause is not None
     assert (row.cause.kind, row.cause.line) == ("state", models.line_of("diary"))
-    assert "none is proven" in row.why_not
+    assert "differs" in row.why_not
 
 
 def test_a_state_in_buffers_is_ready_and_says_how_it_is_captured() -> None:

@@ -183,3 +183,24 @@ def test_a_maximum_of_what_was_padded_with_zeros_sees_the_zeros(rank: int, tmp_p
     pad = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)[rank - 1](1, 0.0)
     x = -torch.rand(3, 2, *[5] * rank)  # below nought, so that a zero is the largest
     assert proven(nn.Sequential(pad, pool), x, folder=tmp_path).reason == ""
+
+
+class Divided(nn.Module):
+    """Floats that lie on the border of a whole quotient, and whole numbers that no float holds."""
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        x, y = a.float() / 3, b.float() * 0.7
+        whole = [torch.div(a, b, rounding_mode=how) for how in ("floor", "trunc")]  # type: ignore[no-untyped-call]
+        return (x // 0.7, x % 0.7, x // y, x % y, a // b, a % b, *whole, a * 0.1 // 0.1, x // 0.0)
+
+
+def test_a_division_to_whole_numbers_is_the_same_to_the_last_one(tmp_path: Path) -> None:
+    eager = EagerSession(Divided().eval(), (torch.arange(1, 7), torch.tensor([1, -2, 3, 4, -5, 7])))
+    exported = export.export(eager.module, eager.calling)
+    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    near = np.arange(-300, 300)
+    far = np.array([2**24 + 1, 10**9 + 7, -(10**12) - 1, -1], dtype=np.int64)
+    for a in (near, far):
+        inputs = {"a": a, "b": np.resize([1, -2, 3, 7, -8], a.shape)}
+        for expected, found in zip(eager.run(inputs).values(), session.run(inputs).values(), strict=True):
+            np.testing.assert_array_equal(expected, found)

@@ -79,14 +79,15 @@ class Answer:
 
 
 def asked(function: Callable[..., Any], call: Call, *, watch: bool = False) -> Answer:
-    """Asks `function` with copies of the call's tensors; an exception is an answer too."""
+    """Asks `function` with copies of the call's tensors; an exception is an answer too. With `watch`, so is a loop that
+    never ends."""
     tensors = tuple(tensor.clone() for tensor in call.tensors)
     args, kwargs = call.arguments(tensors)
     way: Sequence[Event] = ()
     try:
         with torch.no_grad():
             if watch:
-                with paths.watching() as way:
+                with paths.watching(ends=True) as way:
                     found = function(*args, **kwargs)
             else:
                 found = function(*args, **kwargs)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,17 +53,13 @@ def _explained(place: Place, module: torch.nn.Module, oracle: Oracle) -> Cause |
     function = function_at(ast.parse(text), place.line)
     if function is None:
         return None
-    seen = _seen(module, oracle, place.file, function.name)
+    seen = locals_of(module, oracle, place.file, function)
     scope = Scope(text=text, function=function, seen=seen)
     spot = scope.spot(place.line)
     if spot is None:
         return None
     found = _construct(scope, spot)
     return None if found is None else _cause(found[0], place, found[1])
-
-
-def _seen(module: torch.nn.Module, oracle: Oracle, file: str, name: str) -> Mapping[str, Any]:
-    return locals_of(module, oracle, file, name)
 
 
 def _construct(scope: Scope, spot: Spot) -> tuple[Kind, str] | None:

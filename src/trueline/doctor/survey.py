@@ -65,7 +65,7 @@ def survey(model: torch.nn.Module, calls: Iterable[Call], *, onnx: OnnxCheck | N
     modules.setdefault(WHOLE, watched)
     with recording(modules) as noted:
         for call in calls:
-            asked(watched, call)
+            asked(watched, call, watch=True)
     originals = dict(model.named_modules())
     done = Survey()
     for path in sorted(modules, key=_depth, reverse=True):

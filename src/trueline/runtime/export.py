@@ -41,6 +41,7 @@ from trueline.runtime import (
     rounded,
     torch_settings,
     torch_weights,
+    uncached,
     writes,
 )
 from trueline.runtime.calling import BATCH, Calling, Flat, as_trained
@@ -114,7 +115,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     example = tuple(_tiled(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, paths.Place] = {}
     try:
-        with tracing(), constants.watched() as fixed:
+        with tracing(), uncached.uncached(flat), constants.watched() as fixed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             mutated = _mutated(program)
             program = custom_ops.as_aten(program)
@@ -146,7 +147,7 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resized(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_tiled(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
-    with tracing():
+    with tracing(), uncached.uncached(flat):
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional

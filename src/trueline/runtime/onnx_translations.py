@@ -17,7 +17,7 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
-from trueline.runtime import onnx_numbers, onnx_orders
+from trueline.runtime import onnx_divisions, onnx_numbers, onnx_orders
 
 _ATEN = torch.ops.aten
 op: Any = opset18
@@ -169,14 +169,8 @@ def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequen
     return input
 
 
-def _remainder(self: Any, other: Any) -> Any:
-    """By a size too, which is no number of Python's."""
-    if isinstance(other, int | float):
-        return core.aten_remainder_scalar(self, other)
-    return core.aten_remainder(self, op.CastLike(other, self))
-
-
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **onnx_divisions.TRANSLATIONS,
     **onnx_numbers.TRANSLATIONS,
     **onnx_orders.TRANSLATIONS,
     _ATEN.where.self: _where,
@@ -191,7 +185,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.upsample_nearest2d.vec: _nearest,
     _ATEN.upsample_nearest3d.vec: _nearest,
     _ATEN.multinomial.default: _multinomial,
-    _ATEN.remainder.Scalar: _remainder,
     torch.ops.higher_order.map_impl: _map,
 }
 """Operator of an exported program -> what writes it in ONNX."""

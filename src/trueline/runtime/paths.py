@@ -15,6 +15,7 @@ import linecache
 import re
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,20 @@ from typing import Any
 
 MAX_EVENTS = 200_000
 """What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
+
+ENDLESS_S = 5.0
+"""Seconds of this thread after which so many events are taken for those of a loop that never ends."""
+AGAIN_S = 0.5
+"""The same of a function in which one did not end before."""
+_without_end: set[CodeType] = set()
+
+
+class Endless(RuntimeError):
+    """What a watched call is ended with: it was asked what nobody had answered before, and its loop does not end."""
+
+    def __init__(self) -> None:
+        super().__init__(f"a loop of the model does not end within {ENDLESS_S:.0f} s and {MAX_EVENTS} steps")
+
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 BRIEF = re.compile(r"[\w-]+\.py:\d+")
@@ -48,12 +63,13 @@ class Place:
 
 
 @contextmanager
-def watching() -> Iterator[list[Event]]:
-    """Notes the way that user code takes in this thread while the block runs."""
+def watching(*, ends: bool = False) -> Iterator[list[Event]]:
+    """Notes the way that user code takes in this thread while the block runs. With `ends`, a loop that never ends is
+    ended: it raises Endless."""
     events: list[Event] = []
     before, collects = sys.gettrace(), gc.isenabled()
     gc.disable()  # a collection may come at any step, and who hears of it (gc.callbacks) would stand on the way
-    sys.settrace(_tracer(events))
+    sys.settrace(_tracer(events, ends))
     try:
         yield events
     finally:
@@ -62,8 +78,8 @@ def watching() -> Iterator[list[Event]]:
             gc.enable()
 
 
-def _tracer(events: list[Event]) -> Callable[[FrameType, str, Any], Any]:
-    calls = 0
+def _tracer(events: list[Event], ends: bool) -> Callable[[FrameType, str, Any], Any]:
+    calls, started = 0, time.thread_time()
 
     def entered(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal calls
@@ -76,6 +92,11 @@ def _tracer(events: list[Event]) -> Callable[[FrameType, str, Any], Any]:
         def stepped(frame: FrameType, event: str, arg: Any) -> Any:
             if event == "opcode" and len(events) < MAX_EVENTS:
                 events.append((number, frame.f_code, frame.f_lasti))
+            elif ends and event == "opcode":
+                code, spent = frame.f_code, time.thread_time() - started
+                if spent > (AGAIN_S if code in _without_end else ENDLESS_S):
+                    _without_end.add(code)
+                    raise Endless
             return stepped
 
         return stepped

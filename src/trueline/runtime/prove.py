@@ -86,7 +86,7 @@ def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> t
 
 
 def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
-    with paths.watching() as way, care(probe):
+    with paths.watching(ends=True) as way, care(probe):
         try:
             outputs, error = eager.run(probe.inputs), ""
         except CaptureError as raised:

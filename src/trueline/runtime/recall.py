@@ -1,4 +1,5 @@
-"""What a model keeps in plain Python attributes while it is asked, and what it kept before.
+"""What a model keeps in plain Python attributes while it is asked, and what it kept before: in its own, in those of its
+classes, and in the names of its file that its functions use.
 
 A table that is made for a size when that size first comes is nobody's business. A number that is taken from the
 question which came first is: asked in another order, the model answers otherwise. Only who knows what the model held
@@ -11,18 +12,24 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
+from types import CellType, CodeType, FunctionType
 from typing import Any, final
 
 import numpy as np
 import torch
+
+from trueline.runtime import paths
+from trueline.runtime.size_lists import users_functions
 
 _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has: no user's attribute."""
 _DEPTH, _WIDTH = 4, 1000
 _LARGEST = 64 << 20
 """Bytes of a tensor in an attribute above which it is not copied, only looked at."""
-_MISSING = object()
+_PLAIN = (bool, int, float, str, list, dict, set, deque, tuple, torch.Tensor, np.ndarray)
+MISSING = object()
 
 
 def held(module: torch.nn.Module) -> dict[str, object]:
@@ -35,14 +42,99 @@ def held(module: torch.nn.Module) -> dict[str, object]:
     >>> before["seen"] == held(module)["seen"]
     False
     """
-    return {path: _trace(value, _DEPTH) for path, value in _attributes(module)}
+    return {kept.path: _trace(kept.value, _DEPTH) for kept in attributes(module)}
 
 
-def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Something that is kept under a name."""
+
+    path: str
+    holder: Any
+    """A class, a cell of a function, or else the dict (of an object, of a file) in which it is kept."""
+    name: str
+    value: Any
+
+    def put(self, value: Any) -> None:
+        """Keeps `value` instead; nothing where it is `MISSING`."""
+        if isinstance(self.holder, type):
+            if value is not MISSING:
+                setattr(self.holder, self.name, value)
+            elif self.name in vars(self.holder):
+                delattr(self.holder, self.name)
+        elif isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif value is not MISSING:
+            self.holder[self.name] = value
+        else:
+            self.holder.pop(self.name, None)
+
+
+def attributes(module: torch.nn.Module) -> Iterator[Kept]:
+    """What the parts of `module`, their classes and the files of these keep under names of their own."""
     for prefix, one in module.named_modules():
         for name, value in vars(one).items():
             if name not in _OWN:
-                yield f"{prefix}.{name}" if prefix else name, value
+                yield Kept(path=f"{prefix}.{name}" if prefix else name, holder=vars(one), name=name, value=value)
+    functions = list(users_functions(module))
+    users = {function.__globals__.get("__name__") for function in functions}
+    for kind in {kind for part in module.modules() for kind in type(part).__mro__ if kind.__module__ in users}:
+        for name, value in vars(kind).items():
+            if _is_plain(value) and not name.startswith("__"):
+                yield Kept(path=f"{kind.__qualname__}.{name}", holder=kind, name=name, value=value)
+    for function, names in _used(functions):
+        known, file = function.__globals__, function.__globals__.get("__name__", "")
+        for name in names:
+            if _is_plain(known.get(name, MISSING)):
+                yield Kept(path=f"{file}.{name}", holder=known, name=name, value=known[name])
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if not _is_empty(cell) and _is_plain(cell.cell_contents):
+                path = f"{function.__qualname__}.{name}"
+                yield Kept(path=path, holder=cell, name=name, value=cell.cell_contents)
+
+
+def defaults(module: torch.nn.Module) -> Iterator[Kept]:
+    """The collections that are defaults of the functions of `module`, and of those that they use: one for all calls."""
+    for function, _ in _used(list(users_functions(module))):
+        given = function.__defaults__ or ()
+        names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :] if given else ()
+        for name, value in zip(names, given, strict=True):
+            if type(value) in (list, dict, set):
+                yield Kept(path=f"{function.__qualname__}.{name}", holder={}, name=name, value=value)
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is MISSING
+    except ValueError:
+        return True
+
+
+def _used(waiting: list[FunctionType]) -> list[tuple[FunctionType, set[str]]]:
+    """The functions, and those of the user's that they use, with what each names of its file."""
+    found: list[tuple[FunctionType, set[str]]] = []
+    seen: set[CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        codes, names = [function.__code__], set[str]()
+        while codes:
+            code = codes.pop()
+            if code in seen:
+                continue
+            seen.add(code)
+            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+            names |= set(code.co_names)
+        for name in names:
+            value = function.__globals__.get(name, MISSING)
+            if isinstance(value, FunctionType) and paths.is_users(value.__code__.co_filename):
+                waiting.append(value)
+        found.append((function, names))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a tensor, or a collection: what somebody may keep something in."""
+    return value is None or type(value) in _PLAIN
 
 
 def _trace(value: Any, depth: int) -> object:
@@ -100,28 +192,21 @@ class Recall:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._held = held(module)
-        self._copies = {path: _copied(value, _DEPTH) for path, value in _attributes(module)}
+        self._copies = {kept.path: _copied(kept.value, _DEPTH) for kept in attributes(module)}
 
     def changed(self) -> tuple[str, ...]:
         """The attributes that hold something else by now."""
-        return tuple(path for path, trace in held(self._module).items() if self._held.get(path, _MISSING) != trace)
+        return tuple(path for path, trace in held(self._module).items() if self._held.get(path, MISSING) != trace)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Within the block the model holds what it held then; afterwards what it holds now."""
-        paths = self.changed()
-        now = {path: self._put(path, _copied(self._copies.get(path, _MISSING), _DEPTH)) for path in paths}
+        names = {*self.changed()}
+        now = [kept for kept in attributes(self._module) if kept.path in names]
+        for kept in now:
+            kept.put(_copied(self._copies.get(kept.path, MISSING), _DEPTH))
         try:
             yield
         finally:
-            for path, value in now.items():
-                self._put(path, value)
-
-    def _put(self, path: str, value: Any) -> Any:
-        """Puts `value` at `path`; what was there before."""
-        prefix, _, name = path.rpartition(".")
-        owner = vars(self._module.get_submodule(prefix))
-        before = owner.pop(name, _MISSING)
-        if value is not _MISSING:
-            owner[name] = value
-        return before
+            for kept in now:
+                kept.put(kept.value)

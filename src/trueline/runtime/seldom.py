@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from trueline.runtime import compare, explicit, paths, steady
 from trueline.runtime.paths import Event
+from trueline.runtime.recall import Kept, attributes, defaults
 from trueline.runtime.steady import ATTRIBUTE_HINT, OUTSIDE_HINT, Unsteady
 
 if TYPE_CHECKING:
+    import torch
+
     from trueline.bundle.signature import Array
     from trueline.runtime.eager import EagerSession
 
 MANY, BUDGET_S = 200, 2.0
 """Questions to a model that draws, and the seconds of this thread after which no further one is asked."""
+WIDTH = 100
+"""Numbers of a collection that are looked at."""
 COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
 """Calls that a counter is said to have seen."""
 
@@ -34,7 +40,8 @@ def seldom(eager: EagerSession) -> Unsteady | None:
         answer = eager.run(eager.example)
     if steady.random_states() != drawn:
         return _drawn(eager, answer, way)
-    changed = {name: number for name, number in _whole_numbers(users).items() if counted.get(name) != number}
+    before = {one.path: one.value for one in counted}
+    changed = [one for one in _whole_numbers(users) if before.get(one.path) != one.value]
     return _counted(eager, answer, changed, way)
 
 
@@ -54,39 +61,39 @@ def _drawn(eager: EagerSession, answer: dict[str, Array], way: Sequence[Event]) 
     return None
 
 
-def _whole_numbers(module: object) -> dict[str, int]:
-    """Attributes that hold a whole number, by name."""
-    import torch
-
-    assert isinstance(module, torch.nn.Module)
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, one in module.named_modules()
-        for name, value in vars(one).items()
-        if type(value) is int
-    }
+def _whole_numbers(module: torch.nn.Module) -> list[Kept]:
+    """What is kept that is a whole number, or holds one."""
+    found: list[Kept] = []
+    for kept in chain(attributes(module), defaults(module)):
+        value = kept.value
+        if type(value) is int:
+            found.append(kept)
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        found += [
+            Kept(path=f"{kept.path}[{key!r}]", holder=value, name=key, value=one)
+            for key, one in islice(inside, WIDTH)
+            if type(one) is int
+        ]
+    return found
 
 
 def _counted(
-    eager: EagerSession, answer: dict[str, Array], counters: dict[str, int], way: Sequence[Event]
+    eager: EagerSession, answer: dict[str, Array], counters: Sequence[Kept], way: Sequence[Event]
 ) -> Unsteady | None:
-    users = explicit.users_own(eager.module)
-    for path, number in counters.items():
-        owner, _, name = path.rpartition(".")
-        part = users.get_submodule(owner)
+    for counter in counters:
         for count in COUNTS:
-            setattr(part, name, count)
+            counter.put(count)
             try:
                 found = compare.compare(answer, eager.run(eager.example))
             except Exception:  # noqa: BLE001 - the user's forward at a count it may not know: no answer to compare
                 continue
             finally:
-                setattr(part, name, number)
+                counter.put(counter.value)
             if not found.agrees:
                 return Unsteady(
-                    why=f"the model keeps a state in the Python attribute {path}: it answers differently when that is "
-                    f"{count} ({found.reason})",
-                    place=paths.reading(way, name),
+                    why=f"the model keeps a state in the Python attribute {counter.path}: it answers differently when "
+                    f"that is {count} ({found.reason})",
+                    place=paths.reading(way, counter.path.partition("[")[0].rpartition(".")[2]),
                     hint=ATTRIBUTE_HINT,
                 )
     return None

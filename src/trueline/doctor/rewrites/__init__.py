@@ -13,15 +13,34 @@ from trueline.doctor.rewrites import (
     experts,
     loops,
     masks,
+    parts,
+    pieces,
     scalars,
     sizes,
     state,
+    tries,
     value_loops,
     worklist,
 )
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 
-_FAMILIES = (asides, arrays, sizes, experts, worklist, branch, masks, scalars, value_loops, loops, state, attributes)
+_FAMILIES = (
+    tries,
+    asides,
+    arrays,
+    sizes,
+    experts,
+    worklist,
+    branch,
+    masks,
+    pieces,
+    parts,
+    scalars,
+    value_loops,
+    loops,
+    state,
+    attributes,
+)
 """Safest first."""
 
 

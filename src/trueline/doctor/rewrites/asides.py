@@ -11,7 +11,8 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded, stored
+from trueline.doctor.rewrites.tries import is_caught
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -25,12 +26,15 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if _says(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}` says something and changes no answer: it is left out"
-    elif _checks(statement):
+    elif _checks(statement) and not is_caught(scope.text, scope.function, statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"the check `{_first(statement)}` is left out: a program raises nothing, check requests before it"
     elif _skips(statement):
         text = scope.replaced([statement], _instead(spot))
         words = f"`{_first(statement)}: continue` is left out: the rest of the step changes nothing there"
+        if isinstance(statement, ast.If) and not _selects_nothing(statement.test):
+            both = (statement.test.lineno, statement.body[0].lineno)
+            text = text if both[0] != both[1] else None
     elif isinstance(statement, ast.If) and _drops(scope, statement):
         text = scope.replaced([statement], _instead(spot))
         both = (statement.test.lineno, statement.body[0].lineno)
@@ -43,6 +47,12 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         words = f"`{_first(statement)}` is left out: what it keeps is computed at every call"
     if text:
         yield Candidate(text=text, words=words, both=both)
+    rest = spot.block[spot.index + 1 :]
+    if isinstance(statement, ast.If) and _skips(statement) and rest:
+        test = ast.UnaryOp(op=ast.Not(), operand=statement.test)
+        text = scope.replaced([statement, *rest], [ast.If(test=test, body=copy.deepcopy(rest), orelse=[])])
+        if text:
+            yield Candidate(text=text, words=f"`{_first(statement)}: continue` is a condition of the rest of the step")
 
 
 def _first(statement: ast.stmt) -> str:
@@ -84,6 +94,29 @@ def _skips(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Continue)
 
 
+def _selects_nothing(test: ast.expr) -> bool:
+    """Whether it asks if there is anything to do: what is done with nothing changes nothing, at any values."""
+    match test:
+        case ast.Compare(
+            left=ast.Call() | ast.Subscript() as count, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]
+        ):
+            return _counts(count)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call(func=ast.Attribute(attr="any"), args=[])):
+            return True
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as count):
+            return _counts(count)
+    return False
+
+
+def _counts(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="len")) | ast.Subscript(value=ast.Attribute(attr="shape")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="numel" | "nelement" | "size")):
+            return True
+    return False
+
+
 def _drops(scope: Scope, statement: ast.If) -> bool:
     """Whether all that it does is to forget a tensor, where values say so: `if not mask.any(): mask = None`."""
     if statement.orelse or scope.worth(statement.test) != "tensor" or len(statement.body) != 1:
@@ -102,16 +135,29 @@ def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     statement = spot.statement
     assert isinstance(statement, ast.If)
     match statement.test:
-        case ast.Compare(left=key, ops=[ast.NotIn()], comparators=[ast.Attribute() as kept]) if not statement.orelse:
+        case ast.Compare(left=key, ops=[ast.NotIn()], comparators=[kept]) if (
+            _keeps(scope, kept) and not statement.orelse
+        ):
             cell = ast.dump(ast.Subscript(value=kept, slice=key, ctx=ast.Load()))
-            name = scope.fresh(f"{kept.attr.lstrip('_')}_here")
+            name = scope.fresh(f"{ast.unparse(kept).rpartition('.')[2].strip('_').lower()}_here")
             new = [_Named(cell, name).visit(copy.deepcopy(one)) for one in (*statement.body, *_rest(spot))]
             stores = [one for one in new if isinstance(one, ast.Assign) and _is(one.targets, name)]
             return new if stores else None
-        case ast.Compare(ops=[ast.In()], comparators=[ast.Attribute()]) if not statement.orelse:
+        case ast.Compare(left=key, ops=[ast.In()], comparators=[kept]) if _keeps(scope, kept):
             returns = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return)
-            return [copy.deepcopy(one) for one in _rest(spot)] if returns and _rest(spot) else None
+            cell = ast.unparse(ast.Subscript(value=kept, slice=key, ctx=ast.Load()))
+            rest = [one for one in _rest(spot) if not ast.unparse(one).startswith(f"{cell} = ")]
+            return [copy.deepcopy(one) for one in rest] if returns and rest else None
     return None
+
+
+def _keeps(scope: Scope, node: ast.expr) -> bool:
+    """Whether it is where something may be kept from call to call: an attribute, or a name of the file."""
+    if isinstance(node, ast.Name):
+        given = scope.function.args
+        own = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)} | set(stored(scope.function))
+        return node.id not in own
+    return isinstance(node, ast.Attribute)
 
 
 def _rest(spot: Spot) -> Sequence[ast.stmt]:

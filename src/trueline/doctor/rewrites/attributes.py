@@ -41,7 +41,7 @@ class _Attribute:
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The attribute that the statement writes as a buffer, everywhere in its class."""
     name = written_attribute(spot.statement)
-    owner = _class_of(scope)
+    owner = class_of(scope)
     found = _attribute(scope, owner, name) if name and owner is not None else None
     if owner is None or found is None:
         return
@@ -102,7 +102,8 @@ def _of_self(node: ast.expr) -> str | None:
     return None
 
 
-def _class_of(scope: Scope) -> ast.ClassDef | None:
+def class_of(scope: Scope) -> ast.ClassDef | None:
+    """The class in which the function stands."""
     line = scope.function.lineno
     around = [
         node

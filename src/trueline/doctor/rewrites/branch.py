@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from trueline.doctor.rewrites.lists import appended_by
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
@@ -49,9 +50,9 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         return
     body, other, end = _ways(spot)
     heavy = any(isinstance(node, ast.Call) and _calls_module(node) for part in (body, other) for node in _nodes(part))
-    one = _one_place(scope, statement)
-    if one is not None:
-        yield one
+    for one in (_one_place(scope, statement), _one_item(scope, statement)):
+        if one is not None:
+            yield one
     choices = [_chosen(scope, spot, body, other, end), _run_always(scope, spot), *_taken(scope, spot, body, other, end)]
     order = (2, 0, 1) if heavy and len(choices) > 2 else range(len(choices))
     yield from (one for one in (choices[i] for i in order) if one is not None)
@@ -71,6 +72,18 @@ def _one_place(scope: Scope, statement: ast.If) -> Candidate | None:
     values = [without_numbers(value, scope) for _, value in found] + ([] if statement.orelse else [expression(place)])
     new = statements(f"{place} = {ast.unparse(_select(predicate(statement.test, scope), values[0], values[1]))}")
     text = scope.replaced([statement], new)
+    return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
+
+
+def _one_item(scope: Scope, statement: ast.If) -> Candidate | None:
+    """`if c: rows.append(a) else: rows.append(b)` as `rows.append(torch.where(c, a, b))`."""
+    found = [appended_by(way[0]) if len(way) == 1 else None for way in (statement.body, statement.orelse)]
+    one, two = found
+    if one is None or two is None or one[0] != two[0]:
+        return None
+    values = [without_numbers(value, scope) for _, value in (one, two)]
+    chosen = ast.unparse(_select(predicate(statement.test, scope), *values))
+    text = scope.replaced([statement], statements(f"{one[0]}.append({chosen})"))
     return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
 
 

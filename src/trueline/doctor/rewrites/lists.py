@@ -28,7 +28,7 @@ def joined(spot: Spot, name: str, stacked: str) -> tuple[ast.expr, ast.Call] | N
     joins."""
     for node in _after(spot):
         if isinstance(node, ast.Call) and _joins(node, name):
-            found = _join(node, stacked)
+            found = join(node, stacked)
             return None if found is None else (found, node)
     return None
 
@@ -44,7 +44,8 @@ def _joins(node: ast.Call, name: str) -> bool:
     return function in known and bool(node.args) and ast.unparse(node.args[0]) == name
 
 
-def _join(node: ast.Call, stacked: str) -> ast.expr | None:
+def join(node: ast.Call, stacked: str) -> ast.expr | None:
+    """What `torch.stack` or `torch.cat` makes of a list, as an expression on `stacked` (time first)."""
     assert isinstance(node.func, ast.Attribute)
     given = [*node.args[1:], *(k.value for k in node.keywords if k.arg in ("dim", "axis"))]
     try:
@@ -79,7 +80,7 @@ def uses(spot: Spot, name: str) -> dict[int, ast.expr | ast.stmt] | None:
 def _use(node: ast.expr, name: str) -> ast.expr | None:
     text = ast.unparse(node)
     if isinstance(node, ast.Call) and _joins(node, name):
-        return _join(node, name)
+        return join(node, name)
     if text in (f"reversed({name})", f"{name}[::-1]", f"list(reversed({name}))"):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None

@@ -10,7 +10,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.lists import begins, joined, uses, without_list
+from trueline.doctor.rewrites.lists import begins, join, joined, uses, without_list
 from trueline.doctor.rewrites.scans import body_of, copies, imported, one_or_all, scan, sources_of
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -31,7 +31,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         found = [_vectorised(scope, spot), _mapped(scope, spot), _scanned(scope, spot)]
         found += [_scanned(scope, spot, idle=True), _scanned(scope, spot, in_rows=True)]
     else:
-        found = [_listed(scope, spot)]
+        found = [_listed(scope, spot), _named_list(scope, spot)]
     yield from (one for one in found if one is not None)
 
 
@@ -106,27 +106,44 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
     class Map(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            listing = node.args[0] if node.args and ast.unparse(node.func) == "torch.stack" else None
+            joins = ast.unparse(node.func) in ("torch.stack", "torch.cat")
+            listing = node.args[0] if node.args and joins else None
             if not isinstance(listing, ast.ListComp | ast.GeneratorExp) or len(listing.generators) != 1:
                 return node
             rows = listing.generators[0]
             loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[], lineno=0)
             loop.body = statements(f"listed.append({ast.unparse(listing.elt)})")
             steps = taken_apart(scope, loop) if not rows.ifs else None
-            if steps is None or not steps.slices or (steps.uses_index and steps.length is None):
+            if steps is None or not (steps.slices or steps.uses_index) or (steps.uses_index and steps.length is None):
                 return node
             sources = sources_of(steps)
             value = ast.unparse(body_of(scope, steps)[-1].value)  # type: ignore[attr-defined]
-            changed.append(ast.unparse(node))
             mapped = f"torch.vmap(lambda {', '.join(sources)}: {value})({', '.join(sources.values())})"
-            given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-            return expression(mapped + (f".movedim(0, {ast.unparse(given[0])})" if given else ""))
+            found = join(node, mapped)
+            changed.extend([ast.unparse(node)] if found is not None else ())
+            return found or node
 
     if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
         return None
     new = Map().visit(copy.deepcopy(spot.statement))
     text = scope.replaced([spot.statement], [new]) if changed else None
     return Candidate(text=text, words=f"`{changed[0]}` treats every step by itself: torch.vmap") if text else None
+
+
+def _named_list(scope: Scope, spot: Spot) -> Candidate | None:
+    """`rows = [f(a) for a in x]` as the loop that it is."""
+    match spot.statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.ListComp(elt=element, generators=[rows])) if (
+            not rows.ifs
+        ):
+            pass
+        case _:
+            return None
+    loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[])
+    loop.body = statements(f"{name}.append({ast.unparse(element)})")
+    written = [ast.copy_location(one, spot.statement) for one in (*statements(f"{name} = []"), loop)]
+    block = [*spot.block[: spot.index], *written, *spot.block[spot.index + 1 :]]
+    return _mapped(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
 
 
 def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:

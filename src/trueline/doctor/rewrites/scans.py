@@ -55,11 +55,13 @@ def _device(steps: Steps) -> str:
 def body_of(scope: Scope, steps: Steps, *, idle: bool = False) -> list[ast.stmt]:
     """What a step does, with numbers that are tensors now: the counter, and what indices were computed."""
     least: dict[str, int] = {name: 0 for name in stored(steps.body) if _is_number(scope.seen.get(name))}
+    given = set(steps.slices) if steps.numbers else set()  # as an index each is a number still
+    least |= dict.fromkeys(given, 0)
     if steps.index is not None and (steps.uses_index or not steps.slices):
         least[steps.index] = (int(steps.start) if steps.start.isdecimal() else 0) - idle
     body = [_rebound(copy.deepcopy(one)) for one in steps.body]
     for name, low in least.items():
-        body = [Picked(name, least=low).visit(one) for one in body]
+        body = [Picked(name, least=low, given=name in given).visit(one) for one in body]
     return body
 
 
@@ -256,9 +258,11 @@ def _updates(steps: Steps, name: str) -> Iterator[tuple[str, ast.expr]]:
 class Picked(ast.NodeTransformer):
     """`x[t]` with a counter that is now a tensor: index_select, which takes no number out of it."""
 
-    def __init__(self, index: str, *, least: int = 0) -> None:
+    def __init__(self, index: str, *, least: int = 0, given: bool = False) -> None:
         self.index, self.least = index, least
         """The counter, and the smallest that it is."""
+        self.given = given
+        """Whether it is none, but a number that each step is given: vmap, mapping index_select, fixes the sizes."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """`torch.full_like(x, t)`, which would take the number out."""
@@ -287,7 +291,10 @@ class Picked(ast.NodeTransformer):
                 place = f"(({place}) % {whole}.shape[{axis}])"
             elif place != self.index:
                 place = f"({place})"
-            picked += f".index_select({axis}, {place}.reshape(1)).squeeze({axis})"
+            if self.given:
+                picked += f"[{':, ' * axis}{place}.reshape(1)].squeeze({axis})"
+            else:
+                picked += f".index_select({axis}, {place}.reshape(1)).squeeze({axis})"
         if any(ast.unparse(part) != ":" for part in rest):
             picked += f"[{', '.join(ast.unparse(part) for part in rest)}]"
         return expression(picked)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trueline.doctor.rewrites.lists import appended_by
+from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Scope,
@@ -37,6 +38,7 @@ from trueline.doctor.rewrites.tables import (
     shift_of,
     tables,
     under_mask,
+    whole,
 )
 
 
@@ -51,6 +53,8 @@ class Steps:
     start: str = ""
     """Where the counter begins, if not at 0."""
     backwards: bool = False
+    stride: int = 1
+    """How far the counter goes in a step."""
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Name in the step -> (tensor, its dimension of time)."""
     shifts: dict[str, int] = field(default_factory=dict)
@@ -65,11 +69,15 @@ class Steps:
     """Row that an earlier step filled, as a name in the step -> what it is for the first step."""
     body: list[ast.stmt] = field(default_factory=list)
     uses_index: bool = False
+    enumerated: bool = False
+    """Whether the counter counts the steps of a tensor."""
+    numbers: bool = False
+    """Whether the steps go over numbers that were taken out of a tensor: those of a tensor of one dimension."""
 
     @property
     def may_be_none(self) -> bool:
         """Whether there may be no step at all, of a tensor that a size makes empty."""
-        return bool(self.start) or self.length is None or isinstance(self.length, ast.BinOp)
+        return bool(self.start) or self.enumerated or self.length is None or isinstance(self.length, ast.BinOp)
 
     @property
     def listed(self) -> list[str]:
@@ -94,14 +102,18 @@ class Steps:
         tensor, axis = self.slices[part]
         moved = f"{tensor}.movedim({axis}, 0)" if axis else tensor
         shift, length = self.shifts.get(part, 0), self.length
-        if length is not None and (self.start or shift):
-            moved = f"{moved}[{_plus(self.start or '0', shift)}:{_plus(ast.unparse(length), shift)}]"
+        if length is not None and (self.start or shift or self.stride > 1):
+            strides = f":{self.stride}" if self.stride > 1 else ""
+            moved = f"{moved}[{_plus(self.start or '0', shift)}:{_plus(ast.unparse(length), shift)}{strides}]"
         return f"{moved}.flip(0)" if self.backwards else moved
 
     def counter(self, device: str = "", *, idle: bool = False) -> str:
         """The values of the counter, in the order of the steps; `idle` with one step more, before the first."""
         assert self.length is not None
         start, end = self.start, ast.unparse(self.length)
+        if self.stride > 1:
+            first = _plus(start or "0", -self.stride) if idle else start or "0"
+            return f"torch.arange({first}, {end}, {self.stride}{device})"
         if self.backwards:
             numbers = f"torch.arange({f'{start}, ' if start else ''}{_plus(end, int(idle))}{device}).flip(0)"
             return f"{numbers} % ({end})" if idle else numbers
@@ -136,6 +148,8 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
         return None
     loop, known = _with_tables(scope, steps, loop)
     scope = _knowing(scope, known.values())
+    if steps.numbers:
+        scope, loop = _with_numbers(scope, steps, loop)
     slicing = _Slicing(scope, steps, set(stored([pure(scope, one) for one in loop.body])), known)
     for statement in loop.body:
         fills = _filled(scope, steps, statement, loop)
@@ -180,11 +194,23 @@ class _LastOf(ast.NodeTransformer):
 
 def _with_tables(scope: Scope, steps: Steps, loop: ast.For) -> tuple[ast.For, dict[str, Table]]:
     """The loop with what it writes under masks written as a whole, and the tensors that it fills row by row."""
-    if steps.index is None or steps.length is None:
+    if steps.index is None or steps.length is None or steps.stride > 1:
         return loop, {}
     loop = copy.copy(loop)
     loop.body = [under_mask(scope, one, steps.index) for one in loop.body]
     return loop, tables(scope, loop, steps.index, start=steps.start, backwards=steps.backwards)
+
+
+def _with_numbers(scope: Scope, steps: Steps, loop: ast.For) -> tuple[Scope, ast.For]:
+    """What is known of the steps' numbers, which stay in their tensors, and the loop that computes with those."""
+    seen = dict(scope.seen)
+    for name, (source, axis) in steps.slices.items():
+        held = value_of(expression(source), scope.seen)
+        if isinstance(held, torch.Tensor) and held.ndim > axis and held.shape[axis]:
+            seen[name] = held.select(axis, 0)
+    scope, loop = replace(scope, seen=seen), copy.copy(loop)
+    loop.body = [without_numbers(one, scope) for one in loop.body]  # type: ignore[arg-type, misc]
+    return scope, loop
 
 
 def _knowing(scope: Scope, known: Iterable[Table]) -> Scope:
@@ -247,7 +273,13 @@ def put_back(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.
 
 def _filled(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> tuple[str, int, ast.expr] | None:
     """Name, dimension of time and value of `out[:, t] = value`."""
-    if steps.index is None or steps.start or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    if (
+        steps.index is None
+        or steps.start
+        or steps.stride > 1
+        or not isinstance(statement, ast.Assign)
+        or len(statement.targets) != 1
+    ):
         return None
     target = statement.targets[0]
     if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
@@ -326,9 +358,10 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
         if len(target.elts) != len(source.args) or any(one.arg != "strict" for one in source.keywords):
             return None
         pairs = [*zip(target.elts, source.args, strict=True)]
-    steps = Steps(index=index, length=None)
+    steps = Steps(index=index, length=None, enumerated=index is not None)
     for name, given in pairs:
-        axis, tensor = 0, given
+        axis, tensor = 0, _listed(given)
+        steps.numbers = steps.numbers or tensor is not given
         if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "unbind":
             said = [*given.args, *(keyword.value for keyword in given.keywords)]
             axis = ast.literal_eval(said[0]) if said else 0
@@ -336,11 +369,24 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
         if not isinstance(name, ast.Name) or scope.worth(tensor) != "tensor":
             return None
         steps.slices[name.id] = (ast.unparse(tensor), axis)
+        if steps.enumerated and steps.length is None and isinstance(tensor, ast.Name):
+            steps.length = expression(f"{tensor.id}.shape[{axis}]")
     return steps
 
 
+def _listed(node: ast.expr) -> ast.expr:
+    """Of `lengths.tolist()` the tensor, whose numbers stay in it."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
+            return tensor
+        case ast.Call(func=ast.Attribute(value=tensor, attr="cpu" | "detach" | "numpy"), args=[]):
+            return _listed(tensor)
+    return node
+
+
 def _counted(target: ast.expr, source: ast.Call) -> Steps | None:
-    """`range(n)`, `range(a, n)`, `reversed(range(n))`, `range(n - 1, -1, -1)` and `range(n - 2, a, -1)`."""
+    """`range(n)`, `range(a, n)`, `reversed(range(n))`, `range(n - 1, -1, -1)`, `range(n - 2, a, -1)`, and
+    `range(a, n, 3)`."""
     backwards = ast.unparse(source.func) == "reversed"
     if backwards and len(source.args) == 1 and isinstance(source.args[0], ast.Call):
         source = source.args[0]
@@ -356,6 +402,9 @@ def _counted(target: ast.expr, source: ast.Call) -> Steps | None:
             down = ast.unparse(last)
             start_ = "" if down == "-1" else _plus(down, 1)
             return Steps(index=target.id, length=_after(top), start=start_, backwards=True)
+        case [start, length, ast.Constant(value=int(stride))] if not backwards and stride > 0:
+            start_ = "" if ast.unparse(start) == "0" else ast.unparse(start)
+            return Steps(index=target.id, length=length, start=start_, stride=stride)
     return None
 
 
@@ -379,7 +428,7 @@ class _Slicing(ast.NodeTransformer):
 
     def __init__(self, scope: Scope, steps: Steps, assigned: set[str], known: Mapping[str, Table]) -> None:
         self.scope, self.steps, self.assigned, self.known = scope, steps, assigned, known
-        self.moving = {*assigned, *([steps.index] if steps.index else ())}
+        self.moving = {*assigned, *steps.slices, *([steps.index] if steps.index else ())}
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         index = self.steps.index
@@ -396,13 +445,17 @@ class _Slicing(ast.NodeTransformer):
                 return place.within(table.earlier(ago) if ago else table.row, node.ctx)
         elif place.root in self.assigned and table is None:
             return self.generic_visit(node)  # a later step reads what an earlier one wrote
-        alone = not place.fixed and all(full(part) or self.scope.worth(part) == "static" for part in place.rest)
+        alone = not place.fixed and all(full(one) or self._known(one) for one in place.rest)
         if isinstance(node.ctx, ast.Store) or not (alone or self.known) or (place.shift and self.steps.length is None):
             return self.generic_visit(node)
         self.steps.slices[row] = (place.base, place.axis)
         if place.shift:
             self.steps.shifts[row] = place.shift
         return place.within(row, node.ctx)
+
+    def _known(self, part: ast.expr) -> bool:
+        """Whether an index beside the counter is a number: one that nothing changes, or one of the steps' own."""
+        return self.scope.worth(part) == "static" or (self.steps.numbers and whole(self.scope, part))
 
 
 def carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:

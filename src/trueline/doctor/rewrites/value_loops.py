@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,13 +35,47 @@ from trueline.doctor.rewrites.steps import has_effects
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """Candidates for a loop at `spot`."""
     loop = spot.statement
-    found = _masked_break(scope, spot) if isinstance(loop, ast.For) else None
+    found = None
+    if isinstance(loop, ast.For):
+        found = _masked_break(scope, spot) or _early_return(scope, spot) or _asked_for(scope, spot)
     found = _while(scope, spot) if isinstance(loop, ast.While) else found
     if found is not None:
         yield found
 
 
 def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
+    new = _masked(scope, spot)
+    text = scope.replaced([spot.statement], new) if new else None
+    return Candidate(text=text, words="`break` becomes a mask: what is done stays as it is") if text else None
+
+
+def _early_return(scope: Scope, spot: Spot) -> Candidate | None:
+    """`if p: return v` in such a loop: `v` is kept, and chosen where the function returns after the loop."""
+    loop, tail = spot.statement, spot.block[spot.index + 1 :]
+    assert isinstance(loop, ast.For)
+    at = [i for i, one in enumerate(loop.body) if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return)]
+    if len(at) != 1 or not tail or not isinstance(tail[-1], ast.Return):
+        return None
+    end, last = loop.body[at[0]], tail[-1].value
+    assert isinstance(end, ast.If)
+    assert isinstance(end.body[-1], ast.Return)
+    value = end.body[-1].value
+    if value is None or last is None or isinstance(value, ast.Tuple | ast.Dict) or end.orelse:
+        return None
+    found, done = scope.fresh("found"), scope.fresh("done")
+    kept = [copy.deepcopy(one) for one in end.body[:-1]]
+    kept += [*statements(f"{found} = {ast.unparse(value)}"), ast.Break()]
+    body = [*loop.body[: at[0]], ast.If(test=end.test, body=kept, orelse=[]), *loop.body[at[0] + 1 :]]
+    first = statements(f"{found} = torch.zeros(())")
+    rest = [*tail[:-1], *statements(f"return torch.where({done}, {found}, {ast.unparse(last)})")]
+    changed = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=loop.orelse)
+    block = [*spot.block[: spot.index], *first, ast.copy_location(changed, loop), *rest]
+    new = _masked(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
+    text = scope.replaced(spot.block[spot.index :], [*first, *new, *rest]) if new else None
+    return Candidate(text=text, words="`return` in the loop becomes a mask: what is found is kept") if text else None
+
+
+def _masked(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     """`if p: break` in a loop of a fixed number of steps: what is done is kept by a mask, the steps go on.
 
     What is done appends zeros: whoever breaks off and needs as many steps fills up with those, and the proof sees it.
@@ -68,12 +103,35 @@ def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
         body += _Masking(scope, f"~{ends}", known & later).steps(last)
         body += statements(f"{done} = {done} | {ends}")
     else:
-        body += statements(f"{done} = {done} | {test}")
+        body += statements(f"{done} = {done} | ({test})")
     body += masking.steps(whole[at[0] + 1 :])
     head = statements(f"{done} = torch.zeros((), dtype=torch.bool)")
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
-    text = scope.replaced([loop], [*head, new])
-    return Candidate(text=text, words="`break` becomes a mask: what is done stays as it is") if text else None
+    return [*head, new]
+
+
+def _asked_for(scope: Scope, spot: Spot) -> Candidate | None:
+    """`for i in range(n)`, of a number that was taken out of a tensor, as the `while i < n` that it is."""
+    loop = spot.statement
+    match loop:
+        case ast.For(target=ast.Name(id=index), iter=ast.Call(func=ast.Name(id="range"), args=given), orelse=[]):
+            start, end = ("0", given[0]) if len(given) == 1 else (ast.unparse(given[0]), given[1])
+        case _:
+            return None
+    if len(given) > 2 or scope.worth(end) not in ("number", "tensor") or index in read_later(spot) - set(loaded(loop)):
+        return None
+    steps, index = scope.fresh("steps"), index if index in loaded(loop.body) else scope.fresh("done")
+    lines = (
+        f"{index} = {start}\n{steps} = {ast.unparse(without_numbers(end, scope))}\nwhile {index} < {steps}:\n    pass"
+    )
+    written = statements(lines)
+    assert isinstance(written[-1], ast.While)
+    written[-1].body = [*loop.body, *statements(f"{index} = {index} + 1")]
+    written = [ast.copy_location(one, loop) for one in written]
+    block = [*spot.block[: spot.index], *written, *spot.block[spot.index + 1 :]]
+    scope = replace(scope, seen={**scope.seen, index: torch.zeros((), dtype=torch.int64)})
+    found = _while(scope, Spot(block=block, index=spot.index + 2, outer=spot.outer), before=written[:2])
+    return found and replace(found, words=f"`{ast.unparse(loop).splitlines()[0]}` is a while_loop")
 
 
 def _breaks(statement: ast.If) -> bool:
@@ -118,8 +176,8 @@ def _kept_when(done: str, name: str, statement: ast.stmt, scope: Scope) -> list[
     return statements(f"{name} = torch.where({done}, {name}, {ast.unparse(value)})")
 
 
-def _while(scope: Scope, spot: Spot) -> Candidate | None:
-    """`while` on a value as torch's while_loop over what the body assigns."""
+def _while(scope: Scope, spot: Spot, before: Sequence[ast.stmt] = ()) -> Candidate | None:
+    """`while` on a value as torch's while_loop over what the body assigns; `before` goes ahead of it."""
     loop = spot.statement
     assert isinstance(loop, ast.While)
     if loop.orelse:
@@ -152,7 +210,7 @@ def _while(scope: Scope, spot: Spot) -> Candidate | None:
     if not carried:
         return None
     condition = None if always else predicate(test, scope)
-    return _while_text(scope, spot, carried, body, condition, stop, first)
+    return _while_text(scope, spot, carried, body, condition, stop, first, before)
 
 
 def _while_text(
@@ -163,6 +221,7 @@ def _while_text(
     condition: ast.expr | None,
     stop: ast.expr | None,
     once: list[ast.stmt],
+    ahead: Sequence[ast.stmt] = (),
 ) -> Candidate | None:
     """`once` is what is done before, where names begin with it."""
     going, step, flag = scope.fresh("going"), scope.fresh("step"), scope.fresh("stopped")
@@ -187,7 +246,7 @@ def _while_text(
     flags = ends if once else ["torch.zeros((), dtype=torch.bool)"] * len(ends)
     first = ", ".join([*starts, *flags])
     call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({first},))"
-    before = [copy.deepcopy(one) for one in once]
+    before = [copy.deepcopy(one) for one in (*ahead, *once)]
     new = scope.replaced([spot.statement], [*before, *functions, *statements(call)])
     head = ast.unparse(spot.statement).splitlines()[0]
     return (new and Candidate(text=imported(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)) or None
