@@ -122,6 +122,14 @@ class Middle(nn.Module):
         return spread, x.flatten(1).kthvalue(2, -1).values, x.median()
 
 
+class Halves(nn.Module):
+    """Parts of a length that is free: the last one is shorter where it is odd."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = x.chunk(2, 1)
+        return first, second, second - first[:, : second.shape[1]]
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a choice between booleans": (Chosen, (3, 5)),
     "instance norm": (Normed, (2, 3, 31, 31)),
@@ -133,12 +141,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "divided by a size": (Turned, (3, 5, 4)),
     "the middle": (Middle, (3, 5, 4)),
     "signs of zeros": (Signed, (3, 5)),
+    "halves of a length": (Halves, (3, 6, 4)),
 }
 FREE = {
     "attention with a bias": {"x": {1: "length"}},
     "pairs": {"x": {1: "points"}},
     "divided by a size": {"x": {1: "length"}},
     "the middle": {"x": {1: "length"}},
+    "halves of a length": {"x": {1: "length"}},
     "adaptive pooling": {"x": {2: "height", 3: "width"}},
 }
 

@@ -130,6 +130,18 @@ def test_a_list_that_is_walked_through_fixes_its_size_as_ever_and_the_line_is_na
     assert "list(range(x.shape[1]))" in refused.value.hint
 
 
+class Flattened(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1) * len(x[0])
+
+
+def test_the_len_of_a_tensor_is_its_first_size() -> None:
+    eager = EagerSession(Flattened().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
+    program = export.LoadedProgram(export.export(eager.module, eager.calling))
+    x = torch.randn(5, 7, 4).numpy()
+    assert (program.run({"x": x})["output"] == eager.run({"x": x})["output"]).all()
+
+
 def test_the_users_module_has_the_builtin_names_again_after_the_block_and_after_an_error() -> None:
     scope = Pooled.forward.__globals__
     assert size_lists.may_help(Pooled())

@@ -219,7 +219,7 @@ def _followed(
     try:
         return _program(flat, tensors, free)
     except Exception as error:
-        if _CONSTANT.search(str(error)) and size_lists.may_help(flat):
+        if _CONSTANT.search(str(error)) and (size_lists.may_help(flat) or size_lists.counts(flat)):
             kept = size_lists.kept(flat)
         elif size_tensors.may_help(flat, str(error)) and (program := _with_sizes(flat, tensors, free)) is not None:
             return program

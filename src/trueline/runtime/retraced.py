@@ -2,7 +2,7 @@
 
 | what stands in the way | what is done |
 |---|---|
-| a list of numbers that is made of a size | it stays a function of the size (`size_lists`) |
+| a list of numbers that is made of a size, the `len` of a tensor | it stays a function of the size (`size_lists`) |
 | a look at values that the model's own tensors decide | it is answered with them (`held_choices`) |
 | a number of a size that went through a tensor | it stays a size (`size_tensors`) |
 | a gradient that it takes of itself, a part that is TorchScript | the operators beneath are traced (`beneath`) |
@@ -41,10 +41,11 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
     from trueline.runtime.export import Fixed
 
     flat = Flat(module, calling)
-    if isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module):
+    listed = isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module)
+    if listed or (isinstance(error, Fixed) and size_lists.counts(module)):
         try:
             with size_lists.kept(module):
-                return _told(export(flat), "lists of numbers stay functions of a size")
+                return _told(export(flat), "lists of numbers and lengths stay functions of a size")
         except CaptureError:
             pass  # what is raised is what torch.export said of the model as it stands
     if size_tensors.may_help(module, error.message):

@@ -3,8 +3,8 @@
 Python's own `range` and `len` want a number, and the size becomes a constant. While a model is traced in the block,
 `range`, `len`, `list` and `tuple` of the user's modules know a list of which only the length is unknown: so many
 numbers in equal steps, several of these one after the other. It can be cut, joined, indexed and made a tensor. Whoever
-walks through it one by one fixes the size, as with a range. Source: the data model of Python ("Emulating container
-types").
+walks through it one by one fixes the size, as with a range. The `len` of a tensor is its first size.
+Source: the data model of Python ("Emulating container types").
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ def _range(*given: Any) -> Any:
 
 
 def _len(of: Any) -> Any:
+    if isinstance(of, torch.Tensor) and of.ndim:
+        return of.shape[0]  # which torch's own len makes a number
     return of.length if isinstance(of, SizeList) else builtins.len(of)
 
 
@@ -255,6 +257,11 @@ def may_help(module: torch.nn.Module) -> bool:
         "range" in names and not names.isdisjoint({"list", "len", "tuple"})
         for names in (set(function.__code__.co_names) for function in users_functions(module))
     )
+
+
+def counts(module: torch.nn.Module) -> bool:
+    """Whether code of the users that `module` is made of takes the length of anything."""
+    return any("len" in function.__code__.co_names for function in users_functions(module))
 
 
 def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
