@@ -149,7 +149,7 @@ def test_workers_that_cut_steps_differently_are_found_out_before_they_train():
 
 def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_and_in_quarantine(tmp_path):
     journal = Journal(tmp_path / "log")
-    journal.append(("LAUNCH", {"workers": 2}), ("SCALE", {"workers": 5, "before": 2, "why": "x"}))
+    journal.append(("LAUNCH", {"workers": 2}), ("SCALE", {"workers": 5, "before": 2, "again": True, "why": "x"}))
     journal.append(("QUARANTINE", {"slot": 3, "why": "died"}), ("VIEW", {**VIEW, "rotation": 4, "careful": True}))
     journal.append(
         ("SUSPECT", {"record": 7, "worker": "worker-0.0", "why": "odd"}),
@@ -159,7 +159,7 @@ def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_a
     assert (state.workers, state.quarantined, state.rotation, state.careful) == (5, {3: "died"}, 4, True)
     assert (state.suspects, state.set_aside) == ({7: {"worker-0.0": "odd"}}, {9: "a; b"})
     assert state.reported() == [{"record": 9, "where": "record 9 of x.parquet#0", "why": "a; b"}]
-    journal.append(("SCALE", {"workers": 4, "before": 5, "why": "x"}))
+    journal.append(("SCALE", {"workers": 4, "before": 5, "again": False, "why": "x"}))
     assert replay(journal)[0].quarantined == {3: "died"}
     journal.append(("LAUNCH", {"workers": 3}))
     assert (replay(journal)[0].workers, replay(journal)[0].quarantined) == (3, {})

@@ -108,7 +108,8 @@ def test_another_number_of_workers_outlives_the_master_and_ends_with_the_launch(
             await stub.Scale(pb.ScaleRequest(workers=4, why="more is better"), metadata=SECRET)
             await asyncio.gather(*master._tasks)
             assert master.engine.started[2:] == ["worker-2.0", "worker-3.0"]
-            assert said(master)[-3] == ("job.scaled", {"workers": 4, "before": 2, "why": "more is better"})
+            row = {"workers": 4, "before": 2, "again": True, "why": "more is better"}
+            assert said(master)[-3] == ("job.scaled", row)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Scale(pb.ScaleRequest(workers=0), metadata=SECRET)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

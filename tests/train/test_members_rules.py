@@ -1,5 +1,7 @@
 """Promises of scaling, hangs, quarantine, votes and care: pure decisions, time is a number that the test moves."""
 
+import dataclasses
+
 from membership_worlds import POLICY, A, B, C, World, logged, running
 
 from trueline.train import happenings as h
@@ -169,6 +171,15 @@ def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_with_its_reas
     }
     assert world.wait(60.0, A, C).of(h.Start) == []
     assert (world.state.phase, world.state.wanted) == ("running", 2)
+
+
+def test_a_slot_in_quarantine_is_tried_again_when_too_few_are_left_without_it():
+    world = quarantined_slot()
+    world.policy = dataclasses.replace(world.policy, min_workers=2)
+    world.happen(h.Scale(2, "asked for"))
+    assert (world.state.quarantined, world.state.wanted) == ({}, 2)
+    assert [start.slot for start in world.of(h.Start)] == [1]
+    assert logged(world, "SCALE")[0]["again"] is True
 
 
 def failing(world: World, slot: int, times: int, *, every_s: float = 9.0, failed: bool = True) -> World:

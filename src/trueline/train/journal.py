@@ -110,7 +110,7 @@ def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
             state.workers, state.quarantined = body["workers"], {}
         case "SCALE":
             state.workers = body["workers"]
-            state.quarantined = {} if body["workers"] >= body["before"] else state.quarantined
+            state.quarantined = {} if body["again"] else state.quarantined
         case "QUARANTINE":
             state.quarantined[body["slot"]] = body["why"]
         case "SUSPECT":

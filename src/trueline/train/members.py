@@ -216,16 +216,19 @@ def _broken(state: State, event: h.GroupBroken, now: float) -> list[Action]:
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Action]:
-    """Fills new slots (and tries those in quarantine again), or lets the highest ones leave by a planned view."""
+    """Fills new slots, or lets the highest ones leave by a planned view. Those in quarantine are tried again when the
+    job grows, and when too few would be left without them."""
     before, state.workers = state.workers, event.workers
-    if event.workers >= before:
+    again = event.workers >= before or state.wanted < policy.min_workers
+    if again:
         state.quarantined = {}
     waiting = [ref for ref in state.pending if parse_ref(ref)[1] >= event.workers]
     waiting += [m.ref for m in state.members.values() if m.rank < 0 and not m.left and m.slot >= event.workers]
     for ref in waiting:
         state.pending.pop(ref, None)
         state.members.pop(ref, None)
-    actions: list[Action] = [h.Log("SCALE", {"workers": event.workers, "before": before, "why": event.why})]
+    row = {"workers": event.workers, "before": before, "again": again, "why": event.why}
+    actions: list[Action] = [h.Log("SCALE", row)]
     actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
     actions += fill(state, now)
     return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy))
