@@ -59,6 +59,7 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "running sum of exponentials": lambda x, y: (torch.logcumsumexp(x, 1), torch.logcumsumexp(100 * y, 0)),
+    "small constants": lambda x, y: (torch.log(x.relu() + 1e-12), x / (y.relu() + 1e-9), (x * 1.000004) ** 9 - x**9),
     "signbit": lambda x, y: (torch.signbit(x), torch.signbit(y.round().long())),
     "copysign": torch.copysign,
     "atan2": torch.atan2,

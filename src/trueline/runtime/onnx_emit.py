@@ -22,7 +22,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, onnx_mended, onnx_pools, onnx_sizes, paths, recurrent, torchlib
+from trueline.runtime import custom_ops, onnx_constants, onnx_mended, onnx_pools, onnx_sizes, paths, recurrent, torchlib
 from trueline.runtime.decompositions import looked_up_once
 from trueline.runtime.export import Exported
 from trueline.runtime.onnx_translations import TRANSLATIONS
@@ -164,7 +164,7 @@ def _exported(
     program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int | None
 ) -> torch.onnx.ONNXProgram | None:
     # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
-    with torch.no_grad(), quiet(), recurrent.whole(), torchlib.listed_once(), looked_up_once():
+    with torch.no_grad(), quiet(), recurrent.whole(), torchlib.listed_once(), looked_up_once(), onnx_constants.exact():
         return torch.onnx.export(
             program,
             (),
