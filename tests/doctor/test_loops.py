@@ -37,17 +37,20 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
     return row.rewrite.diff
 
 
+@pytest.mark.long
 def test_the_best_path_of_a_chain_is_found_by_two_scans_that_may_have_no_step() -> None:
     diff = healed(models.Viterbi(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
     assert diff.count(" = scan(") == 2
     assert "path.flip(0)" in diff
 
 
+@pytest.mark.long
 def test_greedy_decoding_of_ctc_writes_at_places_that_values_decide() -> None:
     diff = healed(models.Collapsed(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4), onnx=True)
     assert "index_put" in diff
 
 
+@pytest.mark.long
 def test_decoding_that_ends_early_appends_zeros_where_it_was_filled_up() -> None:
     diff = healed(models.Sentence(), torch.randn(3, 4), 3 * torch.randn(7, 4), 9 * torch.randn(1, 4), onnx=True)
     assert "torch.zeros_like(scores)" in diff
@@ -64,6 +67,7 @@ def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
     assert "torch.full((), shift, dtype=torch.float32)" in diff
 
 
+@pytest.mark.long
 def test_writes_into_what_a_loop_carries_become_new_values() -> None:
     diff = healed(models.Pointer(), torch.randn(3, 5, 4), torch.randn(2, 7, 4), torch.randn(1, 1, 4))
     assert "chosen.index_put(" in diff
@@ -99,6 +103,7 @@ def test_arrays_of_numpy_stay_tensors() -> None:
     assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))
 
 
+@pytest.mark.long
 def test_what_stands_still_is_asked_as_a_tensor() -> None:
     diff = healed(models.Ranked(), torch.randn(3, 5, 4), 3 * torch.randn(2, 8, 4), torch.zeros(1, 1, 4), onnx=True)
     assert "torch.isclose(new, v, atol=0.001).all()" in diff
@@ -135,12 +140,14 @@ def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
     assert "torch.where(gone[:, None], x_t_1_ago, x_t)" in diff
 
 
+@pytest.mark.long
 def test_a_table_of_dynamic_programming_is_two_scans_that_carry_one_row_each() -> None:
     diff = healed(models.Warped(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 8, 4), onnx=True)
     assert diff.count(" = scan(") == 2
     assert "index_put" not in diff
 
 
+@pytest.mark.long
 def test_a_filter_looks_two_steps_back_also_where_there_is_only_one() -> None:
     diff = healed(models.Resonant(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
     assert "y_t_2_ago = y_t_1_ago" in diff
@@ -156,6 +163,7 @@ def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> No
     assert "h.index_put(" in diff
 
 
+@pytest.mark.long
 def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
     diff = healed(models.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
     assert "scan(" in diff
