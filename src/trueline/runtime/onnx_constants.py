@@ -20,12 +20,13 @@ from onnxscript.rewriter import _matcher
 @contextmanager
 def exact() -> Iterator[None]:
     """While a program is optimized in the block, a constant of a rule is met by its own value alone."""
-    before: Any = _matcher.math
-    _matcher.math = SimpleNamespace(**vars(math) | {"isclose": _equal})
+    names: dict[str, Any] = vars(_matcher)
+    before = names["math"]
+    names["math"] = SimpleNamespace(**vars(math) | {"isclose": _equal})
     try:
         yield
     finally:
-        _matcher.math = before
+        names["math"] = before
 
 
 def _equal(found: float, wanted: float, **_: float) -> bool:

@@ -3,7 +3,8 @@
 Python's own `range` and `len` want a number, and the size becomes a constant. While a model is traced in the block,
 `range`, `len`, `list` and `tuple` of the user's modules know a list of which only the length is unknown: so many
 numbers in equal steps, several of these one after the other. It can be cut, joined, indexed and made a tensor. Whoever
-walks through it one by one fixes the size, as with a range. The `len` of a tensor is its first size.
+walks through it one by one fixes the size, as with a range. The `len` of a tensor is its first size, `int` of a size is
+the size, and `float` of it a number that is as free.
 Source: the data model of Python ("Emulating container types").
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -210,11 +211,37 @@ class _Kind(type):
         return cls.plain[given]  # type: ignore[index] # list[int]
 
 
+class _Number(_Kind):
+    """`int` and `float` as the user's modules have them: the builtin one, but for what is made of a size."""
+
+    free: type
+    converted: Callable[[Any], Any]
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        if len(given) == 1 and isinstance(given[0], torch.SymInt | torch.SymFloat):
+            return cls.converted(given[0])
+        return cls.plain(*given, **named)
+
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, cls.plain | cls.free)
+
+
 def _kind(plain: type) -> type:
     return _Kind(plain.__name__, (), {"plain": plain})
 
 
-_KNOWN = {"range": _range, "len": _len, "list": _kind(list), "tuple": _kind(tuple)}
+def _number(plain: type, free: type, converted: Callable[[Any], Any]) -> type:
+    return _Number(plain.__name__, (), {"plain": plain, "free": free, "converted": staticmethod(converted)})
+
+
+_KNOWN = {
+    "range": _range,
+    "len": _len,
+    "list": _kind(list),
+    "tuple": _kind(tuple),
+    "int": _number(int, torch.SymInt, torch.sym_int),
+    "float": _number(float, torch.SymFloat, torch.sym_float),
+}
 
 
 class _Tensors(TorchFunctionMode):
@@ -260,8 +287,9 @@ def may_help(module: torch.nn.Module) -> bool:
 
 
 def counts(module: torch.nn.Module) -> bool:
-    """Whether code of the users that `module` is made of takes the length of anything."""
-    return any("len" in function.__code__.co_names for function in users_functions(module))
+    """Whether code of the users that `module` is made of takes the length of anything, or makes a number of it."""
+    named = {"len", "int", "float"}
+    return any(not named.isdisjoint(function.__code__.co_names) for function in users_functions(module))
 
 
 def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
