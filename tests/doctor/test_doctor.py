@@ -26,7 +26,7 @@ from trueline.doctor.patch import patched
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
-from trueline.runtime import graph
+from trueline.runtime import graph, size_lists
 from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow
@@ -119,14 +119,16 @@ def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn
         torch.testing.assert_close(patched(model().eval(), found.texts)(one), model()(one))
 
 
-def test_a_size_that_python_makes_a_number_of_stays_free() -> None:
+def test_a_size_that_python_makes_a_number_of_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,)).status == "ready"
+    monkeypatch.setattr(size_lists, "counts", lambda module: False)  # as where `int` is a name of the file's own
     row = whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,))
     assert row.status == "rewritten"
     assert row.cause is not None
     assert (row.cause.kind, row.cause.line) == ("fixed size", models.line_of("int"))
     assert row.rewrite is not None
+    assert "+        rows = self.seed.expand(x.shape[0], -1)" in row.rewrite.diff
     assert "+        steps = x.shape[1]" in row.rewrite.diff
-    assert "         rows = self.seed.expand(len(x), -1)" in row.rewrite.diff  # that is followed as it stands
 
 
 def test_a_while_on_a_value_becomes_a_while_loop() -> None:
