@@ -30,3 +30,11 @@ def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[
     assert way
     assert heard.__code__ not in {code for _, code, _ in way}
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("inside", "users"),
+    [("torch/nn/modules/linear.py", False), ("numpy/core.py", False), ("ncps/torch/cfc.py", True), ("mine.py", True)],
+)
+def test_a_library_that_has_a_part_called_torch_is_of_the_users_choice(inside: str, users: bool) -> None:
+    assert paths.is_users(f"/somewhere/lib/python3/site-packages/{inside}") is users

@@ -111,7 +111,7 @@ def _roots() -> tuple[str, ...]:
 
 
 _ROOTS = _roots()
-_LIBRARIES = ("/torch/", "/numpy/", "/onnxscript/", "/onnx_ir/", "/onnxruntime/")
+_LIBRARIES = frozenset({"torch", "numpy", "onnxscript", "onnx_ir", "onnxruntime"})
 _users: dict[str, bool] = {}
 
 
@@ -121,9 +121,9 @@ def is_users(file: str) -> bool:
     """
     found = _users.get(file)
     if found is None:
-        in_site = "/site-packages/" in file
-        known = in_site and any(library in file for library in _LIBRARIES)
-        found = _users[file] = not known and (in_site or not file.startswith(_ROOTS))
+        _, in_site, inside = file.rpartition("/site-packages/")
+        known = in_site and inside.partition("/")[0] in _LIBRARIES  # a package may have a part called torch
+        found = _users[file] = not known and (bool(in_site) or not file.startswith(_ROOTS))
     return found
 
 
