@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.runtime import paths
+from trueline.runtime.in_calls import within
 from trueline.runtime.size_lists import users_functions
 
 MOST = 64
@@ -105,14 +106,5 @@ def left_out(flat: torch.nn.Module, calls: Iterable[tuple[torch.Tensor, ...]]) -
 @contextmanager
 def all_of_them(module: torch.nn.Module) -> Iterator[None]:
     """While `module` is traced in the block, its loops over places go over all of them."""
-    # entered where the module is called: an exporter's own modes would come before it
-    mode: Any = Places(all=True)
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
-        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
-    )
-    try:
+    with within(module, Places(all=True)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trueline.runtime import paths
+from trueline.runtime.in_calls import within
 
 Int = Any
 """An int, or a torch.SymInt, which torch types for some operators only."""
@@ -258,20 +259,12 @@ class _Tensors(TorchFunctionMode):
 def kept(module: torch.nn.Module) -> Iterator[None]:
     """While `module` is traced in the block, lists of numbers in its own code stay functions of the sizes."""
     scopes = {id(function.__globals__): function.__globals__ for function in users_functions(module)}
-    mode: Any = (
-        _Tensors()
-    )  # entered where the module is called: an exporter's own modes would take the lists apart before
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
-        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
-    )
     try:
         for scope in scopes.values():
             scope |= {name: known for name, known in _KNOWN.items() if name not in scope}
-        yield
+        with within(module, _Tensors()):  # an exporter's own modes would take the lists apart
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for scope in scopes.values():
             for name, known in _KNOWN.items():
                 if scope.get(name) is known:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.runtime import paths
+from trueline.runtime.in_calls import within
 from trueline.runtime.size_lists import users_functions
 
 Size = Any
@@ -179,13 +180,5 @@ def _named(function: FunctionType) -> Iterator[CodeType]:
 @contextmanager
 def kept(module: torch.nn.Module) -> Iterator[None]:
     """While `module` is traced in the block, what it puts of sizes into tensors comes back as sizes."""
-    mode: Any = SizeTensors()  # entered where the module is called, as an exporter's own modes would come before it
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: mode.__enter__() and None),
-        module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True),
-    )
-    try:
+    with within(module, SizeTensors()):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
