@@ -30,7 +30,7 @@ WARM_UP, TURNS = 5, 40
 
 
 class Cnn(nn.Module):
-    """Inverted residuals as in MobileNetV2; its channels are weighed by the median of each."""
+    """Inverted residuals as in MobileNetV2; channels are weighed by how likely their energy is (incomplete gamma)."""
 
     def __init__(self, blocks: int = 6, width: int = 24) -> None:
         super().__init__()
@@ -52,14 +52,15 @@ class Cnn(nn.Module):
         for at, block in enumerate(self.blocks):
             hidden = hidden + block(hidden)
             if at == len(self.blocks) // 2:
-                gate = hidden.flatten(2).median(2).values.sigmoid()
+                energy = hidden.flatten(2).square().mean(2)
+                gate = torch.special.gammainc(torch.ones_like(energy), energy)
                 hidden = hidden * gate[:, :, None, None]
         found: Tensor = self.head(hidden.mean((2, 3)))
         return found
 
 
 class Encoder(nn.Module):
-    """Four layers of a transformer, pooled by the median of its positions."""
+    """Four layers of a transformer; answers a Dirichlet's expected log-probabilities, as evidential networks do."""
 
     def __init__(self, layers: int = 4, width: int = 256) -> None:
         super().__init__()
@@ -68,8 +69,8 @@ class Encoder(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layers(tokens).median(1).values)
-        return found
+        counts = 1 + nn.functional.softplus(self.head(self.layers(tokens).mean(1)))
+        return torch.digamma(counts) - torch.digamma(counts.sum(1, keepdim=True))
 
 
 class Tabular(nn.Module):
