@@ -119,11 +119,10 @@ def climb(
 
     while True:
         rungs = [attempt(exported, format) for format in formats]
-        if not any(rung.attempt.verdict == "proven" for rung in rungs):
+        stricter = _stricter(exported, rungs)
+        if stricter is None and not any(rung.attempt.verdict == "proven" for rung in rungs):
             rungs += [attempt(exported, format) for format in otherwise]
-        if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
-            return rungs
-        stricter = claims.narrower(exported)
+            stricter = _stricter(exported, rungs)
         if stricter is None:
             return rungs
         events.emit("claim.narrowed", to=range_text(stricter.signature))
@@ -149,6 +148,13 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
     )
     observations = observe(eager, probes, num_draws=num_draws)
     return claims.borne_out(exported, observations), observations
+
+
+def _stricter(exported: Exported | CaptureError, rungs: Sequence[Rung]) -> Exported | None:
+    """What claims less, where a program disagrees only since too much was claimed for it; else None."""
+    if isinstance(exported, CaptureError) or not _overreached(exported, rungs):
+        return None
+    return claims.narrower(exported)
 
 
 def _overreached(exported: Exported, rungs: Sequence[Rung]) -> bool:
