@@ -193,11 +193,12 @@ def test_a_lane_that_is_too_many_takes_nothing_from_the_deck() -> None:
 def test_whatever_comes_goes_and_hurries_each_request_is_answered_once_and_runs_at_most_once(
     policy: Policy, lanes: int
 ) -> None:
-    rng, ran = random.Random(7), []
+    rng, ran, gate = random.Random(7), [], threading.Event()
     settings = Policy(batch=policy.batch, max_batch=policy.max_batch, max_delay_s=policy.max_delay_s, lanes=lanes,
                       max_requests=20)  # fmt: skip
 
     def run(inputs: Any) -> dict[str, Any]:
+        gate.wait()
         ran.extend(inputs["x"].tolist())
         return {"y": inputs["x"] + 1}
 
@@ -207,17 +208,21 @@ def test_whatever_comes_goes_and_hurries_each_request_is_answered_once_and_runs_
             asked: dict[int, asyncio.Future[Any]] = {}
             fates = {"answered": 0, "refused": 0, "withdrawn": 0, "late": 0}
             for value in range(2000):
+                # For 40 of every 100 requests the runtime is busy: the queue fills up, refuses, and holds what can be
+                # withdrawn.
+                (gate.clear if value % 100 < 40 else gate.set)()
                 timeout_s = 0.0005 if rng.random() < 0.1 else None
                 try:
                     asked[value] = batcher.submit(x(value), 1, rng.choice("ab"), timeout_s, rng.randint(1, 5))
                 except Overloaded:
                     fates["refused"] += 1
                 if rng.random() < 0.1:
-                    asked[rng.choice(list(asked))].cancel()
+                    asked[rng.choice(list(asked)[-20:])].cancel()
                 if rng.random() < 0.3:
                     await asyncio.sleep(0)
-                if rng.random() < 0.02:
+                if gate.is_set() and rng.random() < 0.02:
                     await asyncio.wait(asked.values())  # the threads, too, get their time
+            gate.set()
             for value, one in asked.items():
                 try:
                     assert (await one)["y"].tolist() == [value + 1]
