@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from again import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
+from outcomes import Recorder
 
 gc.disable()  # until all is imported: nothing of it will ever be garbage
 
@@ -29,6 +29,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 EXPORTING = {"capture", "doctor", "runtime"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Recorder())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

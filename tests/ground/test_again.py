@@ -22,7 +22,9 @@ def test_flaky():
 
 def a_run(folder: Path, tests: str) -> Path:
     """A run of pytest over `tests`; where it remembers."""
-    (folder / "conftest.py").write_text("from again import pytest_sessionfinish, pytest_sessionstart\n")
+    (folder / "conftest.py").write_text(
+        "import outcomes\ndef pytest_configure(config):\n    config.pluginmanager.register(outcomes.Recorder())\n"
+    )
     (folder / "test_it.py").write_text(tests)
     found = subprocess.run(
         [
@@ -55,6 +57,17 @@ def test_what_passes_alone_is_named_as_flaky_and_forgiven(
     assert again.main([memory]) == 0
     assert "FLAKY, to be mended" in (told := capfd.readouterr().out)
     assert "test_it.py::test_flaky" in told
+
+
+def test_a_test_that_is_deselected_by_default_is_run_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    memory = a_run(tmp_path, FLAKY.replace("def test", "import pytest\n@pytest.mark.slow\ndef test"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(again.__file__).parent))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-m 'not slow'")
+    assert again.main([memory]) == 0
+    assert "test_it.py::test_flaky" in capfd.readouterr().out
 
 
 def test_what_fails_twice_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
