@@ -1,0 +1,32 @@
+"""README and docs cite tests as what holds their promises: each of them exists, and `.ci/run` runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CITED = re.compile(r"(test_\w+\.py)(?:::(\w+)(…?))?")
+FILES = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+NOT_IN_CI = re.compile(r"^pytestmark = .*mark\.(chaos|long)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_cited_test_exists(page: Path) -> None:
+    for file, test, more in CITED.findall(page.read_text()):
+        assert file in FILES, f"{page.name} cites {file}"
+        names = re.findall(r"def (test_\w+)", FILES[file].read_text())
+        assert not test or any(name.startswith(test) if more else name == test for name in names), f"{file}::{test}"
+
+
+def test_ci_runs_every_file_that_the_readme_cites() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "\nmake test " in ci
+    assert "\n  make test-jobs " in ci
+    cited = {file for file, _, _ in CITED.findall((ROOT / "README.md").read_text())}
+    assert len(cited) > 15
+    for file in cited:
+        assert not NOT_IN_CI.search(FILES[file].read_text()), f"{file} is run by nothing that .ci/run calls"
