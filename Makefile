@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms test-jobs test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms test-jobs mutants test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,15 +42,20 @@ JOBS ?= 2
 test: test-$(DEPTH)  ## the rooms and the whole line, JOBS=2 suites at a time; DEPTH=quick: the short form
 
 test-full: $(STAMP)
-	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full)
+	@rm -rf $(addsuffix /v/trueline,$(addprefix $(CACHE)/,$(SUITES_full)))
+	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full); $(call SUMMARY,full)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'; $(call SUMMARY,quick)
+
+# What was skipped, and why, stands last, whatever failed.
+SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SUITES_$(1))); exit $$status
 
 # Each suite remembers on its own what failed: two at a time would overwrite each other's memory.
 CACHE := .pytest_cache
 SUITES_full := suite-programs suite-train suite-rooms suite-line
 SUITES_quick := suite-quick
+SUITES_jobs := suite-jobs
 
 again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
 	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
@@ -72,7 +77,10 @@ suite-rooms: $(STAMP)
 	  --ignore=tests/data --ignore=tests/state --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
-	$(BIN)/python -m pytest -m jobs $(call MARKED,jobs)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m jobs $(call MARKED,jobs); $(call SUMMARY,jobs)
+
+mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the same
 	$(BIN)/python -m pytest -m long $(call MARKED,long)
@@ -138,4 +146,4 @@ protos: $(STAMP)  ## generated code of the wire protos
 	  trueline/wire/inference.proto trueline/wire/torchserve.proto
 
 clean:  ## the environment, caches and what the demo left here
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs mlruns mlartifacts mlflow.db
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants runs mlruns mlartifacts mlflow.db
