@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import WORLDS, FakeOdps, flat, images, raw, samples, write_json, write_sql
 
 from trueline.data import index, recordio, snappy
 from trueline.data.listing import LocalFile
@@ -26,6 +25,7 @@ from trueline.data.records import Records
 from trueline.data.resident import Resident
 from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
+from worlds.records import WORLDS, FakeOdps, flat, images, raw, samples, write_json, write_sql
 
 pytestmark = pytest.mark.slow  # hundreds of files
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import columns
 
 from trueline.data.open import open_records, open_source
 from trueline.data.records import Records
 from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
+from worlds.records import columns
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'trueline[postgres]'")
 

@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from worlds import FILES, WORLDS, flat, rich
 
 from trueline import events
 from trueline.data import remote
@@ -35,6 +34,7 @@ from trueline.data.remote import list_store
 from trueline.data.store import Patience, Store, redacted, shown
 from trueline.data.table import TableSource
 from trueline.errors import DataError
+from worlds.records import FILES, WORLDS, flat, rich
 
 pytestmark = pytest.mark.slow  # hundreds of files
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from s3_worlds import CHECKING, KEY, REFUSING, SECRET, SERVERS
-from worlds import WORLDS, flat
 
 from trueline import events, files
 from trueline.data import look, remote
@@ -18,6 +16,8 @@ from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords, Records
 from trueline.data.write import Plan, RangeWriter, StoreFolder
 from trueline.errors import DataError
+from worlds.records import WORLDS, flat
+from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
 
 pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
 

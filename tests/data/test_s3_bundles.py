@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from s3_worlds import CHECKING, KEY, SECRET, SERVERS
 
 from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, pack, seal
 from trueline.errors import BundleError, StorageError
 from trueline.serve import remote
+from worlds.s3 import CHECKING, KEY, SECRET, SERVERS
 
 pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
 

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from worlds import WORLDS, as_table, flat, nested, raw, rich
 
 from trueline import events, files
 from trueline.data import look
@@ -22,6 +21,7 @@ from trueline.data.records import Records
 from trueline.data.whole import COMMIT, PLAN
 from trueline.data.write import Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
+from worlds.records import WORLDS, as_table, flat, nested, raw, rich
 
 
 def rows_of(records: Records) -> list[Any]:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import dynamic_models as models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime import graph, size_lists
 from trueline.runtime.eager import EagerSession
+from worlds import dynamic as models
 
 pytestmark = pytest.mark.slow
 

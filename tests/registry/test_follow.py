@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from registry_worlds import small_bundle
 
 from trueline.errors import RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store
 from trueline.registry.curves import MAX_POINTS, Curves
+from worlds.small_bundle import small_bundle
 
 Event = tuple[str, dict[str, Any], float]
 

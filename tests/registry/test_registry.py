@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from registry_worlds import small_bundle
 
 from trueline.errors import BundleError, RegistryError, RequestError, UsageError
 from trueline.registry import RunFacts, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
+from worlds.small_bundle import small_bundle
 
 pytestmark = pytest.mark.slow
 

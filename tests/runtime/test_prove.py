@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from small_models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, line_of
 from torch import nn
 
 from trueline.bundle.signature import Dim, Signature
@@ -16,6 +15,7 @@ from trueline.runtime import paths
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import Proof, observe, parting, prove
+from worlds.models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, line_of
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from test_serve_routes import Desk
@@ -18,9 +17,10 @@ from test_serve_routes import Desk
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
 from trueline.serve import binary, coding, oip
+from worlds import bundles
 
-X = worlds.spec("x", "batch", 3)
-ONE = Signature(inputs=(X,), outputs=(worlds.spec("y", "batch", 3),), dims={"batch": Dim()})
+X = bundles.spec("x", "batch", 3)
+ONE = Signature(inputs=(X,), outputs=(bundles.spec("y", "batch", 3),), dims={"batch": Dim()})
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +126,13 @@ def test_no_torn_binary_body_is_more_than_a_request_error(length: int, at: int, 
 
 
 def test_half_floats_and_booleans_travel_as_bytes_only() -> None:
-    halves = Signature(inputs=(worlds.spec("h", "batch", datatype="FP16"),), outputs=(X,), dims={"batch": Dim()})
+    halves = Signature(inputs=(bundles.spec("h", "batch", datatype="FP16"),), outputs=(X,), dims={"batch": Dim()})
     array = np.array([1.5, -2.0], np.float16)
     body, length = body_of(("h", array))
     assert oip.decode(body, halves, length).inputs["h"].tolist() == [1.5, -2.0]
     with pytest.raises(RequestError, match="raw bytes only"):
         oip.decode(b'{"inputs":[{"name":"h","shape":[1],"datatype":"FP16","data":[1]}]}', halves)
-    flags = Signature(inputs=(worlds.spec("b", "batch", datatype="BOOL"),), outputs=(X,), dims={"batch": Dim()})
+    flags = Signature(inputs=(bundles.spec("b", "batch", datatype="BOOL"),), outputs=(X,), dims={"batch": Dim()})
     body, length = body_of(("b", np.array([True, False])))
     assert oip.decode(body, flags, length).inputs["b"].tolist() == [True, False]
     with pytest.raises(RequestError, match="bytes other than 0 and 1"):

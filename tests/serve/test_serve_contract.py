@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import serve_worlds as worlds
 from test_serve_fleet import Office
+
+from worlds import bundles
 
 DESCRIBED = """modelName modelVersion modelUrl runtime minWorkers maxWorkers batchSize maxBatchDelay responseTimeout
 startupTimeout maxRetryTimeoutInSec clientTimeoutInMills parallelType parallelLevel deviceType continuousBatching
@@ -21,7 +22,7 @@ TIMES = "success fail queue compute_input compute_infer compute_output cache_hit
 def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     """One that serves `tiny`, and was asked once."""
     folder: Path = tmp_path_factory.mktemp("store")
-    worlds.double_plus(folder / "tiny.bundle", max_rows=8)
+    bundles.double_plus(folder / "tiny.bundle", max_rows=8)
     made = Office(folder)
     assert made.manage("POST", "/models?url=tiny.bundle&initial_workers=1")[0] == 200
     assert made.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 200
@@ -85,7 +86,7 @@ def test_a_coding_that_nobody_here_opens_is_refused_with_those_that_are(office: 
 
 
 def test_an_unload_may_say_what_becomes_of_what_depends_on_the_model(tmp_path: Path) -> None:
-    worlds.double_plus(tmp_path / "tiny.bundle")
+    bundles.double_plus(tmp_path / "tiny.bundle")
     office = Office(tmp_path)
     office.manage("POST", "/models?url=tiny.bundle&initial_workers=1")
     given = b'{"parameters": {"unload_dependents": true}}'

@@ -9,25 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import asking
 import pytest
-import serve_worlds as worlds
 from test_serve_fleet import Office
 
-import browser
 from trueline import serve
 from trueline.serve import dashboard
 from trueline.serve.fleet import Found
 from trueline.serve.guard import is_open
 from trueline.serve.http import Request, Response
+from worlds import browser, bundles, servers
 
 ROWS = json.dumps([[1, 2, 3], [4, 5, 6]]).encode()
 
 
 @pytest.fixture
 def office(tmp_path: Path) -> Iterator[Office]:
-    worlds.double_plus(tmp_path / "pair" / "1.bundle")
-    worlds.double_plus(tmp_path / "pair" / "2.bundle")
+    bundles.double_plus(tmp_path / "pair" / "1.bundle")
+    bundles.double_plus(tmp_path / "pair" / "2.bundle")
     made = Office(tmp_path)
     for entry in made.store.entries():
         made.run(made.fleet.load(Found(path=entry.path), entry.model, entry.version, source=entry.source))
@@ -95,12 +93,12 @@ WIDTHS = [400, 1600]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.RunningServer]:
     """Two versions of a model whose name is markup, a quarter of the requests to the second."""
     store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "pair" / "1.bundle")
-    worlds.double_plus(store / "pair" / "2.bundle")
-    worlds.double_plus(store / "alone.bundle")
+    bundles.double_plus(store / "pair" / "1.bundle")
+    bundles.double_plus(store / "pair" / "2.bundle")
+    bundles.double_plus(store / "alone.bundle")
     with serve.start(store / "alone.bundle", name="digits <b>", model_store=str(store), load="pair",
                      management_port=0) as running:  # fmt: skip
-        asking.put(f"{running.management_url}/models/pair/split?1=3&2=1").raise_for_status()
+        servers.put(f"{running.management_url}/models/pair/split?1=3&2=1").raise_for_status()
         yield running
 
 
@@ -120,7 +118,7 @@ def test_a_browser_shows_the_versions_and_draws_what_they_do(
     page.until("document.querySelectorAll('h2').length === 2")
     for _ in range(3):
         for model in ("pair", "digits%20%3Cb%3E"):
-            asking.post(f"{served.url}/predictions/{model}", content=ROWS).raise_for_status()
+            servers.post(f"{served.url}/predictions/{model}", content=ROWS).raise_for_status()
     page.until("[...document.querySelectorAll('path')].some((line) => line.getAttribute('d').includes('L'))")
     shown = page.text()
     assert "● ready" in shown
@@ -158,7 +156,7 @@ def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.RunningServer, pa
 @pytest.mark.slow
 @needs_browser
 def test_a_server_that_stops_is_said_on_the_page(page: browser.Page, tmp_path: Path) -> None:
-    with serve.start(worlds.double_plus(tmp_path / "digits.bundle").path) as running:
+    with serve.start(bundles.double_plus(tmp_path / "digits.bundle").path) as running:
         page.open(f"{running.url}/dashboard", width=800)
         page.until("document.body && document.body.innerText.includes('● ready')")
     page.until("document.body.innerText.includes('the server does not answer')")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from trueline.serve.routes import Routes
 from trueline.serve.split import Split, place
 from trueline.serve.store import Store
 from trueline.serve.version import Loaded
+from worlds import bundles
 
 
 class Office:
@@ -74,10 +74,10 @@ class Office:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store: tiny.bundle, and two versions of `pair`; `wrong.bundle` does not answer its golden example."""
     folder = tmp_path_factory.mktemp("store")
-    worlds.double_plus(folder / "tiny.bundle")
-    worlds.double_plus(folder / "pair" / "1.bundle")
-    worlds.double_plus(folder / "pair" / "2.bundle")
-    worlds.double_plus(folder / "wrong.bundle", wrong=True)
+    bundles.double_plus(folder / "tiny.bundle")
+    bundles.double_plus(folder / "pair" / "1.bundle")
+    bundles.double_plus(folder / "pair" / "2.bundle")
+    bundles.double_plus(folder / "wrong.bundle", wrong=True)
     return folder
 
 
@@ -296,7 +296,7 @@ def test_a_bundle_that_was_exchanged_since_is_not_restored_and_not_forgotten(she
     first.manage("POST", "/models?url=tiny.bundle&initial_workers=1")
     first.close()
     shutil.rmtree(folder / "tiny.bundle")
-    worlds.double_plus(folder / "tiny.bundle", max_rows=4)
+    bundles.double_plus(folder / "tiny.bundle", max_rows=4)
     second = Office(folder, state=state)
     missing = second.run(second.fleet.restore(wanted.read(state), second.find))
     assert len(missing) == 1

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import asking
 import fsspec
 import pytest
-import serve_worlds as worlds
 from test_serve_fleet import Office
 
 from trueline.bundle import pack
@@ -24,6 +22,7 @@ from trueline.serve.fleet import Found
 from trueline.serve.following import Act, AliasFollower, Ledger, StoreFollower, stamp
 from trueline.serve.settings import Settings, from_arguments, to_arguments
 from trueline.serve.sources import find
+from worlds import bundles, servers
 
 ROWS = json.dumps([[1, 2, 3]]).encode()
 
@@ -31,7 +30,7 @@ ROWS = json.dumps([[1, 2, 3]]).encode()
 @pytest.fixture
 def shelf(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
-    worlds.double_plus(folder / "pair" / "1.bundle")
+    bundles.double_plus(folder / "pair" / "1.bundle")
     return folder
 
 
@@ -78,8 +77,8 @@ def test_a_new_version_in_the_store_takes_over_and_a_removed_one_leaves(shelf: P
     follower = StoreFollower(office.fleet, office.store, "all")
     settled(office, follower)
     assert office.models.default("pair") == "1"
-    worlds.double_plus(shelf / "pair" / "2.bundle")
-    worlds.double_plus(shelf / "other.bundle")
+    bundles.double_plus(shelf / "pair" / "2.bundle")
+    bundles.double_plus(shelf / "other.bundle")
     settled(office, follower)
     assert (office.models.default("pair"), sorted(office.models.names())) == ("2", ["other", "pair"])
     shutil.rmtree(shelf / "pair" / "2.bundle")
@@ -91,12 +90,12 @@ def test_a_new_version_in_the_store_takes_over_and_a_removed_one_leaves(shelf: P
 
 
 def test_a_default_that_somebody_chose_stays_when_a_version_arrives(shelf: Path) -> None:
-    worlds.double_plus(shelf / "pair" / "2.bundle")
+    bundles.double_plus(shelf / "pair" / "2.bundle")
     office = Office(shelf)
     follower = StoreFollower(office.fleet, office.store, "pair")
     settled(office, follower)
     office.fleet.set_default("pair", "1")
-    worlds.double_plus(shelf / "pair" / "3.bundle")
+    bundles.double_plus(shelf / "pair" / "3.bundle")
     settled(office, follower)
     assert office.models.versions("pair") == ["1", "2", "3"]
     assert office.models.default("pair") == "1"
@@ -107,18 +106,18 @@ def test_a_bundle_that_fails_leaves_what_was_there_serving_until_it_is_mended(sh
     office = Office(shelf)
     follower = StoreFollower(office.fleet, office.store, "all")
     settled(office, follower)
-    worlds.double_plus(shelf / "pair" / "2.bundle", wrong=True)
+    bundles.double_plus(shelf / "pair" / "2.bundle", wrong=True)
     settled(office, follower)
     assert (office.models.versions("pair"), office.models.default("pair")) == (["1"], "1")
     shutil.rmtree(shelf / "pair" / "2.bundle")
-    worlds.double_plus(shelf / "pair" / "2.bundle")
+    bundles.double_plus(shelf / "pair" / "2.bundle")
     settled(office, follower)
     assert office.models.default("pair") == "2"
     office.close()
 
 
 def test_a_name_that_was_not_asked_for_is_left_alone(shelf: Path) -> None:
-    worlds.double_plus(shelf / "other.bundle")
+    bundles.double_plus(shelf / "other.bundle")
     office = Office(shelf)
     settled(office, StoreFollower(office.fleet, office.store, "pair"))
     assert office.models.names() == ["pair"]
@@ -135,11 +134,11 @@ def test_what_was_loaded_at_start_is_known_and_not_loaded_again(shelf: Path) -> 
 
 
 def test_the_stamp_of_a_bundle_changes_with_its_seal(tmp_path: Path) -> None:
-    made = worlds.double_plus(tmp_path / "b").path
+    made = bundles.double_plus(tmp_path / "b").path
     before = stamp(made)
     shutil.rmtree(made)
     assert stamp(made) is None
-    worlds.double_plus(tmp_path / "b", max_rows=4)
+    bundles.double_plus(tmp_path / "b", max_rows=4)
     assert stamp(made) not in (before, None)
 
 
@@ -148,7 +147,7 @@ def test_the_stamp_of_a_bundle_changes_with_its_seal(tmp_path: Path) -> None:
 
 def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(shelf: Path) -> None:
     office = Office(shelf)
-    first, second = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", max_rows=9)
+    first, second = bundles.double_plus(shelf / "a"), bundles.double_plus(shelf / "b", max_rows=9)
     office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
     follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
     told = Found(path=second.path, name="digits", version="4", digest=second.digest)
@@ -161,7 +160,7 @@ def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(sh
 
 def test_an_alias_that_moves_to_a_wrong_bundle_moves_nobody(shelf: Path) -> None:
     office = Office(shelf)
-    first, wrong = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", wrong=True)
+    first, wrong = bundles.double_plus(shelf / "a"), bundles.double_plus(shelf / "b", wrong=True)
     office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
     follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
     office.run(follower.moved(Found(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
@@ -188,14 +187,14 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     uri = new_registry(tmp_path)
-    register(worlds.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
+    register(bundles.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
     with start("models:/tiny@champion", tracking_uri=uri, follow_s=0.5) as server:
         assert server.version == "1"
-        register(worlds.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
+        register(bundles.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
         versions, until = ["1"], time.monotonic() + 300
         while versions != ["2"] and time.monotonic() < until:
-            versions = asking.get(f"{server.url}/v2/models/tiny").json()["versions"]
-            assert asking.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
+            versions = servers.get(f"{server.url}/v2/models/tiny").json()["versions"]
+            assert servers.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
             time.sleep(0.5)  # leaves the processor to those who are waited for
         assert versions == ["2"]
 
@@ -206,7 +205,7 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
 @pytest.fixture
 def uploaded(tmp_path: Path) -> str:
     """A bundle as a packed file and as a folder in a store in memory; the URL of the folder that holds both."""
-    made = worlds.double_plus(tmp_path / "digits.bundle")
+    made = bundles.double_plus(tmp_path / "digits.bundle")
     pack(made.path, tmp_path / "digits.tlb")
     fs = fsspec.filesystem("memory")
     root = f"/bundles-{tmp_path.name}"

@@ -11,11 +11,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import asking
 import grpc
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from test_serve_follow import eventually
 
 from trueline import serve
@@ -23,6 +21,7 @@ from trueline.errors import PortInUse
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ KEYS: dict[str, str] = {}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=64)
+    bundles.double_plus(store / "tiny" / "1.bundle", max_rows=64)
     shutil.copytree(store / "tiny" / "1.bundle", store / "tiny" / "2.bundle")
     keys = store.parent / "key_file.json"
     with serve.start(None, model_store=str(store), load="tiny", grpc_port=0, key_file=str(keys)) as running:
@@ -187,7 +186,7 @@ def test_the_repository_loads_and_unloads_over_grpc(client: Any) -> None:
 
 
 def test_a_grpc_port_in_use_is_one_clear_error(server: RunningServer, tmp_path: Path) -> None:
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with pytest.raises(PortInUse, match=f"port {server.grpc_port} on 127.0.0.1 is in use"):
         serve.start(source, grpc_port=server.grpc_port)
 
@@ -202,7 +201,7 @@ def test_bytes_that_are_no_message_are_the_clients_fault(server: RunningServer) 
 
 
 def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_stream(tmp_path: Path) -> None:
-    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    source, log = bundles.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
     array = np.ones((1, 3), np.float32)
     answers: Queue[Any] = Queue()
     with serve.start(source, grpc_port=0, grpc_management_port=0, access_log=str(log)) as running:
@@ -238,7 +237,7 @@ def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_str
 
 
 def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
-    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    source, log = bundles.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
     answers: Queue[Any] = Queue()
     with (
         serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=200.0) as running,
@@ -247,7 +246,7 @@ def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
         waits = [given(np.ones((40, 3), np.float32))]
         call = client.async_infer("tiny", waits, lambda result, error: answers.put(error))
         page = f"{running.url}/metrics?name[]=trueline_waiting_requests"
-        eventually(lambda: re.search(r"^trueline_waiting_requests\S* 1", asking.get(page).text, re.MULTILINE))
+        eventually(lambda: re.search(r"^trueline_waiting_requests\S* 1", servers.get(page).text, re.MULTILINE))
         call.cancel()
         assert answers.get(timeout=120) is not None
     (line,) = [line for line in map(json.loads, log.read_text().splitlines()) if line["face"] == "grpc"]

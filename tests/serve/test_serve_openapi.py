@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import asking
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
 
 from trueline import serve
 from trueline.serve import RunningServer
+from worlds import archives, bundles, servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
@@ -26,13 +24,13 @@ FEW, MANY = 4, 40
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=8)
-    worlds.double_plus(store / "tiny" / "2.bundle", max_rows=8)
-    worlds.double_plus(store / "other.bundle")
+    bundles.double_plus(store / "tiny" / "1.bundle", max_rows=8)
+    bundles.double_plus(store / "tiny" / "2.bundle", max_rows=8)
+    bundles.double_plus(store / "other.bundle")
     same = "def same(data, context):\n    return data and [b'{}' for row in data]"
-    mar_worlds.war(store / "flow.war", same, "{models: {}, dag: {same: []}}")
+    archives.war(store / "flow.war", same, "{models: {}, dag: {same: []}}")
     with serve.start(model_store=str(store), load="all", management_port=0, allow_code=True) as running:
-        asking.post(f"{running.management_url}/workflows", params={"url": "flow.war"}).raise_for_status()
+        servers.post(f"{running.management_url}/workflows", params={"url": "flow.war"}).raise_for_status()
         yield running
 
 

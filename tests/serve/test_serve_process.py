@@ -15,17 +15,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import asking
 import httpx
 import numpy as np
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.bundle import pack
 from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, UsageError
 from trueline.serve import RunningServer
 from trueline.serve.sources import find
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +33,7 @@ BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32",
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worlds.double_plus(tmp_path_factory.mktemp("b") / "tiny.bundle").path
+    return bundles.double_plus(tmp_path_factory.mktemp("b") / "tiny.bundle").path
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +123,13 @@ def test_versions_change_under_load_and_no_request_is_lost(source: Path, tmp_pat
         for thread in threads:
             thread.join()
         assert one.metrics_url is not None
-        assert asking.get(f"{one.metrics_url}/metrics").status_code == 200
-        assert asking.get(f"{one.metrics_url}/ping").status_code == 404
+        assert servers.get(f"{one.metrics_url}/metrics").status_code == 200
+        assert servers.get(f"{one.metrics_url}/ping").status_code == 404
     assert set(answered) == {200}
     with serve.start(None, model_store=str(store), state=str(state), management_port=0) as again:
-        found = asking.get(f"{again.management_url}/models/tiny/all").json()
+        found = servers.get(f"{again.management_url}/models/tiny/all").json()
         assert {one["modelVersion"] for one in found} == {"1", "2"}
-        assert asking.post(f"{again.url}/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
+        assert servers.post(f"{again.url}/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
 
 
 def test_a_server_of_nothing_says_what_it_could_serve(tmp_path: Path) -> None:
@@ -180,13 +179,13 @@ def test_a_socket_that_is_half_closed_gets_the_answer_of_a_whole_request_and_non
             while piece := client.recv(2**16):
                 answer += piece
             assert answer[:12] == begins
-    assert asking.post(f"{server.url}/v2/models/tiny/infer", content=BODY).status_code == 200
+    assert servers.post(f"{server.url}/v2/models/tiny/infer", content=BODY).status_code == 200
 
 
 def test_deep_nesting_is_a_clients_fault(server: RunningServer) -> None:
     for body in (b"[" * 2**20, b'{"inputs":' * 2**16, b'{"a":' * 2**18):
         for path in ("/v2/models/tiny/infer", "/predictions/tiny"):
-            assert asking.post(server.url + path, content=body).status_code == 400
+            assert servers.post(server.url + path, content=body).status_code == 400
 
 
 def test_a_large_answer_reaches_a_client_that_reads_slowly(server: RunningServer) -> None:
@@ -203,7 +202,7 @@ def test_a_packed_bundle_is_served_under_the_name_and_version_that_are_given(sou
     packed = pack(source, tmp_path / "tiny.tlb")
     with serve.start(packed, name="other", version="1.2") as running:
         assert (running.model, running.version) == ("other", "1.2")
-        found = asking.post(f"{running.url}/v2/models/other/versions/1.2/infer", content=BODY)
+        found = servers.post(f"{running.url}/v2/models/other/versions/1.2/infer", content=BODY)
         assert found.json()["model_version"] == "1.2"
     assert running.stop() == 0
 
@@ -233,7 +232,7 @@ def test_an_address_that_others_reach_needs_a_key_file_and_asks_for_its_tokens(s
 
 
 def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:
-    bundle = worlds.double_plus(tmp_path / "b")
+    bundle = bundles.double_plus(tmp_path / "b")
     program = bundle.program_path()
     program.write_bytes(program.read_bytes()[:-1] + b"\0")
     with pytest.raises(BundleError, match="changed after it was sealed"):
@@ -242,7 +241,7 @@ def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:
 
 def test_a_bundle_that_answers_its_golden_examples_wrongly_does_not_become_ready(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="golden example '4'"):
-        serve.start(worlds.double_plus(tmp_path / "b", wrong=True).path)
+        serve.start(bundles.double_plus(tmp_path / "b", wrong=True).path)
 
 
 def test_a_path_without_a_bundle_is_said(tmp_path: Path) -> None:
@@ -303,9 +302,9 @@ def test_the_server_lives_but_is_not_ready_while_it_loads(tmp_path: Path) -> Non
         assert process.stdout is not None
         port = next(found[1] for line in process.stderr if (found := re.search(r"server.listening .*port=(\d+)", line)))
         url = f"http://127.0.0.1:{port}"
-        assert asking.get(f"{url}/v2/health/live").json() == {"live": True}
-        assert asking.get(f"{url}/ping").status_code == 200
-        assert asking.get(f"{url}/v2/health/ready").status_code == 503
+        assert servers.get(f"{url}/v2/health/live").json() == {"live": True}
+        assert servers.get(f"{url}/ping").status_code == 200
+        assert servers.get(f"{url}/v2/health/ready").status_code == 503
         source.open("wb").close()
         assert json.loads(process.stdout.readline())["code"] == "bundle"
         process.stderr.read()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +23,7 @@ from trueline.serve.loading import Way, load
 from trueline.serve.models import Models
 from trueline.serve.routes import Routes
 from trueline.serve.version import Version
+from worlds import bundles
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 
@@ -35,7 +35,7 @@ class Desk:
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(1)
         self.models = Models()
-        loaded = load(worlds.double_plus(folder / "b", max_rows=8), Way(threads=1), max_batch=64)
+        loaded = load(bundles.double_plus(folder / "b", max_rows=8), Way(threads=1), max_batch=64)
         if not inline:
             loaded = replace(loaded, plan=replace(loaded.plan, inline_values=0))
         self.tiny = self.models.add("tiny", "1")

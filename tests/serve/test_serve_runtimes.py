@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import asking
 import httpx
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from trueline.recipe.contract import Recipe
 from trueline.serve.loading import Way, load
 from trueline.serve.plan import BY_RECORD
 from trueline.serve.recipe_archive import archive
+from worlds import servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 
@@ -165,9 +165,9 @@ def test_machine_code_is_served_where_the_operator_allows_code_and_nowhere_else(
     x = np.linspace(-2, 2, 9, dtype=np.float32).reshape(3, 3)
     wanted = scaled()(torch.from_numpy(x)).detach().numpy()
     with serve.start(bundle.path, program="aotinductor", allow_code=True) as server:
-        told = asking.get(f"{server.url}/v2/models/scaled").json()
+        told = servers.get(f"{server.url}/v2/models/scaled").json()
         assert told["platform"] == "pytorch_aotinductor"
-        answer = asking.post(f"{server.url}/predictions/scaled", json=x.tolist()).json()
+        answer = servers.post(f"{server.url}/predictions/scaled", json=x.tolist()).json()
         np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-6)
 
 

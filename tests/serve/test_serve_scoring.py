@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
@@ -20,11 +19,14 @@ from trueline import serve
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError
 from trueline.serve import scoring
+from worlds import bundles
 
-ONE = Signature(inputs=(worlds.spec("x", "batch", 3),), outputs=(worlds.spec("y", "batch", 3),), dims={"batch": Dim()})
+ONE = Signature(
+    inputs=(bundles.spec("x", "batch", 3),), outputs=(bundles.spec("y", "batch", 3),), dims={"batch": Dim()}
+)
 TWO = Signature(
-    inputs=(worlds.spec("a", "batch"), worlds.spec("b", "batch", 1)),
-    outputs=(worlds.spec("y", "batch"),),
+    inputs=(bundles.spec("a", "batch"), bundles.spec("b", "batch", 1)),
+    outputs=(bundles.spec("y", "batch"),),
     dims={"batch": Dim()},
 )
 
@@ -111,7 +113,7 @@ def test_a_form_of_an_unread_kind_is_415_and_an_unknown_model_404(desk: Desk) ->
 def test_a_body_that_is_none_of_mlflows_is_judged_as_before(desk: Desk) -> None:
     assert json.loads(desk.ask("POST", "/invocations", b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
     assert json.loads(desk.ask("POST", "/invocations", b'{"x": [1, 2, 3]}').body) == [3.0, 5.0, 7.0]
-    named = Signature(inputs=(worlds.spec("inputs", "batch", 3),), outputs=ONE.outputs, dims={"batch": Dim()})
+    named = Signature(inputs=(bundles.spec("inputs", "batch", 3),), outputs=ONE.outputs, dims={"batch": Dim()})
     assert scoring.decode(b'{"inputs": [1, 2, 3]}', b"", named) is None, "it is the model's own input"
 
 
@@ -138,11 +140,11 @@ def test_mlflows_own_client_works_unmodified(tmp_path: Path, monkeypatch: pytest
     import pandas as pd
     from mlflow.pyfunc.scoring_server.client import ScoringServerClient
 
-    a, b, y = worlds.spec("a", "batch"), worlds.spec("b", "batch"), worlds.spec("y", "batch")
+    a, b, y = bundles.spec("a", "batch"), bundles.spec("b", "batch"), bundles.spec("y", "batch")
     ones = np.ones(2, np.float32)
-    worlds.bundle(
+    bundles.bundle(
         tmp_path / "sum.bundle",
-        worlds.graph([helper.make_node("Add", ["a", "b"], ["y"])], [a, b], [y]),
+        bundles.graph([helper.make_node("Add", ["a", "b"], ["y"])], [a, b], [y]),
         Signature(inputs=(a, b), outputs=(y,), dims={"batch": Dim()}),
         [Golden(case="2", inputs={"a": ones, "b": ones}, outputs={"y": ones + ones})],
     )

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import asking
 import grpc
 import httpx
-import mar_worlds as worlds
 import pytest
 
 from trueline import serve
@@ -21,6 +19,7 @@ from trueline.errors import TruelineError
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE
 from trueline.wire import torchserve_pb2 as pb
+from worlds import archives, servers
 
 pytestmark = pytest.mark.slow
 
@@ -139,9 +138,9 @@ class Client:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
+    archives.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
     brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 2000\nsequenceTimeoutMSec: 6000"
-    worlds.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
+    archives.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
     with serve.start(
         model_store=str(store), load="sum,brief", management_port=0, grpc_port=0, allow_code=True
     ) as running:
@@ -276,7 +275,7 @@ def test_the_description_tells_a_stateful_model_truly_and_asks_its_handler_outsi
     facts = client.facts()
     told = ("stateful", "sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
     assert [facts[key] for key in told] == [True, 120000, 0, 16, 3]
-    own = asking.get(f"{server.management_url}/models/sum", params={"customized": "true"}).json()[0]
+    own = servers.get(f"{server.management_url}/models/sum", params={"customized": "true"}).json()[0]
     assert own["customizedMetadata"]["batch"] == [None]
     assert client.facts()["jobQueueStatus"] == {"remainingCapacity": 48, "pendingRequests": 0}
 
@@ -341,7 +340,7 @@ def test_a_stream_names_its_sequence_or_begins_one(channel: grpc.Channel) -> Non
 
 
 def test_a_stateful_model_is_not_served_by_several_processes_and_that_is_said(tmp_path: Path) -> None:
-    worlds.mar(tmp_path / "sum.mar", SUM, modelName="sum", config=CONFIG)
+    archives.mar(tmp_path / "sum.mar", SUM, modelName="sum", config=CONFIG)
     with (
         pytest.raises(TruelineError, match="serve it with --processes 1"),
         serve.start(tmp_path / "sum.mar", allow_code=True, processes=2),

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import asking
 import grpc
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2 as pb
+from worlds import archives, bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +41,8 @@ KEYS: dict[str, str] = {}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    mar_worlds.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1")
-    worlds.double_plus(store / "tiny.bundle")
+    archives.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1")
+    bundles.double_plus(store / "tiny.bundle")
     keys = store.parent / "key_file.json"
     with serve.start(
         model_store=str(store),
@@ -185,7 +183,7 @@ def test_what_goes_wrong_has_a_status_and_words(asked: Client, server: RunningSe
 
 
 def test_strict_statuses_are_torchserves(tmp_path: Path) -> None:
-    worlds.double_plus(tmp_path / "tiny.bundle")
+    bundles.double_plus(tmp_path / "tiny.bundle")
     with serve.start(tmp_path / "tiny.bundle", grpc_port=0, torchserve_strict=True) as running:
         KEYS.setdefault("inference", "none")
         client = Client(running.grpc_port, INFERENCE, "inference")
@@ -193,4 +191,4 @@ def test_strict_statuses_are_torchserves(tmp_path: Path) -> None:
         assert code == grpc.StatusCode.INTERNAL
         code, _ = refused(client.call, "Predictions", predict("tiny", data=b"?"), pb.PredictionResponse)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert asking.get(running.url).status_code == 405
+        assert servers.get(running.url).status_code == 405

@@ -6,10 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import asking
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 from prometheus_client.parser import text_string_to_metric_families
 from test_serve_fleet import Office
 
@@ -18,6 +15,7 @@ from trueline.serve import gpus
 from trueline.serve.fleet import Found
 from trueline.serve.gpus import Gpus, parsed
 from trueline.serve.http import Request, Response
+from worlds import archives, bundles, servers
 
 HOST = {"Level", "Hostname"}
 MODEL = {"model_name", "model_version", "hostname"}
@@ -54,14 +52,14 @@ def labels_by_name(page: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("what", ["bundle", "archive"])
 def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path: Path, what: str) -> None:
     if what == "bundle":
-        source = worlds.double_plus(tmp_path / "noop.bundle").path
+        source = bundles.double_plus(tmp_path / "noop.bundle").path
     else:
-        source = mar_worlds.mar(tmp_path / "noop.mar", mar_worlds.DOUBLE)
+        source = archives.mar(tmp_path / "noop.mar", archives.DOUBLE)
     body = {"x": [1, 2, 3]} if what == "archive" else [1, 2, 3]
     with serve.start(source, name="noop", metrics_port=0, allow_code=what == "archive") as running:
         for _ in range(3):
-            asking.post(f"{running.url}/predictions/noop", json=body).raise_for_status()
-        page = asking.get(f"{running.metrics_url}/metrics").text
+            servers.post(f"{running.url}/predictions/noop", json=body).raise_for_status()
+        page = servers.get(f"{running.metrics_url}/metrics").text
     found = labels_by_name(page)
     missing = {name: labels for name, labels in NAMES.items() if not labels <= found.get(name, set())}
     assert not missing
@@ -70,7 +68,7 @@ def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path:
 
 @pytest.fixture
 def office(tmp_path: Path) -> Office:
-    worlds.double_plus(tmp_path / "pair.bundle")
+    bundles.double_plus(tmp_path / "pair.bundle")
     made = Office(tmp_path)
     for name in ("pair", "other"):
         made.run(made.fleet.load(Found(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))

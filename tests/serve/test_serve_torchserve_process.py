@@ -10,14 +10,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import asking
 import httpx
-import mar_worlds as worlds
 import pytest
 
 from trueline import serve
 from trueline.errors import TruelineError
 from trueline.serve import RunningServer
+from worlds import archives, servers
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +49,9 @@ ECHO = """
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1\nresponseTimeout: 30")
-    worlds.mar(store / "second.mar", worlds.DOUBLE, modelName="double", modelVersion="2.0")
-    worlds.mar(store / "broken.mar", "import no_such_module", modelName="broken")
+    archives.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1\nresponseTimeout: 30")
+    archives.mar(store / "second.mar", archives.DOUBLE, modelName="double", modelVersion="2.0")
+    archives.mar(store / "broken.mar", "import no_such_module", modelName="broken")
     with serve.start(
         model_store=str(store), load="echo", management_port=0, allow_code=True, state=str(store / "state.json")
     ) as running:
@@ -99,7 +98,7 @@ def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answ
 
 
 def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(server: RunningServer) -> None:
-    (facts,) = asking.get(f"{server.management_url}/models/echo").json()
+    (facts,) = servers.get(f"{server.management_url}/models/echo").json()
     process = Path(f"/proc/{facts['workers'][0]['pid']}")
     assert "NoNewPrivs:\t1\n" in (process / "status").read_text()
     assert re.search(r"Max core file size +0 +0 ", (process / "limits").read_text())
@@ -148,22 +147,22 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
 
 
 def test_handlers_die_with_their_server_and_a_restart_brings_them_back(tmp_path: Path) -> None:
-    worlds.mar(tmp_path / "double.mar", worlds.DOUBLE, modelName="double")
+    archives.mar(tmp_path / "double.mar", archives.DOUBLE, modelName="double")
     state = str(tmp_path / "state.json")
     with serve.start(tmp_path / "double.mar", allow_code=True, state=state, management_port=0) as running:
         assert (running.model, running.version) == ("double", "1.0")
         assert running.management_url is not None
-        pid = asking.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
+        pid = servers.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
         handler = os.pidfd_open(pid)
         os.kill(running.pid, signal.SIGKILL)
         assert select.select([handler], [], [], 100)[0], "the handler's process ends"
         os.close(handler)
     assert json.loads(Path(state).read_text())["models"]["double"]["default"] == "1.0"
     with serve.start(model_store=str(tmp_path), state=state, allow_code=True) as again:
-        assert asking.post(f"{again.url}/predictions/double", json={"x": 3}).json() == {"doubled": 6}
+        assert servers.post(f"{again.url}/predictions/double", json={"x": 3}).json() == {"doubled": 6}
 
 
 def test_a_server_that_was_not_allowed_to_run_code_does_not_start_with_an_archive(tmp_path: Path) -> None:
-    path = worlds.mar(tmp_path / "double.mar", worlds.DOUBLE)
+    path = archives.mar(tmp_path / "double.mar", archives.DOUBLE)
     with pytest.raises(TruelineError, match="this server runs none"), serve.start(path):
         pass

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from test_serve_fleet import Office
 
 from trueline.serve.canary import Rule, Sample, judge, lower_bound, median_s
 from trueline.serve.stats import BOUNDS_S, Histogram
+from worlds import bundles
 
 
 def seen(answered: int, failed: int = 0, seconds: float = 0.001) -> Sample:
@@ -78,8 +78,8 @@ class Failing:
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
-    worlds.double_plus(folder / "pair" / "1.bundle")
-    worlds.double_plus(folder / "pair" / "2.bundle")
+    bundles.double_plus(folder / "pair" / "1.bundle")
+    bundles.double_plus(folder / "pair" / "2.bundle")
     return folder
 
 

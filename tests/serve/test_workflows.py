@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import asking
-import mar_worlds as worlds
 import pytest
 import yaml
 from hypothesis import given
@@ -35,6 +33,7 @@ from trueline.serve.store import Store
 from trueline.serve.workflows import spec, war
 from trueline.serve.workflows.register import Workflows
 from trueline.serve.workflows.spec import SpecError, functions_of
+from worlds import archives, servers
 
 FUNCTIONS = """
     import json
@@ -175,14 +174,14 @@ def test_the_functions_of_a_handler_are_known_without_running_it() -> None:
 
 
 def folder_of(path: Path, **options: Any) -> Path:
-    for name, content in worlds.war_files(FUNCTIONS, SPEC, **options).items():
+    for name, content in archives.war_files(FUNCTIONS, SPEC, **options).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
     return path
 
 
 def test_a_workflow_is_read_from_a_zip_a_folder_and_a_tar_with_a_top_folder(tmp_path: Path) -> None:
-    worlds.war(tmp_path / "a.war", FUNCTIONS, SPEC)
+    archives.war(tmp_path / "a.war", FUNCTIONS, SPEC)
     folder_of(tmp_path / "b")
     folder_of(tmp_path / "c", manifest="MAR-INF/MANIFEST.json")
     with tarfile.open(tmp_path / "d.tar.gz", "w:gz") as packed:
@@ -200,7 +199,7 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
     def refused(words: str, change: Callable[[dict[str, bytes]], object]) -> None:
         import zipfile
 
-        contents = worlds.war_files(FUNCTIONS, SPEC)
+        contents = archives.war_files(FUNCTIONS, SPEC)
         change(contents)
         with zipfile.ZipFile(tmp_path / "x.war", "w") as packed:
             for name, content in contents.items():
@@ -222,11 +221,11 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
 
 
 def test_a_workflow_in_the_store_is_no_model_of_it(tmp_path: Path) -> None:
-    worlds.war(tmp_path / "a.war", FUNCTIONS, SPEC)
+    archives.war(tmp_path / "a.war", FUNCTIONS, SPEC)
     folder_of(tmp_path / "b", manifest="MAR-INF/MANIFEST.json")
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as packed:
         packed.add(folder_of(tmp_path / "d"), "top")
-    worlds.mar(tmp_path / "m.mar", modelName="m")
+    archives.mar(tmp_path / "m.mar", modelName="m")
     assert [entry.model for entry in Store(tmp_path).entries()] == ["m"]
     with pytest.raises(HoldsWorkflow, match="register it at /workflows"):
         peek(tmp_path / "c.tar.gz")
@@ -297,10 +296,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "laid-out"))
     folder = tmp_path / "store"
     folder.mkdir()
-    worlds.mar(folder / "double.mar", TIMES % (2, 2), modelName="doubler", modelVersion="2.0")
-    worlds.mar(folder / "triple.mar", TIMES % (3, 3), modelName="tripler")
-    worlds.mar(folder / "broken.mar", "import no_such_module", modelName="broken")
-    worlds.war(folder / "flow.war", FUNCTIONS, SPEC)
+    archives.mar(folder / "double.mar", TIMES % (2, 2), modelName="doubler", modelVersion="2.0")
+    archives.mar(folder / "triple.mar", TIMES % (3, 3), modelName="tripler")
+    archives.mar(folder / "broken.mar", "import no_such_module", modelName="broken")
+    archives.war(folder / "flow.war", FUNCTIONS, SPEC)
     return folder
 
 
@@ -328,7 +327,7 @@ def one_function(code: str, **settings: Any) -> tuple[str, str]:
 @pytest.mark.slow
 def test_a_workflow_of_several_ends_answers_their_texts_by_node(store: Path) -> None:
     code = "".join(f"def {name}(data, context): return ['{name}' if data else '']\n" for name in "abc")
-    worlds.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
+    archives.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
 
     async def act(office: Office) -> None:
         status, _ = await office.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
@@ -390,9 +389,9 @@ def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserve
 def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -> None:
     broken = "models: {ok: {url: double.mar}, bad: {url: broken.mar}}\ndag: {pre: [ok], ok: [bad]}"
     absent = "models: {ok: {url: double.mar}, bad: {url: absent.mar}}\ndag: {pre: [ok], ok: [bad]}"
-    worlds.war(store / "broken.war", FUNCTIONS, broken)
-    worlds.war(store / "absent.war", FUNCTIONS, absent)
-    worlds.war(store / "late.war", "try:\n    x = 1\nexcept ImportError: pass\n", "models: {}\ndag: {pre: []}")
+    archives.war(store / "broken.war", FUNCTIONS, broken)
+    archives.war(store / "absent.war", FUNCTIONS, absent)
+    archives.war(store / "late.war", "try:\n    x = 1\nexcept ImportError: pass\n", "models: {}\ndag: {pre: []}")
 
     async def act(office: Office) -> None:
         status, said = await office.manage("POST", "/workflows?url=broken.war")
@@ -418,10 +417,10 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
 def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(store: Path) -> None:
     (store / "folder").mkdir()
     (store / "torn.war").write_bytes(b"PK\x03\x04torn")
-    worlds.war(store / "circle.war", FUNCTIONS, "models: {}\ndag: {pre: [join], join: [pre]}")
-    worlds.war(store / "named.war", FUNCTIONS, SPEC, name="../up")
+    archives.war(store / "circle.war", FUNCTIONS, "models: {}\ndag: {pre: [join], join: [pre]}")
+    archives.war(store / "named.war", FUNCTIONS, SPEC, name="../up")
     marker = store / "ran"
-    worlds.war(
+    archives.war(
         store / "runs.war", f"open({str(marker)!r}, 'w')\ndef only(data, context): ...", "models: {}\ndag: {zz: []}"
     )
 
@@ -510,7 +509,7 @@ def test_a_node_that_fails_is_asked_again_and_then_the_request_fails_with_its_na
         """,
         **{"retry-attempts": 2},
     )
-    worlds.war(store / "only.war", code, text)
+    archives.war(store / "only.war", code, text)
 
     def counted() -> int:
         found = len(asked.read_text())
@@ -559,7 +558,7 @@ def test_a_node_that_takes_longer_than_its_timeout_fails_the_request_and_what_fo
                 return ["joined"]
     """
     text = "models: {timeout-ms: 3000, retry-attempts: 1}\ndag: {start: [hang, quick], hang: [join], quick: [join]}"
-    worlds.war(store / "late.war", code, text)
+    archives.war(store / "late.war", code, text)
 
     async def act(office: Office) -> None:
         await office.manage("POST", "/workflows?url=late.war")
@@ -592,7 +591,7 @@ def gate(store: Path) -> tuple[Path, Path]:
                 open({str(store / "second")!r}, "w")
                 return [bytes(data[0]["body"]) + b", second"]
     """
-    worlds.war(store / "gate.war", code, "models: {timeout-ms: 60000}\ndag: {first: [second]}")
+    archives.war(store / "gate.war", code, "models: {timeout-ms: 60000}\ndag: {first: [second]}")
     return began, go
 
 
@@ -655,7 +654,7 @@ def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on
 
     async def third(office: Office) -> None:
         before = office.state.read_bytes()
-        worlds.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
+        archives.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
         (missing,) = await office.workflows.restore(wanted.read(office.state).workflows)
         assert "flow__double failed to register. Details: the archive of digest" in missing
         status, said = await office.ask("POST", "/wfpredict/flow", b"1")
@@ -685,7 +684,7 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             await one.follower.look()
             await other.follower.look()
             assert one.state.read_bytes() == before
-            worlds.war(store / "again.war", FUNCTIONS, SPEC.replace("timeout-ms: 60000", "timeout-ms: 9000"))
+            archives.war(store / "again.war", FUNCTIONS, SPEC.replace("timeout-ms: 60000", "timeout-ms: 9000"))
             await one.manage("DELETE", "/workflows/flow")
             await one.manage("POST", "/workflows?url=again.war")
             await other.follower.look()
@@ -739,18 +738,18 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
 
     def ask(url: str) -> set[Any]:
         """What new connections are told, each by the process that it reaches."""
-        answers = [asking.post(f"{url}/wfpredict/flow", content=b"4") for _ in range(8)]
+        answers = [servers.post(f"{url}/wfpredict/flow", content=b"4") for _ in range(8)]
         return {(one.status_code, one.text if one.status_code == 200 else "") for one in answers}
 
     joined = json.dumps({"double": {"times": 2, "is": 8}, "triple": {"times": 3, "is": 12}}, indent=2)
     with start() as running:
-        told = asking.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
+        told = servers.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
         assert told.json() == {"status": "Workflow flow has been registered and scaled successfully."}
         eventually(lambda: ask(running.url) == {(200, joined)})
-        answer = asking.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
+        answer = servers.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
         assert (answer.text, answer.headers["content-type"]) == (joined, "application/json")
         assert answer.headers["x-request-id"]
-        unknown = asking.get(f"{running.url}/wfpredict/InvalidModel")
+        unknown = servers.get(f"{running.url}/wfpredict/InvalidModel")
         assert unknown.json() == {
             "code": 404,
             "type": "WorkflowNotFoundException",
@@ -758,7 +757,7 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
         }
     with start() as again:
         assert ask(again.url) == {(200, joined)}
-        gone = asking.delete(f"{again.management_url}/workflows/flow")
+        gone = servers.delete(f"{again.management_url}/workflows/flow")
         assert gone.json() == {"status": 'Workflow "flow" unregistered'}
         eventually(lambda: ask(again.url) == {(404, "")})
     assert "workflows" not in json.loads(Path(state).read_text())

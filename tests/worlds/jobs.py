@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from trueline.state import checkpoint
+from worlds import TESTS
 
-TINY = Path(__file__).parent / "recipes" / "tiny.py"
+TINY = TESTS / "train" / "recipes" / "tiny.py"
 RECORDS, STEPS = 240, 48
 
 

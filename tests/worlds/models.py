@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def line_of(mark: str) -> str:
-    """`small_models.py:LINE` of the line that carries `# mark`."""
+    """`models.py:LINE` of the line that carries `# mark`."""
     for number, line in enumerate(Path(__file__).read_text().splitlines(), 1):
         if line.endswith(f"# {mark}"):
-            return f"small_models.py:{number}"
+            return f"models.py:{number}"
     raise AssertionError(f"no line is marked {mark}")
 
 

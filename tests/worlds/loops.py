@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dynamic_models
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from worlds import dynamic
 
 
 class Viterbi(nn.Module):
@@ -316,7 +317,7 @@ class Spared(nn.Module):
         self.spare = Filled()
 
     def forward(self, x: Tensor) -> Tensor:
-        return dynamic_models.Opaque.forward(self, x)  # type: ignore[arg-type]
+        return dynamic.Opaque.forward(self, x)  # type: ignore[arg-type]
 
 
 class FilledForward(nn.Module):
