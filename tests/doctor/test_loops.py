@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from trueline.doctor.api import calls_of
 from trueline.doctor.patch import patched
 from trueline.doctor.survey import survey
 from trueline.runtime.eager import EagerSession
-from worlds import loops
+from worlds import TESTS, loops
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +23,7 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
     torch.manual_seed(0)
     name = "boxes" if isinstance(model, loops.Kept) else "x"
     eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={name: {1: "length"} if x.ndim == 3 else {}})
-    done = survey(
-        model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=Path(__file__).parent
-    )
+    done = survey(model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=TESTS)
     row = done.rows["(model)"]
     assert row.rewrite is not None, row.why_not
     assert row.rewrite.onnx in (("proven",) if onnx else ("",))
@@ -127,7 +124,7 @@ def test_a_loop_in_a_function_that_is_not_called_by_the_model_itself_is_rewritte
 
 def test_nothing_waits_for_a_part_that_is_never_called() -> None:
     model = loops.Spared().eval()
-    found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=Path(__file__).parent)
+    found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=TESTS)
     assert found.rows["spare"].why_not == "no probe of the model reached it"
     assert "spare" not in found.rows["(model)"].why_not
 

@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,11 +17,11 @@ from trueline import serve
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import BundleError, NotProven, UsageError
-from trueline.recipe.contract import Recipe
 from trueline.serve.loading import Way, load
 from trueline.serve.plan import BY_RECORD
 from trueline.serve.recipe_archive import archive
 from worlds import servers
+from worlds.recipes import untrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 
@@ -58,19 +57,7 @@ class EachRow(nn.Module):
 
 
 def sealed(out: Path, formats: Sequence[str], model: Callable[[], nn.Module] = scaled) -> Path:
-    def never(*_: Any) -> Any:
-        raise AssertionError("nothing is trained here")
-
-    recipe = Recipe(
-        name="scaled",
-        digest="d" * 64,
-        path=None,
-        model=model,
-        loss=never,
-        optimizer=never,
-        dataset=never,
-        examples=lambda: torch.randn(4, 3),
-    )
+    recipe = untrained(model, name="scaled", examples=lambda: torch.randn(4, 3))
     capture(recipe, None, out, formats=formats)
     return out
 

@@ -9,7 +9,7 @@ import torch
 
 from trueline.errors import CheckpointError, StorageError
 from trueline.state import checkpoint, tree
-from worlds.job_recipes import small
+from worlds.recipes import small
 
 
 def trained():

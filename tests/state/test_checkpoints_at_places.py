@@ -11,7 +11,7 @@ from trueline import events
 from trueline.errors import CheckpointError, StorageError, UsageError
 from trueline.state import checkpoint
 from trueline.state.place import inside
-from worlds.job_recipes import small
+from worlds.recipes import small
 
 
 @pytest.fixture(params=["disk", "store"])
