@@ -24,7 +24,7 @@ from trueline.data.records import Records
 from trueline.data.table import TableSource
 from trueline.errors import DataError
 from worlds import TESTS
-from worlds.records import FILES, WORLDS, Rows, World
+from worlds.records import FILES, WORLDS, Rows, World, no_feed
 
 pytestmark = pytest.mark.slow  # hundreds of files in each format
 
@@ -45,10 +45,6 @@ def world(request: pytest.FixtureRequest) -> World:
 @pytest.fixture(params=FILES)
 def file_world(request: pytest.FixtureRequest) -> World:
     return world_of(request.param)
-
-
-def no_feed(records: Any, mode: str) -> Any:
-    raise AssertionError("these tests read tables")
 
 
 def source_of(records: Records) -> TableSource:
