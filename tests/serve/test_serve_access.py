@@ -14,7 +14,7 @@ from trueline.errors import UsageError
 from trueline.serve import access
 from trueline.serve.access import AccessLog, Logged
 from trueline.serve.http import Request, Response
-from worlds.bundles import Answers
+from worlds.servers import Answers
 
 pytestmark = pytest.mark.filterwarnings("error")
 

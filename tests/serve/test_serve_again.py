@@ -34,6 +34,7 @@ from trueline.serve.shadow import Shadow
 from trueline.serve.split import Split
 from trueline.serve.version import Version
 from worlds import bundles
+from worlds.connections import Wire
 
 
 def looked_up(out: Path) -> Bundle:
@@ -78,19 +79,6 @@ def as_many_as_it_says(out: Path) -> Bundle:
     x = np.ones((4, 3), np.float32)
     model = bundles.graph(nodes, signature.inputs, signature.outputs, weights)
     return bundles.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": x[:, :1]})])
-
-
-@dataclass(slots=True)
-class Wire:
-    """A transport that keeps what was written."""
-
-    written: bytes = b""
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return False
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ OURS = "https://example.org"
 def cors(answer: object, origin: str = OURS) -> Cors:
     rule = Rule.of(origin, "", "x-mine")
     assert rule is not None
-    return Cors(bundles.Answers(answer), rule)
+    return Cors(servers.Answers(answer), rule)
 
 
 def asked(origin: str | None = OURS, method: str = "POST", **headers: str) -> Request:

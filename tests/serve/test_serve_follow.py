@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from trueline import serve
 from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found
 from trueline.serve.follow import Follower
@@ -138,12 +136,12 @@ def test_processes_share_a_port_follow_each_other_and_are_replaced_when_they_die
     def ask(port: int, path: str = "/predictions/tiny/2") -> int:
         return servers.post(f"http://127.0.0.1:{port}{path}", json=[1, 2, 3]).status_code
 
-    with serve.start(None, model_store=str(store), load="tiny", management_port=0, processes=2) as running:
+    with servers.running(store=store, load="tiny", management_port=0, processes=2) as running:
         parent = psutil.Process(running.pid)
         assert len(parent.children()) == 2
         assert {ask(running.port) for _ in range(10)} == {200}
         assert servers.delete(f"{running.management_url}/models/tiny/1").status_code == 200
-        eventually(lambda: {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404})
+        servers.eventually(lambda: {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404})
         victim = parent.children()[0]
         victim.kill()
         told: set[int] = set()
@@ -152,24 +150,9 @@ def test_processes_share_a_port_follow_each_other_and_are_replaced_when_they_die
             found = [one.net_connections("tcp") for one in parent.children() if one != victim]
             return sum(any((at.status, at.laddr.port) == ("LISTEN", running.port) for at in one) for one in found)
 
-        eventually(lambda: told.add(ask(running.port)) or listening() == 2)
+        servers.eventually(lambda: told.add(ask(running.port)) or listening() == 2)
         assert told | {ask(running.port) for _ in range(10)} == {200}, "who is not ready yet is asked by nobody"
         assert {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404}
         children = parent.children()
         assert running.stop() == 0
     assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-
-
-def eventually(true: Callable[[], object]) -> None:
-    """Returns once `true` holds; the suite's own limit ends what never does."""
-
-    async def until() -> None:
-        while True:
-            try:
-                if true():
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(until(), 120))

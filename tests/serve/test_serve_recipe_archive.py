@@ -21,7 +21,7 @@ from trueline.errors import StorageError, UsageError
 from trueline.serve.archive import unpack
 from trueline.serve.handlers.of_recipe import RecipeHandler, named
 from trueline.serve.recipe_archive import archive
-from worlds import bundles
+from worlds import bundles, servers
 
 RECIPE = """
     import numpy as np
@@ -181,14 +181,14 @@ def test_inputs_go_by_name_by_order_or_alone() -> None:
 
 
 @pytest.fixture
-def server(made: Path, tmp_path: Path) -> Iterator[serve.RunningServer]:
-    with serve.start(model_store=str(made.parent), load="tiny", allow_code=True, state=str(tmp_path / "s")) as running:
-        yield running
+def recipe_server(made: Path, tmp_path: Path) -> Iterator[serve.RunningServer]:
+    with servers.running(store=made.parent, load="tiny", allow_code=True, state=tmp_path / "s") as server:
+        yield server
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_the_recipes_own_code(server: serve.RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+def test_a_server_answers_with_the_recipes_own_code(recipe_server: serve.RunningServer) -> None:
+    with httpx.Client(base_url=recipe_server.url, timeout=120) as client:
         good = client.post("/predictions/tiny", json={"row": [1, 2, 3]})
         assert (good.status_code, good.json()["sum"]) == (200, 123.0)
         bad = client.post("/predictions/tiny", json={"nothing": 1})

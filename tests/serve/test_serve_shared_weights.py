@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 from onnx import helper
-from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
@@ -74,7 +73,7 @@ def mapped(pid: int, folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_and_thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     wide(folder / "wide" / "1.bundle", LAYERS)
     shutil.copytree(folder / "wide" / "1.bundle", folder / "wide" / "2.bundle")
@@ -84,17 +83,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("most", "threads"), [(0, 0), (1, 1), (3, 3)])
 def test_a_run_that_is_long_takes_its_process_share_of_the_cores(
-    store: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
-    loaded = load(open_bundle(store / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
+    loaded = load(open_bundle(wide_and_thin / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
     assert not loaded.plan.inline_values
     assert isinstance(loaded.session, OnnxSession)
     assert loaded.session._session.get_session_options().intra_op_num_threads == threads
 
 
-def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(store: Path) -> None:
-    with serve.start(None, model_store=str(store), load="thin,wide/1.bundle", management_port=0) as running:
+def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(
+    wide_and_thin: Path,
+) -> None:
+    with servers.running(store=wide_and_thin, load="thin,wide/1.bundle", management_port=0) as running:
         one = memory([running.pid])
         assert servers.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
         two = memory([running.pid])
@@ -110,7 +111,7 @@ def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is
 
 
 def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, WIDTH], "data": [0.5] * WIDTH}]}
@@ -119,24 +120,24 @@ def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
         url = f"{running.url}/v2/models/wide/infer"
         return {servers.post(url, json=body).content for _ in range(12)}
 
-    with serve.start(None, model_store=str(store), load="thin", management_port=0, processes=3) as running:
+    with servers.running(store=wide_and_thin, load="thin", management_port=0, processes=3) as running:
         (folder,) = tmp_path.glob("trueline-weights-*")
         before = memory(processes(running))
         assert servers.post(f"{running.management_url}/models?url=wide/1.bundle&initial_workers=1").status_code == 200
-        eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
-        eventually(lambda: all(b'"outputs"' in answer for answer in answers(running)))
+        servers.eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
+        servers.eventually(lambda: all(b'"outputs"' in answer for answer in answers(running)))
         assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES, "three copies would be 3"
         same = answers(running)
         assert len(same) == 1
 
         psutil.Process(processes(running)[0]).kill()
-        eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
-        eventually(lambda: answers(running) == same)
+        servers.eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
+        servers.eventually(lambda: answers(running) == same)
         assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES
 
         assert len(list(folder.iterdir())) == 3, "a lock, and two programs"
         assert servers.delete(f"{running.management_url}/models/wide").status_code == 200
-        eventually(lambda: len(list(folder.iterdir())) == 2)
+        servers.eventually(lambda: len(list(folder.iterdir())) == 2)
     assert not list(tmp_path.glob("trueline-weights-*"))
 
 
@@ -149,12 +150,12 @@ def dataset(mode): ...
 
 
 def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_replaced(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    archive(store / "wide" / "1.bundle", recipe, tmp_path / "store" / "wide.mar", any_recipe=True)
+    archive(wide_and_thin / "wide" / "1.bundle", recipe, tmp_path / "store" / "wide.mar", any_recipe=True)
     asked = {"json": [[0.5] * WIDTH], "timeout": 120}
 
     def workers(running: serve.RunningServer) -> list[int]:
@@ -185,6 +186,6 @@ def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_rep
             at_work = workers(running)  # asked once: between two questions the dead one is let go of
             return len(at_work) == 3 and three[0] not in at_work
 
-        eventually(replaced)
+        servers.eventually(replaced)
         assert [mapped(pid, weights) for pid in workers(running)] == [1, 1, 1]
     assert not list(tmp_path.glob("trueline-archive-*"))

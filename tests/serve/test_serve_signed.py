@@ -115,7 +115,7 @@ def test_a_url_brings_the_signature_that_lies_beside_its_bundle(
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def signed_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`good`, signed; `bare`, not; `theirs`, signed by others; `moved`, with the signature of `good`; two archives."""
     root = tmp_path_factory.mktemp("signed")
     ours, others = key(root, "ours"), key(root, "others")
@@ -131,43 +131,43 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(store: Path) -> Iterator[serve.RunningServer]:
-    with serve.start(
-        model_store=str(store),
-        load="good",
-        management_port=0,
-        allow_code=True,
-        trusted_keys=str(store.parent / "ours.pub"),
-    ) as running:
-        yield running
+def signed_server(signed_store: Path) -> Iterator[serve.RunningServer]:
+    keys = signed_store.parent / "ours.pub"
+    with servers.running(
+        store=signed_store, load="good", management_port=0, allow_code=True, trusted_keys=keys
+    ) as server:
+        yield server
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bare", "theirs", "moved"])
-def test_a_client_cannot_load_what_no_trusted_key_has_signed(server: serve.RunningServer, name: str) -> None:
-    for url in (f"{server.management_url}/models?url={name}.bundle", f"{server.url}/v2/repository/models/{name}/load"):
+def test_a_client_cannot_load_what_no_trusted_key_has_signed(signed_server: serve.RunningServer, name: str) -> None:
+    for url in (
+        f"{signed_server.management_url}/models?url={name}.bundle",
+        f"{signed_server.url}/v2/repository/models/{name}/load",
+    ):
         refused = servers.post(url)
         assert refused.status_code == 400
         assert "the bundle was refused" in refused.text
         assert "/" not in refused.json().get("message", refused.json().get("error", "")).replace("://", "")
-    assert servers.get(f"{server.url}/v2/models/{name}/ready").status_code == 404
-    assert servers.get(f"{server.url}/v2/models/good/ready").status_code == 200
+    assert servers.get(f"{signed_server.url}/v2/models/{name}/ready").status_code == 404
+    assert servers.get(f"{signed_server.url}/v2/models/good/ready").status_code == 200
 
 
 @pytest.mark.slow
-def test_an_archive_that_is_not_signed_runs_nothing(server: serve.RunningServer, store: Path) -> None:
-    refused = servers.post(f"{server.management_url}/models?url=wild.mar&initial_workers=1")
+def test_an_archive_that_is_not_signed_runs_nothing(signed_server: serve.RunningServer, signed_store: Path) -> None:
+    refused = servers.post(f"{signed_server.management_url}/models?url=wild.mar&initial_workers=1")
     assert refused.status_code == 400
-    assert not (store.parent / "ran").exists()
-    good = servers.post(f"{server.management_url}/models?url=handled.mar&initial_workers=1")
+    assert not (signed_store.parent / "ran").exists()
+    good = servers.post(f"{signed_server.management_url}/models?url=handled.mar&initial_workers=1")
     assert good.status_code == 200
-    assert servers.post(f"{server.url}/predictions/handled", content=b"x").text == "1"
+    assert servers.post(f"{signed_server.url}/predictions/handled", content=b"x").text == "1"
 
 
 @pytest.mark.slow
-def test_a_server_does_not_start_with_what_is_not_signed(store: Path) -> None:
+def test_a_server_does_not_start_with_what_is_not_signed(signed_store: Path) -> None:
     with pytest.raises(BundleError, match="is not signed"):
-        serve.start(store / "bare.bundle", trusted_keys=str(store.parent / "ours.pub"))
+        serve.start(signed_store / "bare.bundle", trusted_keys=str(signed_store.parent / "ours.pub"))
 
 
 FUNCTIONS = """
@@ -186,14 +186,14 @@ GRAPH = """
 
 
 @pytest.mark.slow
-def test_a_workflow_is_signed_as_models_are(server: serve.RunningServer, store: Path) -> None:
-    made = archives.war(store / "flow.war", FUNCTIONS, GRAPH)
-    url = f"{server.management_url}/workflows?url=flow.war"
+def test_a_workflow_is_signed_as_models_are(signed_server: serve.RunningServer, signed_store: Path) -> None:
+    made = archives.war(signed_store / "flow.war", FUNCTIONS, GRAPH)
+    url = f"{signed_server.management_url}/workflows?url=flow.war"
     refused = servers.post(url)
     assert (refused.status_code, "is not signed" in refused.json()["message"]) == (400, True)
-    sign(made, store.parent / "ours.pem")
+    sign(made, signed_store.parent / "ours.pem")
     assert servers.post(url).status_code == 200
-    assert servers.post(f"{server.url}/wfpredict/flow", content=b"x").text == "<x>"
+    assert servers.post(f"{signed_server.url}/wfpredict/flow", content=b"x").text == "<x>"
 
 
 @pytest.mark.slow

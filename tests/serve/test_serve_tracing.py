@@ -11,7 +11,7 @@ import pytest
 from trueline.errors import UsageError
 from trueline.serve import tracing
 from trueline.serve.http import Request, Response
-from worlds.bundles import Answers
+from worlds.servers import Answers
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")
 

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.errors import StorageError
@@ -234,7 +233,7 @@ def test_a_workflow_in_the_store_is_no_model_of_it(tmp_path: Path) -> None:
 # workflows that run
 
 
-class Office:
+class WorkflowApp:
     """Fleet, workflows and both faces over a store, without a socket; the handlers' processes are real."""
 
     def __init__(
@@ -286,7 +285,7 @@ class Office:
         await self.workflows.close()
 
 
-Act = Callable[[Office], Awaitable[None]]
+Act = Callable[[WorkflowApp], Awaitable[None]]
 
 
 @pytest.fixture
@@ -305,11 +304,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(folder: Path, act: Act, **options: Any) -> None:
     async def whole() -> None:
-        office = Office(folder, asyncio.get_running_loop(), **options)
+        app = WorkflowApp(folder, asyncio.get_running_loop(), **options)
         try:
-            await asyncio.wait_for(act(office), 200)
+            await asyncio.wait_for(act(app), 200)
         finally:
-            await office.close()
+            await app.close()
 
     asyncio.run(whole())
 
@@ -329,29 +328,29 @@ def test_a_workflow_of_several_ends_answers_their_texts_by_node(store: Path) -> 
     code = "".join(f"def {name}(data, context): return ['{name}' if data else '']\n" for name in "abc")
     archives.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
 
-    async def act(office: Office) -> None:
-        status, _ = await office.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
+    async def act(app: WorkflowApp) -> None:
+        status, _ = await app.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
         assert status == 200
-        assert await office.ask("POST", "/wfpredict/ends", b"x") == (200, {"b": "b", "c": "c"})
+        assert await app.ask("POST", "/wfpredict/ends", b"x") == (200, {"b": "b", "c": "c"})
 
     run(store, act)
 
 
 @pytest.mark.slow
 def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserves_words(store: Path) -> None:
-    async def act(office: Office) -> None:
-        told = await office.manage("POST", "/workflows?url=flow.war&workflow_name=six")
+    async def act(app: WorkflowApp) -> None:
+        told = await app.manage("POST", "/workflows?url=flow.war&workflow_name=six")
         assert told == (200, {"status": "Workflow six has been registered and scaled successfully."})
         answer = {"double": {"times": 2, "is": 14}, "triple": {"times": 3, "is": 21}}
-        assert await office.ask("POST", "/wfpredict/six", b"7") == (200, answer)
+        assert await app.ask("POST", "/wfpredict/six", b"7") == (200, answer)
         form = {"content_type": "application/x-www-form-urlencoded"}
-        assert await office.ask("PUT", "/wfpredict/six", b"data=7", **form) == (200, answer)
-        assert await office.ask("POST", "/predictions/six__double", b'{"x": 1}') == (200, {"times": 2, "is": 2})
-        assert await office.manage("GET", "/workflows") == (
+        assert await app.ask("PUT", "/wfpredict/six", b"data=7", **form) == (200, answer)
+        assert await app.ask("POST", "/predictions/six__double", b'{"x": 1}') == (200, {"times": 2, "is": 2})
+        assert await app.manage("GET", "/workflows") == (
             200,
             {"workflows": [{"workflowName": "six", "workflowUrl": "flow.war"}]},
         )
-        assert await office.manage("GET", "/workflows/six") == (
+        assert await app.manage("GET", "/workflows/six") == (
             200,
             [
                 {
@@ -365,22 +364,22 @@ def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserve
                 }
             ],
         )
-        _, models = await office.manage("GET", "/models")
+        _, models = await app.manage("GET", "/models")
         assert [one["modelName"] for one in models["models"]] == ["six__double", "six__triple"], "no functions"
-        _, facts = await office.manage("GET", "/models/six__double")
+        _, facts = await app.manage("GET", "/models/six__double")
         assert (facts[0]["modelVersion"], facts[0]["batchSize"]) == ("2.0", 4)
-        again = await office.manage("POST", "/workflows?url=flow.war&workflow_name=six")
+        again = await app.manage("POST", "/workflows?url=flow.war&workflow_name=six")
         assert (again[0], again[1]["message"]) == (409, "Workflow six is already registered.")
-        _, document = await office.ask("GET", "/openapi.json")
+        _, document = await app.ask("GET", "/openapi.json")
         assert "/wfpredict/six" in document["paths"]
-        gone = await office.manage("DELETE", "/workflows/six")
+        gone = await app.manage("DELETE", "/workflows/six")
         assert gone == (200, {"status": 'Workflow "six" unregistered'})
-        assert (office.models.names(), laid_out(store)) == ([], [])
+        assert (app.models.names(), laid_out(store)) == ([], [])
         for method, path in (("GET", "/workflows/six"), ("DELETE", "/workflows/six")):
-            status, said = await office.manage(method, path)
+            status, said = await app.manage(method, path)
             assert (status, said["type"]) == (404, "WorkflowNotFoundException")
             assert said["message"] == "Workflow not found: six"
-        assert (await office.ask("GET", "/wfpredict/six"))[0] == 404
+        assert (await app.ask("GET", "/wfpredict/six"))[0] == 404
 
     run(store, act)
 
@@ -393,23 +392,23 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
     archives.war(store / "absent.war", FUNCTIONS, absent)
     archives.war(store / "late.war", "try:\n    x = 1\nexcept ImportError: pass\n", "models: {}\ndag: {pre: []}")
 
-    async def act(office: Office) -> None:
-        status, said = await office.manage("POST", "/workflows?url=broken.war")
+    async def act(app: WorkflowApp) -> None:
+        status, said = await app.manage("POST", "/workflows?url=broken.war")
         assert (status, said["type"]) == (500, "InternalServerException")
         assert said["message"].startswith(
             "Workflow flow has failed to register. Failures: [Workflow Node flow__bad failed to register. Details: "
             "Failed to start workers for model flow__bad version: 1.0: "
         )
         assert "no_such_module" in said["message"]
-        status, said = await office.manage("POST", "/workflows?url=absent.war")
+        status, said = await app.manage("POST", "/workflows?url=absent.war")
         assert (status, said["type"]) == (400, "BadRequestException")
         assert "flow__bad failed to register. Details: Model not found at: absent.mar" in said["message"]
-        status, said = await office.manage("POST", "/workflows?url=late.war")
+        status, said = await app.manage("POST", "/workflows?url=late.war")
         assert status == 500
         assert "has no function 'pre'" in said["message"]
-        assert (office.models.names(), office.workflows.names(), laid_out(store)) == ([], [], [])
-        assert wanted.read(office.state) == wanted.Wanted()
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
+        assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
+        assert wanted.read(app.state) == wanted.Wanted()
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
     run(store, act)
 
@@ -424,7 +423,7 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
         store / "runs.war", f"open({str(marker)!r}, 'w')\ndef only(data, context): ...", "models: {}\ndag: {zz: []}"
     )
 
-    async def act(office: Office) -> None:
+    async def act(app: WorkflowApp) -> None:
         for query, code, words in (
             ("", 400, "Parameter url is required."),
             ("?url=", 404, "empty url"),
@@ -440,13 +439,13 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
             ("?url=flow.war&workflow_name=a/b", 400, "workflow 'a/b' is no name here"),
             ("?url=runs.war", 400, "node 'zz' of the dag is neither a model"),
         ):
-            status, said = await office.manage("POST", f"/workflows{query}")
+            status, said = await app.manage("POST", f"/workflows{query}")
             assert (status, said["message"].startswith(words)) == (code, True), said
-        status, said = await office.manage("POST", "/workflows", b"[1]", content_type="application/json")
+        status, said = await app.manage("POST", "/workflows", b"[1]", content_type="application/json")
         assert (status, said["type"]) == (400, "BadRequestException")
-        assert (await office.manage("PATCH", "/workflows"))[0] == 405
-        assert (await office.manage("POST", "/workflows/a"))[0] == 405
-        assert (await office.ask("DELETE", "/wfpredict/a"))[0] == 405
+        assert (await app.manage("PATCH", "/workflows"))[0] == 405
+        assert (await app.manage("POST", "/workflows/a"))[0] == 405
+        assert (await app.ask("DELETE", "/wfpredict/a"))[0] == 405
         assert laid_out(store) == []
 
     run(store, act)
@@ -454,8 +453,8 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
 
 
 def test_without_allow_code_a_workflow_is_refused_and_nothing_of_it_is_unpacked(store: Path) -> None:
-    async def act(office: Office) -> None:
-        status, said = await office.manage("POST", "/workflows?url=flow.war")
+    async def act(app: WorkflowApp) -> None:
+        status, said = await app.manage("POST", "/workflows?url=flow.war")
         assert (status, said["type"]) == (403, "ModelException")
         assert "this server runs none; start it with --allow-code" in said["message"]
         assert laid_out(store) == []
@@ -465,8 +464,8 @@ def test_without_allow_code_a_workflow_is_refused_and_nothing_of_it_is_unpacked(
 
 @pytest.mark.slow
 def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> None:
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=flow.war")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=flow.war")
         for method, target in (
             ("DELETE", "/models/flow__double"),
             ("DELETE", "/models/flow__pre/1.0"),
@@ -474,14 +473,14 @@ def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> No
             ("PUT", "/models/flow__double/2.0/set-default"),
             ("POST", "/models?url=double.mar&model_name=flow__double&model_version=9"),
         ):
-            status, said = await office.manage(method, target)
+            status, said = await app.manage(method, target)
             assert status == 409, (target, said)
             assert "is a node of workflow 'flow'; unregister the workflow (DELETE /workflows/flow)" in said["message"]
-        await office.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
-        status, said = await office.manage("POST", "/workflows?url=flow.war&workflow_name=other")
+        await app.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
+        status, said = await app.manage("POST", "/workflows?url=flow.war&workflow_name=other")
         assert (status, "model 'other__double' is served already" in said["message"]) == (409, True)
-        assert office.workflows.names() == ["flow"]
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert app.workflows.names() == ["flow"]
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
 
     run(store, act)
 
@@ -516,21 +515,21 @@ def test_a_node_that_fails_is_asked_again_and_then_the_request_fails_with_its_na
         asked.write_text("")
         return found
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=only.war")
-        response = await office.begin(b"3")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=only.war")
+        response = await app.begin(b"3")
         assert (response.status, response.body, response.content_type) == (200, b"\xff\xd8", b"application/json")
         assert counted() == 3
         failed = {"code": 500, "type": "InternalServerException", "message": "Error executing only"}
-        assert (await office.ask("POST", "/wfpredict/flow", b"9"), counted()) == ((500, failed), 3)
+        assert (await app.ask("POST", "/wfpredict/flow", b"9"), counted()) == ((500, failed), 3)
         refusal = {"code": 404, "type": "InternalServerException", "message": "no such breed"}
-        assert (await office.ask("POST", "/wfpredict/flow", b"refuse"), counted()) == ((404, refusal), 1)
-        assert await office.ask("POST", "/wfpredict/flow", b"exit") == (500, failed)
+        assert (await app.ask("POST", "/wfpredict/flow", b"refuse"), counted()) == ((404, refusal), 1)
+        assert await app.ask("POST", "/wfpredict/flow", b"exit") == (500, failed)
         assert counted() == 3, "each attempt waits for the worker that takes the place of the dead"
 
-    async def as_torchserve(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=only.war")
-        assert (await office.ask("POST", "/wfpredict/flow", b"refuse"))[0] == 500
+    async def as_torchserve(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=only.war")
+        assert (await app.ask("POST", "/wfpredict/flow", b"refuse"))[0] == 500
 
     run(store, act)
     run(store, as_torchserve, strict=True)
@@ -560,11 +559,11 @@ def test_a_node_that_takes_longer_than_its_timeout_fails_the_request_and_what_fo
     text = "models: {timeout-ms: 3000, retry-attempts: 1}\ndag: {start: [hang, quick], hang: [join], quick: [join]}"
     archives.war(store / "late.war", code, text)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=late.war")
-        status, said = await office.ask("POST", "/wfpredict/flow", b"")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=late.war")
+        status, said = await app.ask("POST", "/wfpredict/flow", b"")
         assert (status, said["message"]) == (500, "Error executing hang")
-        pool = office.workflows.find("flow").versions["hang"].pool
+        pool = app.workflows.find("flow").versions["hang"].pool
         assert pool.num_waiting == 0, "the second attempt has left the queue"
 
     run(store, act)
@@ -599,20 +598,20 @@ def gate(store: Path) -> tuple[Path, Path]:
 def test_a_client_that_goes_away_withdraws_its_request_from_every_node(store: Path) -> None:
     began, go = gate(store)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=gate.war")
-        answer = office.begin()
-        await office.in_thread(began.read_bytes)
-        waiting = office.begin()
-        pool = office.workflows.find("flow").versions["first"].pool
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=gate.war")
+        answer = app.begin()
+        await app.in_thread(began.read_bytes)
+        waiting = app.begin()
+        pool = app.workflows.find("flow").versions["first"].pool
         while not pool.num_waiting:
             await asyncio.sleep(0)
         waiting.cancel()
         answer.cancel()
         while pool.num_waiting:
             await asyncio.sleep(0)
-        await office.in_thread(lambda: go.write_bytes(b""))
-        assert (await office.manage("DELETE", "/workflows/flow"))[0] == 200, "it waits for whatever is under way"
+        await app.in_thread(lambda: go.write_bytes(b""))
+        assert (await app.manage("DELETE", "/workflows/flow"))[0] == 200, "it waits for whatever is under way"
 
     run(store, act)
     assert not (store / "second").exists()
@@ -622,16 +621,16 @@ def test_a_client_that_goes_away_withdraws_its_request_from_every_node(store: Pa
 def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: Path) -> None:
     began, go = gate(store)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=gate.war")
-        answer = office.begin()
-        await office.in_thread(began.read_bytes)
-        gone = asyncio.ensure_future(office.manage("DELETE", "/workflows/flow"))
-        while office.workflows.names():
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=gate.war")
+        answer = app.begin()
+        await app.in_thread(began.read_bytes)
+        gone = asyncio.ensure_future(app.manage("DELETE", "/workflows/flow"))
+        while app.workflows.names():
             await asyncio.sleep(0)
-        assert (await office.ask("POST", "/wfpredict/flow"))[0] == 404
+        assert (await app.ask("POST", "/wfpredict/flow"))[0] == 404
         assert not gone.done()
-        await office.in_thread(lambda: go.write_bytes(b""))
+        await app.in_thread(lambda: go.write_bytes(b""))
         assert (await answer).body == b"first, second"
         assert (await gone)[0] == 200
 
@@ -640,31 +639,31 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
 
 @pytest.mark.slow
 def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on(store: Path) -> None:
-    async def first(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=flow.war&response_timeout=77")
-        told = wanted.read(office.state)
+    async def first(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=flow.war&response_timeout=77")
+        told = wanted.read(app.state)
         assert told.models == {}, "nodes come with their workflow"
         assert set(told.workflows["flow"].models) == {"double", "triple"}
         assert told.workflows["flow"].given == {"response_timeout": "77"}
 
-    async def second(office: Office) -> None:
-        assert await office.workflows.restore(wanted.read(office.state).workflows) == []
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
-        assert (await office.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
+    async def second(app: WorkflowApp) -> None:
+        assert await app.workflows.restore(wanted.read(app.state).workflows) == []
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert (await app.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
 
-    async def third(office: Office) -> None:
-        before = office.state.read_bytes()
+    async def third(app: WorkflowApp) -> None:
+        before = app.state.read_bytes()
         archives.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
-        (missing,) = await office.workflows.restore(wanted.read(office.state).workflows)
+        (missing,) = await app.workflows.restore(wanted.read(app.state).workflows)
         assert "flow__double failed to register. Details: the archive of digest" in missing
-        status, said = await office.ask("POST", "/wfpredict/flow", b"1")
+        status, said = await app.ask("POST", "/wfpredict/flow", b"1")
         assert (status, said["message"].startswith("workflow 'flow' is failed: ")) == (503, True)
-        assert (await office.ask("GET", "/ping"))[0] == 500
-        assert (await office.manage("GET", "/workflows"))[1]["workflows"][0]["workflowName"] == "flow"
-        assert office.state.read_bytes() == before, "it is wanted on"
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[1]["double"]["times"] == 4
-        assert (await office.ask("GET", "/ping"))[0] == 200
+        assert (await app.ask("GET", "/ping"))[0] == 500
+        assert (await app.manage("GET", "/workflows"))[1]["workflows"][0]["workflowName"] == "flow"
+        assert app.state.read_bytes() == before, "it is wanted on"
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[1]["double"]["times"] == 4
+        assert (await app.ask("GET", "/ping"))[0] == 200
 
     for act in (first, second, third):
         run(store, act)
@@ -672,8 +671,8 @@ def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on
 
 @pytest.mark.slow
 def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) -> None:
-    async def act(one: Office) -> None:
-        other = Office(store, one.loop)
+    async def act(one: WorkflowApp) -> None:
+        other = WorkflowApp(store, one.loop)
         try:
             await one.manage("POST", "/workflows?url=flow.war")
             await other.follower.look()
@@ -704,17 +703,17 @@ def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monk
     def full(path: Path, data: bytes) -> None:
         raise StorageError("no room left")
 
-    async def act(office: Office) -> None:
+    async def act(app: WorkflowApp) -> None:
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 500
-            assert (office.workflows.names(), office.models.names(), laid_out(store)) == ([], [], [])
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200
+            assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 500
+            assert (app.workflows.names(), app.models.names(), laid_out(store)) == ([], [], [])
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await office.manage("DELETE", "/workflows/flow"))[0] == 500
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
-        assert set(office.models.names()) == {"flow__pre", "flow__double", "flow__triple", "flow__join"}
+            assert (await app.manage("DELETE", "/workflows/flow"))[0] == 500
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert set(app.models.names()) == {"flow__pre", "flow__double", "flow__triple", "flow__join"}
 
     run(store, act)
 
@@ -745,7 +744,7 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
     with start() as running:
         told = servers.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
         assert told.json() == {"status": "Workflow flow has been registered and scaled successfully."}
-        eventually(lambda: ask(running.url) == {(200, joined)})
+        servers.eventually(lambda: ask(running.url) == {(200, joined)})
         answer = servers.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
         assert (answer.text, answer.headers["content-type"]) == (joined, "application/json")
         assert answer.headers["x-request-id"]
@@ -759,5 +758,5 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
         assert ask(again.url) == {(200, joined)}
         gone = servers.delete(f"{again.management_url}/workflows/flow")
         assert gone.json() == {"status": 'Workflow "flow" unregistered'}
-        eventually(lambda: ask(again.url) == {(404, "")})
+        servers.eventually(lambda: ask(again.url) == {(404, "")})
     assert "workflows" not in json.loads(Path(state).read_text())

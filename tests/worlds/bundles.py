@@ -1,22 +1,32 @@
-"""Small ONNX bundles for tests, made without torch."""
+"""Small ONNX bundles, made without torch. onnx is imported where it is used: bundles of other bytes need none."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import TensorProto, helper, numpy_helper
 
-from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
-from trueline.serve.http import Request, Response
+from trueline.bundle import (
+    Bundle,
+    Contents,
+    Dim,
+    Evidence,
+    Golden,
+    ProgramEntry,
+    Signature,
+    Summary,
+    TensorSpec,
+    seal,
+)
+
+if TYPE_CHECKING:
+    import onnx
 
 Array = npt.NDArray[np.generic]
-ONNX_TYPES = {"FP32": TensorProto.FLOAT, "INT64": TensorProto.INT64, "FP16": TensorProto.FLOAT16}
 
 
 def spec(name: str, *shape: int | str, datatype: str = "FP32") -> TensorSpec:
@@ -29,8 +39,12 @@ def graph(
     outputs: Sequence[TensorSpec],
     weights: dict[str, Array] | None = None,
 ) -> onnx.ModelProto:
+    from onnx import TensorProto, helper, numpy_helper
+
+    types = {"FP32": TensorProto.FLOAT, "INT64": TensorProto.INT64, "FP16": TensorProto.FLOAT16}
+
     def info(one: TensorSpec) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(one.name, ONNX_TYPES[one.datatype], list(one.shape))
+        return helper.make_tensor_value_info(one.name, types[one.datatype], list(one.shape))
 
     initial = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     made = helper.make_graph(list(nodes), "g", [info(s) for s in inputs], [info(s) for s in outputs], initial)
@@ -39,15 +53,20 @@ def graph(
 
 def bundle(
     out: Path,
-    model: onnx.ModelProto,
+    model: onnx.ModelProto | bytes,
     signature: Signature,
     golden: Sequence[Golden],
     *,
     name: str = "tiny",
+    evidence: Sequence[Evidence] = (),
+    lineage: Mapping[str, Any] | None = None,
+    recipe_digest: str = "0",
 ) -> Bundle:
+    """A sealed bundle of one program; bytes that no runtime reads do where the program is never run."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "programs").mkdir()
-        onnx.save(model, str(Path(folder) / "programs" / "model.onnx"))
+        content = model if isinstance(model, bytes) else model.SerializeToString()
+        (Path(folder) / "programs" / "model.onnx").write_bytes(content)
         entry = ProgramEntry(
             format="onnx",
             file="programs/model.onnx",
@@ -63,15 +82,17 @@ def bundle(
             programs=[(entry, Path(folder))],
             serve="onnx",
             golden=golden,
-            evidence=[],
-            lineage={},
-            summary=Summary(recipe="none", recipe_digest="0"),
+            evidence=list(evidence),
+            lineage=dict(lineage or {}),
+            summary=Summary(recipe=name, recipe_digest=recipe_digest),
         )
         return seal(out, contents)
 
 
 def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) -> Bundle:
     """y = 2x + 1 over rows of three; `wrong` seals a golden answer that no runtime gives."""
+    from onnx import helper
+
     x, y = spec("x", "batch", 3), spec("y", "batch", 3)
     two, one = np.float32(2), np.float32(1)
     nodes = [helper.make_node("Mul", ["x", "two"], ["t"]), helper.make_node("Add", ["t", "one"], ["y"])]
@@ -82,14 +103,29 @@ def double_plus(out: Path, *, wrong: bool = False, max_rows: int | None = None) 
     return bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim(max=max_rows)}), golden)
 
 
-class Answers:
-    """An App that answers what it was made with."""
+def store(folder: Path, *names: str, max_rows: int | None = None) -> Path:
+    """A folder of `double_plus`: with "tiny", "pair/1" and "pair/2" one model, and another in two versions."""
+    for name in names:
+        double_plus(folder / f"{name}.bundle", max_rows=max_rows)
+    return folder
 
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
 
-    def answer(self, request: Request) -> Any:
-        return self._answer
+def scaled(out: Path, *, name: str = "double", scale: float = 2.0) -> Bundle:
+    """y = scale * x over rows of four, with evidence and a lineage."""
+    from onnx import helper
 
-    def refuse(self, path: str, status: int, message: str) -> Response:
-        return Response(status, message.encode())
+    x, y, given = spec("x", "batch", 4), spec("y", "batch", 4), np.ones((2, 4), np.float32)
+    model = graph([helper.make_node("Mul", ["x", "scale"], ["y"])], [x], [y], {"scale": np.array(scale, np.float32)})
+    evidence = Evidence(
+        format="onnx", against="eager", probe="2", origin="given", inputs_sha256="0" * 64, shapes={}, verdict="agrees"
+    )
+    return bundle(
+        out,
+        model,
+        Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim(max=8)}),
+        [Golden(case="2", inputs={"x": given}, outputs={"y": given * np.float32(scale)})],
+        name=name,
+        evidence=[evidence],
+        lineage={"recipe": name},
+        recipe_digest="a" * 64,
+    )
