@@ -131,11 +131,6 @@ class Identity(nn.Module):
         return {"x": x + 0}
 
 
-class Half(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.bfloat16()
-
-
 class Text(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, str]:
         return x, "done"
