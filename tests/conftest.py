@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from outcomes import Recorder
 
+pytest.register_assert_rewrite("conformance")  # its tests' failures show their values
+
 gc.disable()  # until all is imported: nothing of it will ever be garbage
 
 # Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:

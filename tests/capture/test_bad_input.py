@@ -24,18 +24,10 @@ from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime import onnx_emit
 from trueline.runtime.session import open_program, open_session
+from worlds import marks, recipes
+from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # captures models
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x)
-        return found
 
 
 class TurnsItself(Mlp):
@@ -56,13 +48,8 @@ class Nan(nn.Module):
         return torch.log(x - x.max() - 1)
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def recipe(model: Callable[[], nn.Module], examples: Callable[[], Any] = lambda: torch.randn(4, 8)) -> Recipe:
-    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
-    return Recipe(name="digits", digest="d" * 64, path=None, model=model, examples=examples, **blanks)
+    return recipes.untrained(model, name="digits", examples=examples)
 
 
 @pytest.fixture
@@ -292,9 +279,7 @@ def test_a_precision_that_a_runtime_has_not_is_refused_by_name_with_the_line_and
     assert attempts["onnx"]["verdict"] == "refused"
     assert attempts["onnx"]["emitted"]
     assert "it computes in bfloat16 there" in attempts["onnx"]["why"]
-    lines = Path(__file__).read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# brained"))
-    assert attempts["onnx"]["line"] == f"{Path(__file__).name}:{line}"
+    assert attempts["onnx"]["line"] == marks.place_of(__file__, "brained")
     assert str(out.parent) not in json.dumps(attempts)
     assert attempts["torch_export"]["verdict"] == "proven"
     assert found.serve == "torch_export"
@@ -351,9 +336,7 @@ def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
 ) -> None:
     with pytest.raises(CaptureError, match=words) as refused:
         capture(recipe(model, lambda: examples), None, tmp_path / "b", formats=["torch_export", "torchscript"])
-    lines = Path(__file__).read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-    assert f"{Path(__file__).name}:{line}" in refused.value.message
+    assert marks.place_of(__file__, mark) in refused.value.message
     assert {
         "squeezed": "squeeze(-1)",
         "beside": "return tensors",

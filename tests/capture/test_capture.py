@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trueline import events
 from trueline.bundle import Bundle, open_bundle
@@ -32,69 +32,15 @@ from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, 
 from trueline.recipe.contract import Recipe
 from trueline.runtime.session import USUAL, open_program, replay
 from trueline.state import checkpoint
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x)
-        return found
-
-
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the branch
-            return x * 2
-        return x - 1
-
-
-class ShapeBranch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 6:  # the shape branch
-            x = x * 2
-        return x + 1
-
-
-class OnlyMany(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 3:
-            return x * 2
-        return x + 1
-
-
-class Counter(nn.Module):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.calls
-
-
-class Untranslatable(nn.Module):
-    """torch.export follows it, ONNX has no such operator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.eigvals(x.unsqueeze(-1) * x.unsqueeze(-2)).real.sum(-1)
-        return found
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
-
-
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
+from worlds import TESTS, models
+from worlds.models import Branch, Counter, Eigen, Mlp, OnlyMany, ShapeBranch
+from worlds.recipes import never, untrained
 
 
 def recipe(model: Callable[[], nn.Module], **blanks: Any) -> Recipe:
     if "dataset" not in blanks:
         blanks.setdefault("examples", lambda: torch.randn(4, 8))
-    given = {"loss": never, "optimizer": never, "dataset": never} | blanks
-    return Recipe(name="digits", digest="d" * 64, path=None, model=model, **given)
+    return untrained(model, name="digits", **blanks)
 
 
 class Rows:
@@ -167,7 +113,7 @@ def test_every_probe_is_evidence_with_versions_and_the_attempts_are_on_record(ma
 def test_a_branch_on_values_is_refused_with_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotProven) as refused:
         capture(recipe(Branch), None, tmp_path / "b", formats=USUAL, one_is_enough=True)
-    assert line_of("the branch") in refused.value.message
+    assert models.place_of("data branch") in refused.value.message
     assert "if x.sum() > 0:" in refused.value.message
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
@@ -185,7 +131,8 @@ def test_torchscript_stands_in_where_no_graph_can_hold_the_model_and_every_refus
     assert captured.serve == bundle.manifest.serve == "torchscript"
     onnx, export, script = bundle.lineage()["attempts"]
     for refused in (onnx, export):
-        assert (refused["emitted"], refused["size_bytes"], refused["line"]) == (False, 0, line_of("the branch"))
+        assert (refused["emitted"], refused["size_bytes"]) == (False, 0)
+        assert refused["line"] == models.place_of("data branch")
         assert "torch.export cannot follow the model" in refused["why"]
     assert script["emitted"]
     assert script["size_bytes"] > 0
@@ -195,7 +142,7 @@ def test_torchscript_stands_in_where_no_graph_can_hold_the_model_and_every_refus
         assert (session.run({"x": x})["output"] == (x * 2 if sign > 0 else x - 1)).all()
     shown = describe(bundle)
     assert "refused, not emitted" in shown
-    assert line_of("the branch") in shown
+    assert models.place_of("data branch") in shown
 
 
 def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_path: Path) -> None:
@@ -204,7 +151,7 @@ def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_pa
         captured = capture(recipe(ShapeBranch), None, tmp_path / "b")
     assert "onnx: proven for batch from 1 to 6, because of" in captured.programs[0].told
     assert all(fields["range"] == "batch from 1 to 6" for fields in seen)
-    assert all(line_of("the shape branch") in str(fields["bound_by"]) for fields in seen)
+    assert all(models.place_of("shape branch") in str(fields["bound_by"]) for fields in seen)
     bundle = open_bundle(tmp_path / "b")
     for format in ("onnx", "torch_export"):
         session = open_program(bundle, format)
@@ -227,19 +174,19 @@ def test_a_model_with_a_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"onnx program of 'digits' is not proven: .*linalg_eig") as refused:
-        capture(recipe(Untranslatable), None, tmp_path / "all", formats=USUAL)
+        capture(recipe(Eigen), None, tmp_path / "all", formats=USUAL)
     assert refused.value.hint.endswith("torch_export")
-    captured = capture(recipe(Untranslatable), None, tmp_path / "some")
+    captured = capture(recipe(Eigen), None, tmp_path / "some")
     assert {one.format: one.verdict for one in captured.programs} == {"onnx": "refused", "torch_export": "proven"}
     assert open_bundle(tmp_path / "some").manifest.serve == "torch_export"
-    assert capture(recipe(Untranslatable), None, tmp_path / "one", formats=["torch_export"]).programs
+    assert capture(recipe(Eigen), None, tmp_path / "one", formats=["torch_export"]).programs
 
 
 def test_a_bundle_holds_no_pickle_and_no_path_of_this_machine(made: Made) -> None:
     for name, content in every_file(made.captured.path):
         assert not name.endswith((".pkl", ".pt", ".py")) or not content, name
         assert not holds_pickle(content), name
-        for path in (str(Path(__file__).parent), "site-packages", str(made.captured.path.parent)):
+        for path in (str(TESTS), "site-packages", str(made.captured.path.parent)):
             assert path.encode() not in content, name
 
 

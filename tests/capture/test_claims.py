@@ -21,6 +21,7 @@ from trueline.capture.verify import verify
 from trueline.errors import DataError, NotProven, RequestError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.session import open_program
+from worlds import marks, models, recipes
 
 pytestmark = pytest.mark.slow
 
@@ -53,11 +54,6 @@ class Positions(nn.Module):
         return found
 
 
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, training=True)  # noise
-
-
 class Remembering(nn.Module):
     calls = 0
 
@@ -83,13 +79,8 @@ class Plus(nn.Module):
         return x + 1
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def recipe(model: Any, **blanks: Any) -> Recipe:
-    given = {"loss": never, "optimizer": never, "dataset": never, "examples": lambda: torch.randn(3, 5, 4)}
-    return Recipe(name="small", digest="d" * 64, path=None, model=model, **(given | blanks))
+    return recipes.untrained(model, **{"examples": lambda: torch.randn(3, 5, 4)} | blanks)
 
 
 def lengths() -> dict[str, Any]:
@@ -101,11 +92,6 @@ def captured(model: Any, out: Path, **blanks: Any) -> Bundle:
     given = {"dynamic_shapes": lengths} | blanks
     capture(recipe(model, **given), None, out, formats=["torch_export"])
     return open_bundle(out)
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
 
 
 def test_a_length_that_a_guard_leaves_out_is_claimed_when_the_values_agree(tmp_path: Path) -> None:
@@ -183,20 +169,20 @@ def test_records_that_make_no_batch_for_another_reason_are_refused_as_they_are()
 
 def test_a_model_that_draws_random_numbers_is_called_so_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="not deterministic in evaluation mode") as refused:
-        captured(Noisy, tmp_path / "b")
-    assert line_of("noise") in refused.value.message
+        captured(models.Noisy, tmp_path / "b")
+    assert models.place_of("noise") in refused.value.message
 
 
 def test_a_model_with_a_memory_is_called_so_with_the_line_that_stores(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="keeps a state") as refused:
         captured(Remembering, tmp_path / "b")
-    assert line_of("memory") in refused.value.message
+    assert marks.place_of(__file__, "memory") in refused.value.message
 
 
 def test_a_memory_that_shows_only_after_other_questions_is_called_so_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"keeps a state in the Python attributes it stores \(seen\)") as refused:
         captured(Growing, tmp_path / "b")
-    assert line_of("growth") in refused.value.message
+    assert marks.place_of(__file__, "growth") in refused.value.message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
-from trueline.recipe.contract import Recipe
 from trueline.runtime.session import open_program
+from worlds.recipes import untrained
 
 pytestmark = pytest.mark.slow
 
@@ -46,16 +46,10 @@ class Model(nn.Module):
 
 
 def test_fields_are_named_and_what_is_none_stays_out(tmp_path: Path) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("capture has no use for this blank")
-
     def examples() -> Iterator[Any]:
         yield (Question(x=torch.randn(3, 4), inner=Inner(bias=torch.randn(3, 1))),)
 
-    recipe = Recipe(
-        name="d", digest="d" * 64, path=None, model=Model, loss=never, optimizer=never, dataset=never, examples=examples
-    )
-    capture(recipe, None, tmp_path / "b")
+    capture(untrained(Model, name="d", examples=examples), None, tmp_path / "b")
     bundle = open_bundle(tmp_path / "b")
     assert [spec.name for spec in bundle.signature.inputs] == ["question.x", "question.inner.bias"]
     asked = {"question.x": np.ones((2, 4), np.float32), "question.inner.bias": np.ones((2, 1), np.float32)}

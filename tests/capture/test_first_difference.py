@@ -17,6 +17,7 @@ from trueline.errors import NotProven
 from trueline.recipe.contract import Recipe
 from trueline.runtime import export, onnx_emit, submodules
 from trueline.runtime.eager import EagerSession
+from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -68,20 +69,8 @@ class Memory(nn.Module):
         return found
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def recipe(model: nn.Module) -> Recipe:
-    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
-    return Recipe(
-        name="chain", digest="d" * 64, path=None, model=lambda: model, examples=lambda: torch.randn(4, 8), **blanks
-    )
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+    return recipes.untrained(lambda: model, name="chain", examples=lambda: torch.randn(4, 8))
 
 
 def oracle(model: nn.Module) -> EagerSession:
@@ -100,7 +89,7 @@ def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defi
     with pytest.raises(NotProven) as refused:
         capture(recipe(Chain(Frozen())), None, tmp_path / "b", formats=["torch_export"])
     assert "the first submodule whose output differs: 'middle' (Frozen) at " in refused.value.message
-    assert line_of("defined here") in refused.value.message
+    assert marks.place_of(__file__, "defined here") in refused.value.message
     assert list(tmp_path.iterdir()) == []
 
 

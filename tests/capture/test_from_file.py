@@ -17,6 +17,7 @@ from trueline.capture.from_file import capture_file
 from trueline.cli import app
 from trueline.errors import BundleError, CaptureError, NotProven, RequestError, UsageError
 from trueline.runtime.session import open_program, replay
+from worlds.models import ShapeBranch
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -34,13 +35,6 @@ def onnx_file(path: Path, *, op: str = "MatMul", batch: int | str = "n", domain:
     opsets = [helper.make_opsetid("", 17)] + ([helper.make_opsetid(domain, 1)] if domain else [])
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
     return path
-
-
-class Doubler(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 6:
-            x = x * 2
-        return x + 1
 
 
 class Even(nn.Module):
@@ -93,7 +87,7 @@ def test_an_operator_that_no_runtime_has_is_named(tmp_path: Path) -> None:
 
 
 def test_an_exported_program_keeps_the_range_that_it_was_exported_with(tmp_path: Path) -> None:
-    captured = capture_file(exported(tmp_path / "m.pt2", Doubler()), tmp_path / "b")
+    captured = capture_file(exported(tmp_path / "m.pt2", ShapeBranch()), tmp_path / "b")
     assert {one.format: one.verdict for one in captured.programs} == {"onnx": "proven", "torch_export": "proven"}
     bundle = open_bundle(tmp_path / "b")
     for format in ("onnx", "torch_export"):
@@ -123,7 +117,7 @@ def test_a_file_that_is_no_program_or_torn_is_an_error_that_names_it(tmp_path: P
     (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(CaptureError, match=r"m\.onnx"):
         capture_file(tmp_path / "m.onnx", tmp_path / "b")
-    file = exported(tmp_path / "m.pt2", Doubler())
+    file = exported(tmp_path / "m.pt2", ShapeBranch())
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises((UsageError, BundleError, CaptureError), match=r"m\.pt2"):
         capture_file(file, tmp_path / "b")

@@ -19,11 +19,11 @@ from trueline.capture import cpp_text, masks
 from trueline.capture.api import capture
 from trueline.capture.verify import verify
 from trueline.errors import NotProven, RequestError
-from trueline.recipe.contract import Recipe
 from trueline.runtime import onnx_translations
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import judge, observe
 from trueline.runtime.session import open_program, replay
+from worlds.recipes import untrained
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 LEFT = np.flip(MASK, 1).copy()
@@ -170,20 +170,13 @@ class Attends(nn.Module):
         return answer
 
 
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a capture needs no such blank")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_exported")
 def test_an_encoder_keeps_its_onnx_program_and_every_other_part_of_the_line_knows_the_condition(tmp_path: Path) -> None:
     def examples() -> Any:
         yield {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)}
 
-    recipe = Recipe(
-        name="encoder", digest="d" * 64, path=None, model=Attends, examples=examples, loss=never, optimizer=never,
-        dataset=never,
-    )  # fmt: skip
+    recipe = untrained(Attends, name="encoder", examples=examples)
     captured = capture(recipe, None, tmp_path / "b")
     assert [one.verdict for one in captured.programs] == ["proven", "proven"]
     bundle = open_bundle(captured.path)
@@ -221,8 +214,8 @@ class LooksBack(Attends):
 def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a_bundle_is_verified(
     tmp_path: Path,
 ) -> None:
-    recipe = Recipe(
-        name="decoder", digest="d" * 64, path=None, model=LooksBack, loss=never, optimizer=never, dataset=never,
+    recipe = untrained(
+        LooksBack, name="decoder",
         examples=lambda: {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)},
         dynamic_shapes=lambda: {"ids": {1: "length"}, "mask": {1: "length"}},
     )  # fmt: skip
@@ -238,8 +231,8 @@ def test_a_program_that_is_proven_for_fewer_masks_speaks_against_no_other_when_a
 
 @pytest.mark.slow
 def test_a_row_that_an_added_mask_hides_whole_is_zero_in_onnx_too(tmp_path: Path) -> None:
-    recipe = Recipe(
-        name="decoder", digest="d" * 64, path=None, model=LooksBack, loss=never, optimizer=never, dataset=never,
+    recipe = untrained(
+        LooksBack, name="decoder",
         examples=lambda: {"ids": torch.arange(12).reshape(3, 4) % 10, "mask": torch.as_tensor(MASK)},
         dynamic_shapes=lambda: {"ids": {1: "length"}, "mask": {1: "length"}},
     )  # fmt: skip
@@ -258,9 +251,6 @@ def test_a_hidden_row_in_the_users_own_example_refuses_the_program(tmp_path: Pat
     def examples() -> Any:
         yield {"ids": torch.arange(8).reshape(2, 4) % 10, "mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])}
 
-    recipe = Recipe(
-        name="encoder", digest="d" * 64, path=None, model=Attends, examples=examples, loss=never, optimizer=never,
-        dataset=never,
-    )  # fmt: skip
+    recipe = untrained(Attends, name="encoder", examples=examples)
     with pytest.raises(NotProven, match=r"onnx program .* on probe .* (differs|NaN)"):
         capture(recipe, None, tmp_path / "b", formats=["onnx"])

@@ -19,6 +19,7 @@ from trueline.errors import NotProven
 from trueline.recipe.contract import Recipe
 from trueline.runtime import draws
 from trueline.runtime.session import open_program, replay
+from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow  # asks models hundreds of times
 
@@ -58,25 +59,15 @@ class NoisyCounter(nn.Module):
         return x + torch.randn_like(x) + self.calls
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def recipe(model: Callable[[], nn.Module]) -> Recipe:
-    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
     examples = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    return Recipe(name="noise", digest="d" * 64, path=None, model=model, examples=lambda: examples, **blanks)
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+    return recipes.untrained(model, name="noise", examples=lambda: examples)
 
 
 def test_without_the_option_it_is_refused_with_the_operator_the_line_and_the_option(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="draws random numbers") as refused:
         capture(recipe(Dropping), None, tmp_path / "b")
-    assert line_of("drawn here") in refused.value.message
+    assert marks.place_of(__file__, "drawn here") in refused.value.message
     assert "--allow-random" in refused.value.hint
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
 from trueline.errors import CaptureError, NotProven
-from trueline.recipe.contract import Recipe
 from trueline.runtime import paths
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
@@ -24,6 +23,7 @@ from trueline.runtime.recall import Recall
 from trueline.runtime.seldom import seldom
 from trueline.runtime.session import open_program
 from trueline.runtime.uncached import uncached
+from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow
 
@@ -142,21 +142,11 @@ class TableOfASize(nn.Module):
         return x + self.tables[width]
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def captured(model: Any, out: Path, **options: Any) -> Bundle:
-    blanks = {"loss": never, "optimizer": never, "dataset": never, "examples": lambda: torch.randn(3, 4)}
-    recipe = Recipe(name="small", digest="d" * 64, path=None, model=model, **blanks)  # type: ignore[arg-type]
+    recipe = recipes.untrained(model, examples=lambda: torch.randn(3, 4))
     torch.manual_seed(0)
     capture(recipe, None, out, formats=["torch_export"], **options)
     return open_bundle(out)
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
 
 
 @pytest.mark.parametrize(
@@ -181,14 +171,14 @@ def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
     random.seed(0)
     with pytest.raises(NotProven, match=words) as refused:
         captured(model, tmp_path / "b")
-    assert line_of(mark) in refused.value.message
+    assert marks.place_of(__file__, mark) in refused.value.message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parameters_that_a_call_writes_are_no_state_that_could_be_handed_on(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"writes its own parameters when it is called \(scale\)") as refused:
         captured(TakesItsScale, tmp_path / "b", state="explicit")
-    assert line_of("first batch") in refused.value.message
+    assert marks.place_of(__file__, "first batch") in refused.value.message
 
 
 def test_a_table_that_a_model_makes_for_a_size_is_nobodys_business(tmp_path: Path) -> None:

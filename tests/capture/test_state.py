@@ -23,6 +23,7 @@ from trueline.runtime.explicit import Asked, Explicit
 from trueline.runtime.probes import LIMIT, make_probes
 from trueline.runtime.prove import prove
 from trueline.runtime.session import open_program, replay
+from worlds import marks, models, recipes
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -109,34 +110,14 @@ class Streams(nn.Module):
         return (weights[:, None] @ self.values)[:, 0] / self.calls
 
 
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1  # counted here
-        return x + self.calls
-
-
 class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 def recipe(model: Callable[[], nn.Module], num_records: int = 4) -> Recipe:
-    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
     examples = torch.randn(num_records, 8, generator=torch.Generator().manual_seed(0))
-    return Recipe(name="stream", digest="d" * 64, path=None, model=model, examples=lambda: examples, **blanks)
-
-
-def line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+    return recipes.untrained(model, name="stream", examples=lambda: examples)
 
 
 def lifted(model: nn.Module, x: Tensor) -> EagerSession:
@@ -162,7 +143,7 @@ def followed(bundle: Bundle, format: str, model: nn.Module, inputs: list[np.ndar
 def test_a_model_that_writes_its_buffers_is_refused_by_name_with_the_line_and_the_option(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"keeps a state in its buffers \(total, count\)") as refused:
         capture(recipe(Mean), None, tmp_path / "b")
-    assert line_of("written here") in refused.value.message
+    assert marks.place_of(__file__, "written here") in refused.value.message
     assert "trueline capture --state explicit" in refused.value.hint
     assert list(tmp_path.iterdir()) == []
 
@@ -333,8 +314,8 @@ def test_a_python_attribute_is_no_state_that_can_be_lifted_and_is_named_with_its
     tmp_path: Path, state: Any
 ) -> None:
     with pytest.raises(NotProven, match=r"Python attributes it stores \(calls\)") as refused:
-        capture(recipe(Counter), None, tmp_path / "b", state=state)
-    assert line_of("counted here") in refused.value.message
+        capture(recipe(models.Counter), None, tmp_path / "b", state=state)
+    assert models.place_of("counter") in refused.value.message
     assert "register_buffer" in refused.value.hint
 
 

@@ -22,6 +22,7 @@ from trueline.cli._progress import Pace, Sparse, counted, detail, progress
 from trueline.cli.register import run_facts
 from trueline.cli.status import text_of
 from trueline.errors import RecipeError, UsageError
+from worlds import bundles
 
 
 @pytest.fixture(autouse=True)
@@ -246,10 +247,7 @@ def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
 def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "registry"))
-    from registry_worlds import small_bundle
-
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     store = ["--tracking-uri", new_registry(tmp_path)]
     assert app.run(["register", str(tmp_path / "b.bundle"), "--metric", "accuracy=0.9", *store]) == 0
     assert capsys.readouterr().out == "models:/double/1 (champion)\n"

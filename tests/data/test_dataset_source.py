@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conformance import COUNT, SourceConformance
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from conformance.source import COUNT, SourceConformance
 from trueline.data.dataset import DatasetSource
 from trueline.data.source import Source, as_source
 from trueline.errors import DataError, RecipeError

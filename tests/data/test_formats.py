@@ -16,16 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import WORLDS, FakeOdps, flat, images, raw, samples, write_json, write_sql
 
 from trueline.data import index, recordio, snappy
 from trueline.data.listing import LocalFile
 from trueline.data.maxcompute import MaxComputeRecords
 from trueline.data.open import open_records
-from trueline.data.records import Records
 from trueline.data.resident import Resident
 from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
+from worlds.records import WORLDS, FakeOdps, flat, images, raw, rows_of, samples, write_json, write_sql
 
 pytestmark = pytest.mark.slow  # hundreds of files
 
@@ -34,10 +33,6 @@ GOLDEN = bytes.fromhex(
     "01080000d9c69c4305000000010900008aeeb9be48656c6c6f01080000d9c69c4305000000010900008aeeb9be48656c6c6f"
 )
 """Three times "Hello", written by the original Go library with its defaults."""
-
-
-def rows_of(records: Records) -> list[Any]:
-    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
 
 
 def test_recordio_of_the_original_library_is_read(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conformance import COUNT, SourceConformance
 
+from conformance.source import COUNT, SourceConformance
 from trueline.data import parquet
 from trueline.data.parquet import ParquetFormat, ParquetSource
 from trueline.data.source import Source, as_source

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import columns
 
 from trueline.data.open import open_records, open_source
-from trueline.data.records import Records
 from trueline.data.sql import SqlRecords
 from trueline.errors import DataError
+from worlds.records import columns, rows_of
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'trueline[postgres]'")
 
@@ -50,7 +49,7 @@ def somebody() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """The URL of a database, with its password; the server listens on a socket in a folder of its own."""
     assert BIN is not None
     folder, who = Path(tempfile.mkdtemp(prefix="trueline-pg-")), somebody()
@@ -80,15 +79,11 @@ def execute(url: str, *statements: str, rows: Any = None) -> None:
 
 
 @pytest.fixture
-def url(server: str) -> str:
+def url(postgres: str) -> str:
     rows = [tuple(row.values()) for row in reversed(columns(200))]
     create = "create table clicks (id bigint primary key, x double precision, word text, blob bytea)"
-    execute(server, "drop schema public cascade", "create schema public", create, rows=rows)
-    return f"{server}&table=clicks"
-
-
-def rows_of(records: Records) -> list[object]:
-    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
+    execute(postgres, "drop schema public cascade", "create schema public", create, rows=rows)
+    return f"{postgres}&table=clicks"
 
 
 def test_rows_come_in_the_order_of_the_key_by_ranges_of_it(url: str) -> None:
@@ -111,9 +106,9 @@ def test_a_training_source_reads_any_records_of_it(url: str) -> None:
     assert source.read(np.array(wanted)).labels.tolist() == [3 * i - 5 for i in wanted]
 
 
-def test_postgresqls_own_types_arrive(server: str) -> None:
+def test_postgresqls_own_types_arrive(postgres: str) -> None:
     execute(
-        server,
+        postgres,
         "drop schema public cascade",
         "create schema public",
         "create table kinds (id int primary key, n numeric(8,2), free numeric, at timestamptz, u uuid, j jsonb, "
@@ -122,7 +117,7 @@ def test_postgresqls_own_types_arrive(server: str) -> None:
         "'12345678-1234-5678-1234-567812345678', '{\"a\": [1, 2]}', '{x,y}', true, null)",
         "insert into kinds (id) values (2)",
     )
-    first, second = rows_of(SqlRecords(f"{server}&table=kinds"))
+    first, second = rows_of(SqlRecords(f"{postgres}&table=kinds"))
     assert first == {
         "id": 1,
         "n": Decimal("12.50"),
@@ -152,8 +147,8 @@ def test_a_table_that_changes_under_a_job_is_an_error_that_names_the_range(url: 
         records.load(0, 0, 97)
 
 
-def test_a_wrong_password_and_a_server_that_is_gone_are_told_without_it(server: str) -> None:
-    for wrong in (server.replace("hunter2", "hunter3"), server.replace("host=", "host=/nowhere")):
+def test_a_wrong_password_and_a_server_that_is_gone_are_told_without_it(postgres: str) -> None:
+    for wrong in (postgres.replace("hunter2", "hunter3"), postgres.replace("host=", "host=/nowhere")):
         with pytest.raises(DataError, match="cannot read postgresql") as caught:
             open_records(f"{wrong}&table=clicks")
         assert "hunter" not in caught.value.message

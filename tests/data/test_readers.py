@@ -19,7 +19,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
-from worlds import FakeOdps, flat, images, write_images, write_json
 
 from trueline.data import remote, seeded
 from trueline.data.cache import BlockCache
@@ -32,6 +31,7 @@ from trueline.errors import DataError
 from trueline.train.elastic import Elastic
 from trueline.train.options import Options
 from trueline.train.trials import failing
+from worlds.records import FakeOdps, flat, images, write_images, write_json
 
 
 class Records(Dataset):

@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from worlds import FILES, WORLDS, Rows, World
 
 from trueline.data.open import open_records, open_source
 from trueline.data.order import step_records
 from trueline.data.records import Records
 from trueline.data.table import TableSource
 from trueline.errors import DataError
+from worlds import TESTS
+from worlds.records import FILES, WORLDS, Rows, World, no_feed
 
 pytestmark = pytest.mark.slow  # hundreds of files in each format
 
@@ -44,10 +45,6 @@ def world(request: pytest.FixtureRequest) -> World:
 @pytest.fixture(params=FILES)
 def file_world(request: pytest.FixtureRequest) -> World:
     return world_of(request.param)
-
-
-def no_feed(records: Any, mode: str) -> Any:
-    raise AssertionError("these tests read tables")
 
 
 def source_of(records: Records) -> TableSource:
@@ -193,7 +190,7 @@ def damaged_copies(data: bytes, seed: int, count: int) -> Iterator[tuple[str, by
 
 _READ_DAMAGED = """
 import sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {paths!r}
 from pathlib import Path
 from test_records import damaged_copies, read_all
 from trueline.data.open import open_records
@@ -220,7 +217,7 @@ class Reading:
     def read(self, path: Path) -> str:
         """The last thing that it said: `all read`, or which copy it did not survive."""
         if self._process is None:
-            command = [sys.executable, "-c", _READ_DAMAGED.format(tests=str(Path(__file__).parent))]
+            command = [sys.executable, "-c", _READ_DAMAGED.format(paths=[str(Path(__file__).parent), str(TESTS)])]
             pipe = subprocess.PIPE
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)

@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from worlds import FILES, WORLDS, flat, rich
 
 from trueline import events
 from trueline.data import remote
@@ -30,21 +29,14 @@ from trueline.data.cache import BlockCache
 from trueline.data.listing import list_files
 from trueline.data.open import open_records
 from trueline.data.parquet import ParquetFormat
-from trueline.data.records import FileRecords, Records
+from trueline.data.records import FileRecords
 from trueline.data.remote import list_store
 from trueline.data.store import Patience, Store, redacted, shown
 from trueline.data.table import TableSource
 from trueline.errors import DataError
+from worlds.records import FILES, WORLDS, flat, no_feed, rich, rows_of
 
 pytestmark = pytest.mark.slow  # hundreds of files
-
-
-def no_feed(records: Any, mode: str) -> Any:
-    raise AssertionError("these tests read tables")
-
-
-def rows_of(records: Records) -> list[Any]:
-    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
 
 
 @pytest.fixture

@@ -7,39 +7,35 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from s3_worlds import CHECKING, KEY, REFUSING, SECRET, SERVERS
-from worlds import WORLDS, flat
 
 from trueline import events, files
 from trueline.data import look, remote
 from trueline.data.cache import BlockCache
 from trueline.data.open import open_records
 from trueline.data.parquet import ParquetFormat
-from trueline.data.records import FileRecords, Records
+from trueline.data.records import FileRecords
 from trueline.data.write import Plan, RangeWriter, StoreFolder
 from trueline.errors import DataError
+from worlds.records import WORLDS, flat, rows_of
+from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
 
 pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the packages' own warnings are theirs
 
 
-def rows_of(records: Records) -> list[object]:
-    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
-
-
 @pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def s3_endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a server, each of them in turn."""
     with SERVERS[request.param](tmp_path / "served") as url:
         yield url
 
 
 @pytest.fixture
-def bucket(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     from fsspec.config import conf
 
-    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": server})
+    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": s3_endpoint})
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
     fs, _ = remote.opened("s3://records/")
@@ -68,13 +64,13 @@ def test_an_object_that_was_replaced_is_an_error_and_an_absent_one_is_named(buck
         open_records(f"{bucket}/b.csv")
 
 
-@pytest.mark.parametrize("server", CHECKING, indirect=True)
+@pytest.mark.parametrize("s3_endpoint", CHECKING, indirect=True)
 def test_a_store_that_refuses_the_key_is_an_error_that_names_the_object_and_no_secret(
-    bucket: str, server: str, monkeypatch: pytest.MonkeyPatch
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fsspec.config import conf
 
-    wrong = {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": server}
+    wrong = {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": s3_endpoint}
     monkeypatch.setitem(conf, "s3", wrong)
     with pytest.raises(DataError, match=r"s3://records/a\.csv") as refused:
         open_records(f"{bucket}/a.csv")
@@ -110,7 +106,7 @@ def _frozen_before_its_put(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(fs), "exists", lambda self, path: False)
 
 
-@pytest.mark.parametrize("server", REFUSING, indirect=True)
+@pytest.mark.parametrize("s3_endpoint", REFUSING, indirect=True)
 def test_a_part_that_is_there_is_not_replaced_by_a_writer_that_was_frozen_before_its_put(
     bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +121,7 @@ def test_a_part_that_is_there_is_not_replaced_by_a_writer_that_was_frozen_before
     assert said == ["part.kept"]
 
 
-@pytest.mark.parametrize("server", REFUSING, indirect=True)
+@pytest.mark.parametrize("s3_endpoint", REFUSING, indirect=True)
 def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +143,7 @@ def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
         RangeWriter(f"{bucket}/answers", plan)
 
 
-@pytest.mark.parametrize("server", ["rclone"], indirect=True)
+@pytest.mark.parametrize("s3_endpoint", ["rclone"], indirect=True)
 def test_where_a_store_overwrites_it_is_said_and_a_late_writer_that_looks_changes_nothing(
     bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +155,7 @@ def test_where_a_store_overwrites_it_is_said_and_a_late_writer_that_looks_change
     assert said == ["store.overwrites", "store.overwrites", "part.kept"]
 
 
-@pytest.mark.parametrize("server", ["rclone"], indirect=True)
+@pytest.mark.parametrize("s3_endpoint", ["rclone"], indirect=True)
 def test_where_a_store_overwrites_the_commit_list_shows_a_part_that_was_replaced_later(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from s3_worlds import CHECKING, KEY, SECRET, SERVERS
 
-from trueline.bundle import Bundle, Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, pack, seal
+from trueline.bundle import Bundle, Dim, Golden, Signature, pack
 from trueline.errors import BundleError, StorageError
 from trueline.serve import remote
+from worlds import bundles
+from worlds.s3 import CHECKING, KEY, SECRET, SERVERS
 
 pytest.importorskip("s3fs", reason="the store's package s3fs is not installed: make test-s3")
 
@@ -19,45 +20,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the pa
 
 
 @pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def s3_endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a server, each of them in turn."""
     with SERVERS[request.param](tmp_path / "served") as url:
         yield url
 
 
-def sealed(folder: Path) -> Bundle:
-    """A bundle whose program nobody here runs."""
-    source = folder / "source"
-    (source / "programs").mkdir(parents=True)
-    (source / "programs" / "model.onnx").write_bytes(b"program" * 100_000)
-    x = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
-    entry = ProgramEntry(
-        format="onnx", file="programs/model.onnx", proven=True, seconds=0.0, probes=1, max_abs_error=0.0, versions={}
-    )
-    ones = np.ones((2, 3), np.float32)
-    contents = Contents(
-        name="digits",
-        signature=Signature(inputs=(x,), outputs=(x,), dims={"batch": Dim()}),
-        programs=[(entry, source)],
-        serve="onnx",
-        golden=[Golden(case="2", inputs={"x": ones}, outputs={"x": ones})],
-        evidence=[],
-        lineage={},
-        summary=Summary(recipe="none", recipe_digest="0"),
-    )
-    return seal(folder / "digits.bundle", contents)
-
-
 @pytest.fixture
-def store(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Bundle]:
+def bundle_bucket(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Bundle]:
     """A bucket that holds a bundle as a folder and packed, each with a signature beside it; and the bundle."""
     import fsspec
     from fsspec.config import conf
 
-    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": server})
+    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": s3_endpoint})
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    bundle = sealed(tmp_path)
+    x, ones = bundles.spec("x", "batch", 3), np.ones((2, 3), np.float32)
+    signature = Signature(inputs=(x,), outputs=(x,), dims={"batch": Dim()})
+    golden = [Golden(case="2", inputs={"x": ones}, outputs={"x": ones})]
+    bundle = bundles.bundle(tmp_path / "digits.bundle", b"program" * 100_000, signature, golden, name="digits")
     packed = pack(bundle.path, tmp_path / "digits.tlb")
     fs.mkdir("models")
     fs.put_file(str(packed), "models/digits.tlb")
@@ -69,9 +50,9 @@ def store(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 @pytest.mark.parametrize("name", ["digits.tlb", "digits.bundle"])
 def test_a_bundle_comes_from_s3_verified_and_only_the_one_of_its_digest(
-    store: tuple[str, Bundle], name: str, tmp_path: Path
+    bundle_bucket: tuple[str, Bundle], name: str, tmp_path: Path
 ) -> None:
-    root, bundle = store
+    root, bundle = bundle_bucket
     found = remote.fetched(f"{root}/{name}#sha256:{bundle.digest}", tmp_path / "cache")
     assert found.digest == bundle.digest
     assert found.program_path().read_bytes() == bundle.program_path().read_bytes()
@@ -81,21 +62,21 @@ def test_a_bundle_comes_from_s3_verified_and_only_the_one_of_its_digest(
         remote.fetched(f"{root}/nobody.tlb", tmp_path / "other")
 
 
-def test_what_vouches_for_a_bundle_in_s3_lies_beside_it(store: tuple[str, Bundle]) -> None:
-    root, _ = store
+def test_what_vouches_for_a_bundle_in_s3_lies_beside_it(bundle_bucket: tuple[str, Bundle]) -> None:
+    root, _ = bundle_bucket
     assert remote.signature(f"{root}/digits.tlb") == "trueline-signature-1 a b\n"
     assert remote.signature(f"{root}/digits.bundle/") is None
 
 
-@pytest.mark.parametrize("server", CHECKING, indirect=True)
+@pytest.mark.parametrize("s3_endpoint", CHECKING, indirect=True)
 def test_a_store_that_refuses_the_key_is_an_error_and_names_no_secret(
-    store: tuple[str, Bundle], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle_bucket: tuple[str, Bundle], s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import s3fs
     from fsspec.config import conf
 
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": server})
+    monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": "another-secret-altogether", "endpoint_url": s3_endpoint})
     with pytest.raises((StorageError, BundleError)) as refused:
-        remote.fetched(f"{store[0]}/digits.tlb", tmp_path / "cache")
+        remote.fetched(f"{bundle_bucket[0]}/digits.tlb", tmp_path / "cache")
     assert "another-secret" not in str(refused.value)

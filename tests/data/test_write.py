@@ -13,19 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from worlds import WORLDS, as_table, flat, nested, raw, rich
 
 from trueline import events, files
 from trueline.data import look
 from trueline.data.open import open_records
-from trueline.data.records import Records
 from trueline.data.whole import COMMIT, PLAN
 from trueline.data.write import Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
-
-
-def rows_of(records: Records) -> list[Any]:
-    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
+from worlds.records import WORLDS, as_table, flat, nested, raw, rich, rows_of
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import dynamic_models as models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime import graph, size_lists
 from trueline.runtime.eager import EagerSession
+from worlds import TESTS, models
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def seeded() -> None:
 def examined(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Survey:
     model = model.eval()
     eager = EagerSession(model, x, dynamic_shapes={"x": {axis: f"x.{axis}" for axis in dynamic}})
-    return survey(model, calls_of(eager), onnx=None, base=Path(__file__).parent)
+    return survey(model, calls_of(eager), onnx=None, base=TESTS)
 
 
 def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
@@ -50,9 +50,9 @@ def whole(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> Row:
 @pytest.mark.parametrize(
     ("model", "mark", "kind", "edit"),
     [
-        (models.Branch, "value branch", "value branch", "+        y = torch.where("),
+        (models.BranchThenMore, "value branch", "value branch", "+        y = torch.where("),
         (models.EarlyReturn, "early return", "value branch", "+        return torch."),
-        (models.SizeBranch, "size branch", "size branch", "+        x = torch.where(torch.full((), x.shape[0]) > 6"),
+        (models.ShapeBranch, "shape branch", "size branch", "+        x = torch.where(torch.full((), x.shape[0]) > 6"),
         (models.Experts, "experts", "value branch", "-            if mask.any():"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_state_that_is_no_tensor_is_named_and_never_frozen() -> None:
 
 
 def test_a_state_in_buffers_is_ready_and_says_how_it_is_captured() -> None:
-    row = whole(models.Mean(), torch.randn(3, 4))
+    row = whole(models.Running(4), torch.randn(3, 4))
     assert row.status == "ready"
     assert "(total): capture it with --state explicit" in row.why_not
 
@@ -293,7 +293,7 @@ def test_a_condition_that_no_probe_meets_is_not_taken_away() -> None:
 
 
 def test_an_edit_that_answers_otherwise_is_not_taken_for_proven() -> None:
-    model = models.Branch().eval()
+    model = models.BranchThenMore().eval()
     oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(3, 4))))
     source = Path(models.__file__).read_text()
     wrong = source.replace("y = x * 2\n        else:\n            y = x - 1", "y = x * 2\n        y = torch.relu(x)")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import browser
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
 from trueline.doctor.html import page
+from worlds import browser
 
 REWRITE = Rewrite(
     class_name="Gate",

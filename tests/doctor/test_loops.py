@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
-import looping_models as models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from trueline.doctor.api import calls_of
 from trueline.doctor.patch import patched
 from trueline.doctor.survey import survey
 from trueline.runtime.eager import EagerSession
+from worlds import TESTS, loops
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +21,9 @@ pytestmark = pytest.mark.slow
 def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> str:
     """The diff of the rewrite of `model`, which was compared on `fresh` inputs too."""
     torch.manual_seed(0)
-    name = "boxes" if isinstance(model, models.Kept) else "x"
+    name = "boxes" if isinstance(model, loops.Kept) else "x"
     eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={name: {1: "length"} if x.ndim == 3 else {}})
-    done = survey(
-        model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=Path(__file__).parent
-    )
+    done = survey(model.eval(), calls_of(eager), onnx=onnx_proof.right_as_onnx if onnx else None, base=TESTS)
     row = done.rows["(model)"]
     assert row.rewrite is not None, row.why_not
     assert row.rewrite.onnx in (("proven",) if onnx else ("",))
@@ -39,102 +36,102 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
 
 @pytest.mark.long
 def test_the_best_path_of_a_chain_is_found_by_two_scans_that_may_have_no_step() -> None:
-    diff = healed(models.Viterbi(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+    diff = healed(loops.Viterbi(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
     assert diff.count(" = scan(") == 2
     assert "path.flip(0)" in diff
 
 
 @pytest.mark.long
 def test_greedy_decoding_of_ctc_writes_at_places_that_values_decide() -> None:
-    diff = healed(models.Collapsed(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4), onnx=True)
+    diff = healed(loops.Collapsed(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4), onnx=True)
     assert "index_put" in diff
 
 
 @pytest.mark.long
 def test_decoding_that_ends_early_appends_zeros_where_it_was_filled_up() -> None:
-    diff = healed(models.Sentence(), torch.randn(3, 4), 3 * torch.randn(7, 4), 9 * torch.randn(1, 4), onnx=True)
+    diff = healed(loops.Sentence(), torch.randn(3, 4), 3 * torch.randn(7, 4), 9 * torch.randn(1, 4), onnx=True)
     assert "torch.zeros_like(scores)" in diff
 
 
 def test_greedy_suppression_is_a_scan_over_what_is_left() -> None:
     boxes = [torch.rand(n, 4) * 2 for n in (1, 2, 9, 17)]
-    diff = healed(models.Kept(), torch.rand(5, 4) * 2, *boxes)
+    diff = healed(loops.Kept(), torch.rand(5, 4) * 2, *boxes)
     assert "keep = order[left]" in diff
 
 
 def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
-    diff = healed(models.Centres(), torch.randn(7, 4), torch.randn(1, 4), torch.randn(12, 4))
+    diff = healed(loops.Centres(), torch.randn(7, 4), torch.randn(1, 4), torch.randn(12, 4))
     assert "torch.full((), shift, dtype=torch.float32)" in diff
 
 
 @pytest.mark.long
 def test_writes_into_what_a_loop_carries_become_new_values() -> None:
-    diff = healed(models.Pointer(), torch.randn(3, 5, 4), torch.randn(2, 7, 4), torch.randn(1, 1, 4))
+    diff = healed(loops.Pointer(), torch.randn(3, 5, 4), torch.randn(2, 7, 4), torch.randn(1, 1, 4))
     assert "chosen.index_put(" in diff
     assert "torch.where(chosen, " in diff
 
 
 def test_a_tensor_that_a_loop_fills_backwards_is_what_a_scan_gives() -> None:
-    diff = healed(models.Filled(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+    diff = healed(loops.Filled(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
     assert "out = out.flip(0).movedim(0, 1)" in diff
 
 
 def test_a_step_may_look_at_the_one_before_it() -> None:
-    diff = healed(models.Changes(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+    diff = healed(loops.Changes(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
     assert "x_t_less_1" in diff
 
 
 def test_a_list_of_what_pairs_of_records_give_is_one_vmap() -> None:
-    assert "torch.vmap(lambda a, b: " in healed(models.Pairs(), torch.randn(3, 4), torch.randn(1, 4), torch.randn(6, 4))
+    assert "torch.vmap(lambda a, b: " in healed(loops.Pairs(), torch.randn(3, 4), torch.randn(1, 4), torch.randn(6, 4))
 
 
 def test_what_stands_before_a_break_is_done_once() -> None:
-    diff = healed(models.Settled(), torch.randn(3, 4), torch.randn(1, 4), 0.001 * torch.randn(6, 4))
+    diff = healed(loops.Settled(), torch.randn(3, 4), torch.randn(1, 4), 0.001 * torch.randn(6, 4))
     assert "ends" in diff
 
 
 def test_a_loop_over_heads_that_writes_under_a_mask_and_breaks_is_rewritten_in_one_step() -> None:
-    diff = healed(models.Exits(), torch.randn(3, 4), 5 * torch.randn(9, 4), torch.randn(1, 4))
+    diff = healed(loops.Exits(), torch.randn(3, 4), 5 * torch.randn(9, 4), torch.randn(1, 4))
     assert "break" not in [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
 
 
 def test_arrays_of_numpy_stay_tensors() -> None:
-    diff = healed(models.Sorted(), torch.randn(3, 4), torch.randn(1, 4), 5 * torch.randn(6, 4))
+    diff = healed(loops.Sorted(), torch.randn(3, 4), torch.randn(1, 4), 5 * torch.randn(6, 4))
     assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))
 
 
 @pytest.mark.long
 def test_what_stands_still_is_asked_as_a_tensor() -> None:
-    diff = healed(models.Ranked(), torch.randn(3, 5, 4), 3 * torch.randn(2, 8, 4), torch.zeros(1, 1, 4), onnx=True)
+    diff = healed(loops.Ranked(), torch.randn(3, 5, 4), 3 * torch.randn(2, 8, 4), torch.zeros(1, 1, 4), onnx=True)
     assert "torch.isclose(new, v, atol=0.001).all()" in diff
 
 
 def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
-    diff = healed(models.Adapted(), torch.randn(5, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
+    diff = healed(loops.Adapted(), torch.randn(5, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert "for part in self.adapters" in diff
 
 
 def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None:
-    diff = healed(models.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
+    diff = healed(loops.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert diff.count("torch.where(chosen, ") == 2
 
 
-@pytest.mark.parametrize("kind", [models.Mixes, models.MixesWhereItCan])
+@pytest.mark.parametrize("kind", [loops.Mixes, loops.MixesWhereItCan])
 def test_a_loop_in_a_function_that_is_not_called_by_the_model_itself_is_rewritten_there(kind: type[nn.Module]) -> None:
     diff = healed(kind(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4), onnx=True)
     assert diff.count(" = scan(") == 1
 
 
 def test_nothing_waits_for_a_part_that_is_never_called() -> None:
-    model = models.Spared().eval()
-    found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=Path(__file__).parent)
+    model = loops.Spared().eval()
+    found = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=TESTS)
     assert found.rows["spare"].why_not == "no probe of the model reached it"
     assert "spare" not in found.rows["(model)"].why_not
 
 
 def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
     diff = healed(
-        models.FilledForward(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4) - 1, onnx=True
+        loops.FilledForward(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4) - 1, onnx=True
     )
     assert "x_t_1_ago" in diff
     assert "torch.where(gone[:, None], x_t_1_ago, x_t)" in diff
@@ -142,38 +139,38 @@ def test_what_is_missing_is_filled_from_what_was_filled_before_it() -> None:
 
 @pytest.mark.long
 def test_a_table_of_dynamic_programming_is_two_scans_that_carry_one_row_each() -> None:
-    diff = healed(models.Warped(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 8, 4), onnx=True)
+    diff = healed(loops.Warped(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 8, 4), onnx=True)
     assert diff.count(" = scan(") == 2
     assert "index_put" not in diff
 
 
 @pytest.mark.long
 def test_a_filter_looks_two_steps_back_also_where_there_is_only_one() -> None:
-    diff = healed(models.Resonant(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
+    diff = healed(loops.Resonant(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4), onnx=True)
     assert "y_t_2_ago = y_t_1_ago" in diff
 
 
 def test_what_is_to_come_is_added_up_from_the_end() -> None:
-    diff = healed(models.Returns(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4))
+    diff = healed(loops.Returns(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4))
     assert ".flip(0)" in diff
 
 
 def test_a_tensor_that_is_written_where_values_say_is_carried_as_a_whole() -> None:
-    diff = healed(models.Family(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 3 * torch.randn(4, 9, 4))
+    diff = healed(loops.Family(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 3 * torch.randn(4, 9, 4))
     assert "h.index_put(" in diff
 
 
 @pytest.mark.long
 def test_a_step_may_put_what_it_finds_into_a_list_of_its_own() -> None:
-    diff = healed(models.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
+    diff = healed(loops.Spelt(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(4, 9, 4))
     assert "scan(" in diff
 
 
 def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_the_rest_of_it() -> None:
-    diff = healed(models.Joined(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.5 * torch.randn(2, 9, 4))
+    diff = healed(loops.Joined(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.5 * torch.randn(2, 9, 4))
     assert "while_loop(" in diff
 
 
 def test_a_loop_without_end_is_run_once_where_a_name_begins_in_it() -> None:
-    diff = healed(models.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
+    diff = healed(loops.Balanced(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), 0.1 * torch.randn(1, 7, 4))
     assert diff.count("v = 1 / ") > 1

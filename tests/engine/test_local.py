@@ -10,17 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_conformance import *  # noqa: F403  the shared tests
-from engine_conformance import spec, until
 
+from conformance.engine import *  # noqa: F403  the shared tests
+from conformance.engine import spec, until
 from trueline.engine.agent import exited, lost
 from trueline.engine.contract import Kind
 from trueline.engine.local import LocalEngine, start_agent
+from worlds import TESTS
 
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     scratch = tempfile.mkdtemp(prefix="tl-")  # a socket's path is short
     life, life_end = os.pipe()
     agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -32,7 +33,7 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     scratch = tempfile.mkdtemp(prefix="tl-")
     life, life_end = os.pipe()
     agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -52,7 +53,7 @@ def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stands_still", [False, True], ids=["running", "stopped"])
 def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_path, monkeypatch, stands_still):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
         life, life_end = os.pipe()
         agent = start_agent(Path(scratch, "agent"), preload=(), life=life, log=tmp_path / "agent.log")
@@ -81,7 +82,7 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
 
 def after_the_agents_death(tmp_path, monkeypatch, act):
     """What the next agent's client sees of `role-0.0`, once `act(engine, process)` was awaited."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
         path, (life, life_end) = Path(scratch, "agent"), os.pipe()
         engine = LocalEngine(str(path))

@@ -79,7 +79,7 @@ def went_the_whole_way(told: dict, *, version: int, epochs: int, accuracy: float
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory):
+def shipment(tmp_path_factory):
     """A folder in which shipping the digits was interrupted once a version was registered, and then was not; how the
     one ended, and what the other said.
     """
@@ -87,19 +87,19 @@ def line(tmp_path_factory):
     return folder, interrupted(folder, "[5/6] serve", "--epochs", "2"), shipped(folder)
 
 
-def test_ctrl_c_while_a_server_starts_leaves_no_process_and_no_torn_file(line):
-    _, code, _ = line
+def test_ctrl_c_while_a_server_starts_leaves_no_process_and_no_torn_file(shipment):
+    _, code, _ = shipment
     assert code in (130, 0)  # 0: it was done before the signal came
 
 
-def test_one_command_goes_from_a_recipe_to_proven_answers(line):
-    _, _, told = line
+def test_one_command_goes_from_a_recipe_to_proven_answers(shipment):
+    _, _, told = shipment
     went_the_whole_way(told, version=2, epochs=12, accuracy=0.97)
     assert "worker-1.1 joins" in [regroup["reason"] for regroup in told["summary"]["regroups"]]
 
 
-def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(line, monkeypatch, capsys):
-    folder, _, _ = line
+def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(shipment, monkeypatch, capsys):
+    folder, _, _ = shipment
     monkeypatch.chdir(folder)
     assert run(["inspect", "models:/digits@champion"]) == 0
     told = capsys.readouterr().out

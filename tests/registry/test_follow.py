@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from registry_worlds import small_bundle
 
 from trueline.errors import RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store
 from trueline.registry.curves import MAX_POINTS, Curves
+from worlds import bundles
 
 Event = tuple[str, dict[str, Any], float]
 
 
-@pytest.fixture(scope="module", name="world")
-def _world(tmp_path_factory: pytest.TempPathFactory, new_registry: Callable[[Path], str]) -> Path:
+@pytest.fixture(scope="module", name="registry")
+def _registry(tmp_path_factory: pytest.TempPathFactory, new_registry: Callable[[Path], str]) -> Path:
     """One store for all."""
     folder = tmp_path_factory.mktemp("mlflow")
     new_registry(folder)
@@ -69,9 +69,11 @@ def found(folder: Path, run_id: str) -> tuple[Any, dict[str, list[tuple[int, flo
 
 
 @pytest.mark.slow
-def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files(world: Path, tmp_path: Path) -> None:
+def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files(
+    registry: Path, tmp_path: Path
+) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 6, total=6), *end(6))
-    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    run, curves = found(registry, follow.follow(folder, tracking_uri=uri(registry)))
     assert (run.info.status, run.info.run_name) == ("FINISHED", "digits-1")
     assert run.data.params == {"name": "digits-1", "epochs": "3", "seed": "0", "recipe_digest": "d" * 64}
     assert curves["train/loss"] == [(step, 1 / (step + 1)) for step in range(6)]
@@ -79,7 +81,7 @@ def test_a_finished_job_is_a_run_with_its_settings_curves_certificates_and_files
     assert curves["eval/top-5 _"] == [(6, 0.9)]
     assert json.loads(run.data.tags["trueline.certificate.0"])["steps"] == 6
     assert (run.data.tags["trueline.state"], run.data.tags["trueline.exactly_once"]) == ("finished", "true")
-    with store.opened(uri(world)) as client:
+    with store.opened(uri(registry)) as client:
         assert client.get_experiment_by_name("digits").experiment_id == run.info.experiment_id
         files = {entry.path for entry in client.list_artifacts(run.info.run_id)}
     assert files == {"summary.json", "events.jsonl", "page.html", "job.json"}
@@ -116,13 +118,13 @@ def test_how_a_job_ended_stays_when_its_launcher_tidies_up() -> None:
 
 @pytest.mark.slow
 def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_twice(
-    world: Path, tmp_path: Path
+    registry: Path, tmp_path: Path
 ) -> None:
     stride = 7  # a point of so many steps is cut in two wherever the follower is killed here
     total = stride * MAX_POINTS
     folder = job(tmp_path / "digits-1", *steps(0, 1000, total=total))
     (folder / "master.json").write_text(json.dumps({"pid": os.getpid()}))  # the job lives
-    process = follow.start(folder, tracking_uri=uri(world))
+    process = follow.start(folder, tracking_uri=uri(registry))
     before, deadline = _logged(folder), time.monotonic() + 200
     say(folder, *steps(1000, 3000, total=total))
     while _logged(folder) <= before and time.monotonic() < deadline:
@@ -131,7 +133,7 @@ def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_tw
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     say(folder, *steps(3000, total, total=total), *end(total))
-    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    run, curves = found(registry, follow.follow(folder, tracking_uri=uri(registry)))
     assert run.info.run_id == json.loads((folder / "mlflow.json").read_text())["run_id"]
     means = [sum(1 / (step + 1) for step in range(at, at + stride)) / stride for at in range(0, total, stride)]
     assert [step for step, _ in curves["train/loss"]] == list(range(stride - 1, total, stride))
@@ -145,44 +147,44 @@ def _logged(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(world: Path, tmp_path: Path) -> None:
+def test_what_was_logged_before_a_death_is_logged_again_without_a_trace(registry: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 5, total=9))
-    with store.opened(uri(world)) as client:
+    with store.opened(uri(registry)) as client:
         follower = follow._Follower(folder, client, None)
         saved = (folder / "mlflow.json").read_bytes()
         follower.read()
         follower.flush()
     (folder / "mlflow.json").write_bytes(saved)  # killed after it had logged and before it said so
     say(folder, *steps(5, 9, total=9), *end(9))
-    run, curves = found(world, follow.follow(folder, tracking_uri=uri(world)))
+    run, curves = found(registry, follow.follow(folder, tracking_uri=uri(registry)))
     assert [step for step, _ in curves["train/loss"]] == list(range(9))
     assert run.info.run_id == json.loads(saved)["run_id"]
 
 
 @pytest.mark.slow
-def test_a_resumed_job_goes_on_in_its_run(world: Path, tmp_path: Path) -> None:
+def test_a_resumed_job_goes_on_in_its_run(registry: Path, tmp_path: Path) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=8), *end(4, "job.failed"))
-    first = follow.follow(folder, tracking_uri=uri(world))
-    assert found(world, first)[0].info.status == "FAILED"
+    first = follow.follow(folder, tracking_uri=uri(registry))
+    assert found(registry, first)[0].info.status == "FAILED"
     say(folder, ("worker.started", {"worker": "worker-0.1"}, 2000.0), *steps(3, 8, total=8), *end(8))
-    assert follow.follow(folder, tracking_uri=uri(world)) == first
-    run, curves = found(world, first)
+    assert follow.follow(folder, tracking_uri=uri(registry)) == first
+    run, curves = found(registry, first)
     assert run.info.status == "FINISHED"
     assert {step for step, _ in curves["train/loss"]} == set(range(8))
 
 
 @pytest.mark.slow
 def test_a_job_that_vanished_without_an_end_was_killed(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "GONE_S", 0.0)
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=8))
-    assert found(world, follow.follow(folder, tracking_uri=uri(world)))[0].info.status == "KILLED"
+    assert found(registry, follow.follow(folder, tracking_uri=uri(registry)))[0].info.status == "KILLED"
 
 
 @pytest.mark.slow
 def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
     refusals = [RegistryError("away"), RegistryError("away")]
@@ -196,9 +198,9 @@ def test_a_store_that_is_away_is_asked_again_while_the_job_runs(
     monkeypatch.setattr(store, "opened", sometimes)
     monkeypatch.setattr(follow, "RETRY_S", 0.0)
     with pytest.raises(RegistryError):
-        follow.follow(folder, tracking_uri=uri(world))
+        follow.follow(folder, tracking_uri=uri(registry))
     (folder / "launcher.json").write_text(json.dumps({"pid": os.getpid()}))
-    follow.follow(folder, tracking_uri=uri(world))
+    follow.follow(folder, tracking_uri=uri(registry))
 
 
 def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
@@ -211,15 +213,15 @@ def test_only_one_process_follows_a_job_and_only_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_registered_bundle_belongs_to_the_run_of_its_job(
-    world: Path, tmp_path: Path, new_registry: Callable[[Path], str]
+    registry: Path, tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:
     folder = job(tmp_path / "digits-1", *steps(0, 4, total=4), *end(4))
-    run_id = follow.follow(folder, tracking_uri=uri(world))
-    small_bundle(tmp_path / "b.bundle")
+    run_id = follow.follow(folder, tracking_uri=uri(registry))
+    bundles.scaled(tmp_path / "b.bundle")
     facts = RunFacts(params={"epochs": 4, "team": "vision"}, metrics={"loss": 0.5}, job_dir=folder)
-    version = register(tmp_path / "b.bundle", tracking_uri=uri(world), run=facts)
+    version = register(tmp_path / "b.bundle", tracking_uri=uri(registry), run=facts)
     assert version.run_id == run_id
-    run, curves = found(world, run_id)
+    run, curves = found(registry, run_id)
     assert (run.data.params["epochs"], run.data.params["team"]) == ("3", "vision")
     assert curves["loss"] == [(0, 0.5)]
     assert run.data.tags[store.DIGEST_TAG] == version.digest

@@ -17,24 +17,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from registry_worlds import small_bundle
 
 from trueline.errors import BundleError, RegistryError, RequestError, UsageError
 from trueline.registry import RunFacts, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
+from worlds import bundles
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, new_registry: Callable[[Path], str]) -> Path:
+def registered(tmp_path_factory: pytest.TempPathFactory, new_registry: Callable[[Path], str]) -> Path:
     """A store with model `double`, versions 1 (alias first) and 2 (alias champion)."""
     folder = tmp_path_factory.mktemp("registry")
     new_registry(folder)
-    small_bundle(folder / "two.bundle")
-    small_bundle(folder / "three.bundle", scale=3.0)
+    bundles.scaled(folder / "two.bundle")
+    bundles.scaled(folder / "three.bundle", scale=3.0)
     facts = RunFacts(params={"epochs": 3, "optimizer": "Adam"}, metrics={"accuracy": 0.98}, tags={"team": "vision"})
     register(folder / "two.bundle", alias="first", tracking_uri=uri(folder), run=facts)
     register(folder / "three.bundle", name="double", tracking_uri=uri(folder))
@@ -45,9 +45,9 @@ def uri(folder: Path) -> str:
     return f"sqlite:///{folder}/mlflow.db"
 
 
-def test_versions_and_aliases_lead_to_the_bundle_that_was_registered(world: Path) -> None:
+def test_versions_and_aliases_lead_to_the_bundle_that_was_registered(registered: Path) -> None:
     for name, scale in (("double@first", 2.0), ("double/1", 2.0), ("double@champion", 3.0), ("double/latest", 3.0)):
-        found = resolve(f"models:/{name}", tracking_uri=uri(world))
+        found = resolve(f"models:/{name}", tracking_uri=uri(registered))
         x = np.ones((1, 4), np.float32)
         from trueline.bundle import open_bundle
 
@@ -57,8 +57,8 @@ def test_versions_and_aliases_lead_to_the_bundle_that_was_registered(world: Path
         assert found.name == "double"
 
 
-def test_versions_are_listed_newest_first_with_digest_and_aliases(world: Path) -> None:
-    newest, oldest = versions("double", tracking_uri=uri(world))
+def test_versions_are_listed_newest_first_with_digest_and_aliases(registered: Path) -> None:
+    newest, oldest = versions("double", tracking_uri=uri(registered))
     assert (newest.version, newest.aliases, newest.uri) == (2, ("champion",), "models:/double/2")
     assert (oldest.version, oldest.aliases) == (1, ("first",))
     assert len(oldest.digest) == 64
@@ -78,20 +78,22 @@ def test_versions_are_listed_newest_first_with_digest_and_aliases(world: Path) -
         ("models:/double/7", r"no version 7 \(has: 1, 2\)", "one of these"),
     ],
 )
-def test_what_is_not_there_is_an_error_that_lists_what_is(world: Path, asked: str, message: str, hint: str) -> None:
+def test_what_is_not_there_is_an_error_that_lists_what_is(
+    registered: Path, asked: str, message: str, hint: str
+) -> None:
     with pytest.raises(RegistryError, match=message) as caught:
-        resolve(asked, tracking_uri=uri(world))
+        resolve(asked, tracking_uri=uri(registered))
     assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("asked", ["double", "models:/double", "models:/a/b/c", "runs:/1/model", "models:/@x"])
-def test_what_names_no_registered_model_is_a_usage_error(world: Path, asked: str) -> None:
+def test_what_names_no_registered_model_is_a_usage_error(registered: Path, asked: str) -> None:
     with pytest.raises(UsageError, match="names no registered model"):
-        resolve(asked, tracking_uri=uri(world))
+        resolve(asked, tracking_uri=uri(registered))
 
 
-def test_the_run_holds_parameters_metrics_and_digests_and_the_model(world: Path) -> None:
-    with store.opened(uri(world)) as client:
+def test_the_run_holds_parameters_metrics_and_digests_and_the_model(registered: Path) -> None:
+    with store.opened(uri(registered)) as client:
         version = client.get_model_version("double", "1")
         run = client.get_run(version.run_id)
         model = client.get_logged_model(run.outputs.model_outputs[0].model_id)
@@ -105,10 +107,10 @@ def test_the_run_holds_parameters_metrics_and_digests_and_the_model(world: Path)
 
 
 def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
-    world: Path, monkeypatch: pytest.MonkeyPatch
+    registered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri(world))
-    with store.opened(uri(world)), warnings.catch_warnings(action="ignore"):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri(registered))
+    with store.opened(uri(registered)), warnings.catch_warnings(action="ignore"):
         import mlflow
 
         model = mlflow.pyfunc.load_model("models:/double@champion")
@@ -119,7 +121,7 @@ def test_mlflow_loads_the_model_and_answers_through_the_proven_program(
 
 
 def test_the_pyfunc_takes_arrays_and_dicts_and_never_floats_for_integers(tmp_path: Path) -> None:
-    model = BundleModel(open_program(small_bundle(tmp_path / "b.bundle")))
+    model = BundleModel(open_program(bundles.scaled(tmp_path / "b.bundle")))
     assert model.predict([[1.0, 2.0, 3.0, 4.0]]).tolist() == [[2.0, 4.0, 6.0, 8.0]]
     with pytest.raises(RequestError, match="unexpected input 'z'"):
         model.predict({"z": np.ones((1, 4))})
@@ -133,7 +135,7 @@ def test_a_store_that_was_tampered_with_is_an_error_and_never_an_answer(
     tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:
     new_registry(tmp_path)
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path))
     stored = resolve("models:/double@champion", tracking_uri=uri(tmp_path)).path
     program = stored / "programs" / "model.onnx"
@@ -144,13 +146,13 @@ def test_a_store_that_was_tampered_with_is_an_error_and_never_an_answer(
     for file in sorted(stored.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     stored.rmdir()
-    small_bundle(stored, scale=5.0)
+    bundles.scaled(stored, scale=5.0)
     with pytest.raises(BundleError, match="is not the one that was registered"):
         resolve("models:/double@champion", tracking_uri=uri(tmp_path))
 
 
 def test_a_torn_bundle_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     (tmp_path / "b.bundle" / "lineage.json").write_text("{}")
     with pytest.raises(BundleError):
         register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path))
@@ -159,13 +161,13 @@ def test_a_torn_bundle_is_refused_before_anything_is_written(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["a/b", "a@b", "a:b", ""])
 def test_a_name_that_no_uri_could_say_is_refused(tmp_path: Path, name: str) -> None:
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     with pytest.raises(UsageError, match="cannot name a registered model"):
         register(tmp_path / "b.bundle", name=name, tracking_uri=uri(tmp_path))
 
 
-def test_the_child_process_says_one_line_of_json(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert child.main(["resolve", "models:/double@first", "--tracking-uri", uri(world)]) == 0
+def test_the_child_process_says_one_line_of_json(registered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert child.main(["resolve", "models:/double@first", "--tracking-uri", uri(registered)]) == 0
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
     found = json.loads(line)
@@ -174,17 +176,21 @@ def test_the_child_process_says_one_line_of_json(world: Path, capsys: pytest.Cap
     assert said.err == ""
 
 
-def test_the_child_process_says_its_errors_as_one_line_of_json(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert child.main(["resolve", "models:/double/9", "--tracking-uri", uri(world)]) == 1
+def test_the_child_process_says_its_errors_as_one_line_of_json(
+    registered: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert child.main(["resolve", "models:/double/9", "--tracking-uri", uri(registered)]) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["error"], said["message"]) == ("registry", "model 'double' has no version 9 (has: 1, 2)")
     assert said["hint"]
 
 
-def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(world: Path, tmp_path: Path) -> None:
+def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(
+    registered: Path, tmp_path: Path
+) -> None:
     code = (
         "import sys; from trueline.registry import register, resolve;"
-        f"print(register({str(world / 'two.bundle')!r}).uri, resolve('models:/double@champion').version);"
+        f"print(register({str(registered / 'two.bundle')!r}).uri, resolve('models:/double@champion').version);"
         "assert 'torch' not in sys.modules"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")}
@@ -197,7 +203,7 @@ def test_registering_is_quiet_needs_no_torch_and_defaults_to_the_current_folder(
 
 @pytest.mark.long
 def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path: Path) -> None:
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     code = f"from trueline.registry import register; print(register({str(tmp_path / 'b.bundle')!r}).version)"
     environment = {**os.environ, "MLFLOW_TRACKING_URI": uri(tmp_path)}
     children = [
@@ -219,7 +225,7 @@ def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    small_bundle(tmp_path / "b.bundle")
+    bundles.scaled(tmp_path / "b.bundle")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

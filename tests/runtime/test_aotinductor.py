@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from session_conformance import *  # noqa: F403 - the shared tests
-from small_models import Mlp, ShapeBranch
 
+from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.errors import BundleError, CaptureError, RequestError
 from trueline.runtime import aoti_emit, export
 from trueline.runtime.aotinductor import CHECK_INPUTS
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
+from worlds.models import Mlp, ShapeBranch
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here, and AOTInductor compiles C++")
 pytestmark = [pytest.mark.line, pytest.mark.timeout(900)]

@@ -14,6 +14,7 @@ from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import prove
 from trueline.runtime.session import open_session
+from worlds import marks
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -48,11 +49,6 @@ class Experts(nn.Module):
         return found[order.argsort()]
 
 
-def line_of(mark: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(i for i, line in enumerate(lines, 1) if line.endswith("# " + mark))
-
-
 @pytest.fixture
 def eager() -> EagerSession:
     torch.manual_seed(0)
@@ -79,7 +75,7 @@ def test_an_operator_without_one_is_refused_with_the_line_that_calls_it(
     assert callable(emit)
     with pytest.raises(CaptureError, match="grouped") as refused:
         emit(exported, tmp_path)
-    assert refused.value.hint.startswith(f"{__file__}:{line_of('called here')}: ")
+    assert refused.value.hint.startswith(f"{__file__}:{marks.line_of(__file__, 'called here')}: ")
 
 
 def test_rows_beyond_the_last_group_are_zero_and_an_empty_group_takes_none() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trueline.errors import UsageError
 from trueline.runtime import export, graph, onnx_code, onnx_emit, paths, torchscript_emit
 from trueline.runtime.eager import EagerSession
+from worlds import marks
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +27,6 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)  # first
         return y.exp() + 1  # second
-
-
-def line_of(mark: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
 
 def test_each_value_is_shown_with_the_line_that_it_came_from_in_every_format(tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_each_value_is_shown_with_the_line_that_it_came_from_in_every_format(tmp
             shown = graph.text(format, path, form)
             assert form_words in shown
             for mark, word in words.items():
-                place = f"# test_graph.py:{line_of(mark)}"
+                place = f"# {marks.place_of(__file__, mark)}"
                 assert any(word in line and line.endswith(place) for line in shown.splitlines()), shown
             assert str(Path(__file__).parent) not in shown
         assert str(Path(__file__).parent).encode() not in path.read_bytes()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import CaptureError, RequestError
-from trueline.recipe.contract import Recipe
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.session import open_program, replay
+from worlds.recipes import untrained
 
 
 class Recurrent(nn.Module):
@@ -157,10 +157,6 @@ def test_a_number_for_all_records_is_asked_in_other_values_too() -> None:
     assert all(isinstance(array, np.ndarray) for probe in probes for array in probe.inputs.values())
 
 
-def never(*_: Any) -> Any:
-    raise AssertionError("capture has no use for this blank")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "example", "free", "other"),
@@ -180,10 +176,7 @@ def never(*_: Any) -> Any:
 def test_it_is_sealed_in_both_formats_and_answers_at_other_sizes(
     build: Any, example: Any, free: Any, other: Any, tmp_path: Path
 ) -> None:
-    recipe = Recipe(
-        name="m", digest="d" * 64, path=None, model=build, examples=example, loss=never, optimizer=never,
-        dataset=never, dynamic_shapes=lambda: free,
-    )  # fmt: skip
+    recipe = untrained(build, name="m", examples=example, dynamic_shapes=lambda: free)
     captured = capture(recipe, None, tmp_path / "b")
     assert [one.verdict for one in captured.programs] == ["proven", "proven"]
     bundle, given = open_bundle(captured.path), other()
@@ -200,10 +193,7 @@ def test_it_is_sealed_in_both_formats_and_answers_at_other_sizes(
 
 @pytest.mark.slow
 def test_a_request_whose_inputs_count_other_records_is_refused(tmp_path: Path) -> None:
-    recipe = Recipe(
-        name="m", digest="d" * 64, path=None, model=Recurrent, loss=never, optimizer=never, dataset=never,
-        examples=lambda: (torch.randn(3, 6, 4), torch.randn(2, 3, 5)),
-    )  # fmt: skip
+    recipe = untrained(Recurrent, name="m", examples=lambda: (torch.randn(3, 6, 4), torch.randn(2, 3, 5)))
     session = open_program(open_bundle(capture(recipe, None, tmp_path / "b", formats=["torch_export"]).path))
     with pytest.raises(RequestError, match=r"'h' has size 2 in dimension 1 \(batch\), but input 'x' has 3"):
         session.run({"x": np.zeros((3, 6, 4), np.float32), "h": np.zeros((2, 2, 5), np.float32)})

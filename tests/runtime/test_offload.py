@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from session_conformance import *  # noqa: F403 - the shared tests
 from torch import Tensor, nn
 
+from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
 from trueline.runtime import export, graph, offload, offload_emit
 from trueline.runtime.compare import compare

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import Identity, InPlace, Mlp, Nested, Pair, Recurrent, Running, ShapeBranch, Text
 from torch import nn
 
 from trueline.bundle.signature import Signature
@@ -19,6 +18,7 @@ from trueline.runtime import export, onnx_emit
 from trueline.runtime.compare import compare
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
+from worlds.models import Identity, InPlace, Mlp, Nested, Pair, Recurrent, Running, ShapeBranch, Text
 
 pytestmark = pytest.mark.slow  # exports programs
 

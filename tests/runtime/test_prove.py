@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from small_models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, line_of
 from torch import nn
 
 from trueline.bundle.signature import Dim, Signature
@@ -16,6 +15,7 @@ from trueline.runtime import paths
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import Proof, observe, parting, prove
+from worlds.models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, place_of
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -62,7 +62,7 @@ def test_a_branch_on_values_that_was_frozen_is_caught_and_its_line_is_found() ->
     assert found.reason.startswith("on probe 'batch 1, ")
     parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
-    assert line_of("data branch") in str(parted[0])
+    assert place_of("data branch") in str(parted[0])
     assert parted[0].source.startswith("if x.sum() > 0:")
     assert parted[1].startswith("batch 1,")  # held against a probe of the same size: the values steer it
 
@@ -71,7 +71,7 @@ def test_a_branch_within_one_line_is_found_too() -> None:
     found, eager = proof_of(Ternary(), lambda x: x * np.float32(2))
     parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
-    assert line_of("ternary") in str(parted[0])
+    assert place_of("ternary") in str(parted[0])
 
 
 def test_a_branch_on_the_shape_that_was_frozen_is_caught_at_the_smallest_size_that_shows_it() -> None:
@@ -80,7 +80,7 @@ def test_a_branch_on_the_shape_that_was_frozen_is_caught_at_the_smallest_size_th
     assert found.disagreeing == "batch 8, as given"
     parted = parting(observe(eager, make_probes(eager.example)), found.disagreeing)
     assert parted is not None
-    assert line_of("shape branch") in str(parted[0])
+    assert place_of("shape branch") in str(parted[0])
 
 
 def test_the_same_program_is_proven_within_a_range_that_it_enforces() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from session_conformance import *  # noqa: F403 - the shared tests
-from small_models import Mlp
 
+from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.cli import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
@@ -17,6 +16,7 @@ from trueline.runtime.compiled import CompiledSession
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.opsets import checked, opset_for
 from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
+from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs
 

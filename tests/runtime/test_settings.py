@@ -10,7 +10,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from small_models import Mlp
 
 from trueline.errors import UsageError
 from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
@@ -18,6 +17,7 @@ from trueline.runtime.compiled import CompiledSession
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 from trueline.runtime.settings import Settings
+from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs
 

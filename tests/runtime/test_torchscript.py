@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_models import Branch, Mlp, Nested, Pair
 from torch import Tensor, nn
 
 from trueline.capture.scripted import FROZEN, climb_scripted
@@ -18,6 +17,7 @@ from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import make_probes
 from trueline.runtime.prove import observe
 from trueline.runtime.session import open_session
+from worlds.models import Branch, Mlp, Nested, Pair
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -194,7 +194,8 @@ def test_a_program_names_no_path_of_the_machine_that_made_it(program: Path) -> N
     with zipfile.ZipFile(program) as archive:
         assert not [name for name in archive.namelist() if "debug" in name or "traced" in name]
         content = b"".join(archive.read(name) for name in archive.namelist())
-    assert b"small_models" not in content
+    assert b"worlds" not in content
+    assert b"models.py" not in content
     assert b"site-packages" not in content
     assert "if bool" in script_archive.source(program)
 

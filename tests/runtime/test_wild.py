@@ -8,22 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
-from trueline.recipe.contract import Recipe
 from trueline.runtime import prove
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import Probe, make_probes
 from trueline.runtime.prove import observe
 from trueline.runtime.wild import Careful
-
-
-class Eigen(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.linalg.eigvals(x.unsqueeze(-1) * x.unsqueeze(-2)).real.sum(-1)
-        return found
+from worlds.models import Eigen
+from worlds.recipes import untrained
 
 
 class Guarded(Eigen):
@@ -100,12 +95,8 @@ def test_a_program_that_goes_another_way_than_the_model_into_lapack_disagrees_an
 
 
 def test_capturing_a_model_of_linear_algebra_goes_through(tmp_path: Path) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("capture has no use for this blank")
-
-    blanks: dict[str, Any] = {"loss": never, "optimizer": never, "dataset": never}
     examples = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    recipe = Recipe(name="eigen", digest="d" * 64, path=None, model=Eigen, examples=lambda: examples, **blanks)
+    recipe = untrained(Eigen, name="eigen", examples=lambda: examples)
     captured = capture(recipe, None, tmp_path / "b", formats=["torch_export"])
     assert [one.verdict for one in captured.programs] == ["proven"]
     bundle = open_bundle(tmp_path / "b")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_worlds import Answers
 
 from trueline.errors import UsageError
 from trueline.serve import access
 from trueline.serve.access import AccessLog, Logged
 from trueline.serve.http import Request, Response
+from worlds.servers import Answers
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
@@ -34,38 +33,40 @@ from trueline.serve.routes import Routes
 from trueline.serve.shadow import Shadow
 from trueline.serve.split import Split
 from trueline.serve.version import Version
+from worlds import bundles
+from worlds.connections import Wire
 
 
 def looked_up(out: Path) -> Bundle:
     """Rows of a table of four by index: the program refuses an index that it has not."""
     signature = Signature(
-        inputs=(worlds.spec("x", "batch", datatype="INT64"),),
-        outputs=(worlds.spec("y", "batch", 2),),
+        inputs=(bundles.spec("x", "batch", datatype="INT64"),),
+        outputs=(bundles.spec("y", "batch", 2),),
         dims={"batch": Dim()},
     )
     table = np.arange(8, dtype=np.float32).reshape(4, 2)
-    model = worlds.graph(
+    model = bundles.graph(
         [helper.make_node("Gather", ["table", "x"], ["y"])], signature.inputs, signature.outputs, {"table": table}
     )
     x = np.array([0, 3, 1, 2])
-    return worlds.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": table[x]})])
+    return bundles.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": table[x]})])
 
 
 def two_ways(out: Path) -> Bundle:
     """The sum and the difference of two inputs."""
-    inputs, outputs = [worlds.spec(one, "batch", 2) for one in "ab"], [worlds.spec(one, "batch", 2) for one in "st"]
+    inputs, outputs = [bundles.spec(one, "batch", 2) for one in "ab"], [bundles.spec(one, "batch", 2) for one in "st"]
     nodes = [helper.make_node("Add", ["a", "b"], ["s"]), helper.make_node("Sub", ["a", "b"], ["t"])]
     signature = Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims={"batch": Dim()})
     a, b = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones((4, 2), np.float32)
     golden = Golden(case="4", inputs={"a": a, "b": b}, outputs={"s": a + b, "t": a - b})
-    return worlds.bundle(out, worlds.graph(nodes, inputs, outputs), signature, [golden])
+    return bundles.bundle(out, bundles.graph(nodes, inputs, outputs), signature, [golden])
 
 
 def as_many_as_it_says(out: Path) -> Bundle:
     """The first columns of `x`, as many as its largest value says."""
     signature = Signature(
-        inputs=(worlds.spec("x", "batch", 3),),
-        outputs=(worlds.spec("y", "batch", "k"),),
+        inputs=(bundles.spec("x", "batch", 3),),
+        outputs=(bundles.spec("y", "batch", "k"),),
         dims={"batch": Dim(), "k": Dim()},
     )
     nodes = [
@@ -76,21 +77,8 @@ def as_many_as_it_says(out: Path) -> Bundle:
     ]
     weights = {"zero": np.array([0]), "one": np.array([1])}
     x = np.ones((4, 3), np.float32)
-    model = worlds.graph(nodes, signature.inputs, signature.outputs, weights)
-    return worlds.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": x[:, :1]})])
-
-
-@dataclass(slots=True)
-class Wire:
-    """A transport that keeps what was written."""
-
-    written: bytes = b""
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return False
+    model = bundles.graph(nodes, signature.inputs, signature.outputs, weights)
+    return bundles.bundle(out, model, signature, [Golden(case="4", inputs={"x": x}, outputs={"y": x[:, :1]})])
 
 
 @dataclass(slots=True)
@@ -195,7 +183,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(worlds.double_plus(tmp_path / "b", max_rows=8))
+    made = World(bundles.double_plus(tmp_path / "b", max_rows=8))
     yield made
     made.close()
 
@@ -540,7 +528,7 @@ def test_what_comes_while_others_wait_waits_behind_them(world: World) -> None:
 def test_both_ways_count_alike(tmp_path: Path) -> None:
     counted = []
     for short in (True, False):
-        world = World(worlds.double_plus(tmp_path / str(short)))
+        world = World(bundles.double_plus(tmp_path / str(short)))
         world.teach(USUAL)
         stats, request = world.tiny.stats, world.request(USUAL)
         before, by_status = stats.request_s.count, world.routes.stats.by_status[200]

@@ -10,8 +10,6 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import asking
-import mar_worlds as worlds
 import pytest
 
 from trueline import serve
@@ -19,6 +17,7 @@ from trueline.cli import app
 from trueline.files import sha256_file
 from trueline.serve import archive
 from trueline.serve.archive import ArchiveError, Caps
+from worlds import archives, servers
 
 
 def unpacked(path: Path, tmp_path: Path, caps: Caps | None = None) -> archive.Archive:
@@ -37,13 +36,15 @@ def tar(path: Path, files: dict[str, bytes], top: str = "") -> Path:
 
 
 def test_a_mar_a_tar_with_and_without_a_top_folder_and_a_plain_folder_are_read_alike(tmp_path: Path) -> None:
-    files = worlds.files(config="batchSize: 4\nmine: {a: 1}", extra={"extra/labels.json": b"{}"})
+    files = archives.files(config="batchSize: 4\nmine: {a: 1}", extra={"extra/labels.json": b"{}"})
     folder = tmp_path / "plain"
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     sources = {
-        "zip": worlds.mar(tmp_path / "a.mar", config="batchSize: 4\nmine: {a: 1}", extra={"extra/labels.json": b"{}"}),
+        "zip": archives.mar(
+            tmp_path / "a.mar", config="batchSize: 4\nmine: {a: 1}", extra={"extra/labels.json": b"{}"}
+        ),
         "tar": tar(tmp_path / "a.tar.gz", files),
         "top": tar(tmp_path / "b.tar.gz", files, top="model-1/"),
         "dot": tar(tmp_path / "c.tar.gz", files, top="./"),
@@ -63,15 +64,15 @@ def test_a_mar_a_tar_with_and_without_a_top_folder_and_a_plain_folder_are_read_a
 
 
 def test_the_digest_names_the_content_and_a_changed_archive_has_another(tmp_path: Path) -> None:
-    one = unpacked(worlds.mar(tmp_path / "a.mar"), tmp_path)
+    one = unpacked(archives.mar(tmp_path / "a.mar"), tmp_path)
     (tmp_path / "second").mkdir()
-    two = unpacked(worlds.mar(tmp_path / "b.mar", "def handle(data, context): return []"), tmp_path / "second")
+    two = unpacked(archives.mar(tmp_path / "b.mar", "def handle(data, context): return []"), tmp_path / "second")
     assert one.digest == sha256_file(tmp_path / "a.mar") != two.digest
 
 
 @pytest.mark.parametrize("name", ["../evil.py", "/etc/evil", "a/../../evil", "..\\evil", "C:\\evil", "a/../../intox"])
 def test_an_entry_that_leaves_the_folder_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    path = worlds.mar(tmp_path / "a.mar")
+    path = archives.mar(tmp_path / "a.mar")
     with zipfile.ZipFile(path, "a") as made:
         made.writestr(zipfile.ZipInfo(name), b"x")
     with pytest.raises(ArchiveError, match="leaves the archive's folder") as refused:
@@ -81,7 +82,7 @@ def test_an_entry_that_leaves_the_folder_is_refused_by_its_name(tmp_path: Path, 
 
 
 def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
-    path = worlds.mar(tmp_path / "a.mar")
+    path = archives.mar(tmp_path / "a.mar")
     link = zipfile.ZipInfo("link")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(path, "a") as made:
@@ -103,16 +104,16 @@ def test_links_devices_and_pipes_in_a_tar_are_refused(tmp_path: Path, kind: byte
 def test_a_link_in_a_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     (folder / "MAR-INF").mkdir(parents=True)
-    (folder / "MAR-INF" / "MANIFEST.json").write_bytes(worlds.manifest())
+    (folder / "MAR-INF" / "MANIFEST.json").write_bytes(archives.manifest())
     os.symlink("/etc/passwd", folder / "stolen")
     with pytest.raises(ArchiveError, match="entry 'stolen' is a link or a device"):
         unpacked(folder, tmp_path)
 
 
 def test_too_many_entries_too_many_bytes_and_a_bomb_are_refused(tmp_path: Path) -> None:
-    zeros = worlds.mar(tmp_path / "zeros.mar", extra={"zeros": bytes(3_000_000)})
-    many = worlds.mar(tmp_path / "many.mar", extra={f"f{i}": b"" for i in range(30)})
-    squeezed = tar(tmp_path / "zeros.tar.gz", worlds.files(extra={"zeros": bytes(3_000_000)}))
+    zeros = archives.mar(tmp_path / "zeros.mar", extra={"zeros": bytes(3_000_000)})
+    many = archives.mar(tmp_path / "many.mar", extra={f"f{i}": b"" for i in range(30)})
+    squeezed = tar(tmp_path / "zeros.tar.gz", archives.files(extra={"zeros": bytes(3_000_000)}))
     refusals = [
         (many, Caps(entries=20), "beyond the 20 that an archive may have"),
         (zeros, Caps(total_bytes=2_000_000), "'zeros' the archive is over 2000000 bytes"),
@@ -158,7 +159,7 @@ def test_what_is_no_archive_is_refused_in_words(tmp_path: Path, content: bytes, 
 
 
 def test_a_torn_archive_is_refused(tmp_path: Path) -> None:
-    path = worlds.mar(tmp_path / "a.mar", extra={"weights": os.urandom(100_000)})
+    path = archives.mar(tmp_path / "a.mar", extra={"weights": os.urandom(100_000)})
     content = bytearray(path.read_bytes())
     content[50_000] ^= 255
     path.write_bytes(content)
@@ -184,7 +185,7 @@ def test_a_manifest_that_says_nothing_usable_is_refused(tmp_path: Path, text: by
 
 def test_another_runtime_is_refused_in_torchserves_words(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.mar", "w") as made:
-        made.writestr("MAR-INF/MANIFEST.json", worlds.manifest().replace(b'"python"', b'"LSP"'))
+        made.writestr("MAR-INF/MANIFEST.json", archives.manifest().replace(b'"python"', b'"LSP"'))
     with pytest.raises(ArchiveError, match="Invalid RuntimeType value: LSP"):
         unpacked(tmp_path / "a.mar", tmp_path)
 
@@ -192,28 +193,28 @@ def test_another_runtime_is_refused_in_torchserves_words(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['true']", "- a\n- b", "a: [", "? [1, 2]\n: 3"])
 def test_a_configuration_that_is_code_or_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ArchiveError, match=r"'model-config\.yaml' is"):
-        unpacked(worlds.mar(tmp_path / "a.mar", config=text), tmp_path)
+        unpacked(archives.mar(tmp_path / "a.mar", config=text), tmp_path)
 
 
 def test_an_archive_without_a_program_is_told_how_to_become_a_bundle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = worlds.mar(tmp_path / "a.mar", modelFile="model.py", serializedFile="w.pt")
+    weights = archives.mar(tmp_path / "a.mar", modelFile="model.py", serializedFile="w.pt")
     assert app.run(["import", str(weights)]) == 2
     said = capsys.readouterr().err
     assert "holds weights and a model in Python (model.py), and no program" in said
     assert "torch.load(..., weights_only=True)" in said
-    own = worlds.mar(tmp_path / "b.mar")
+    own = archives.mar(tmp_path / "b.mar")
     assert app.run(["import", str(own)]) == 2
     assert "trueline serve --allow-code" in capsys.readouterr().err
-    elsewhere = worlds.mar(tmp_path / "c.mar", serializedFile="../../etc/passwd")
+    elsewhere = archives.mar(tmp_path / "c.mar", serializedFile="../../etc/passwd")
     assert app.run(["import", str(elsewhere)]) == 2
     assert app.run(["import", str(tmp_path / "none.mar")]) == 2
 
 
 def test_a_configuration_outside_the_archive_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="which the archive does not hold"):
-        unpacked(worlds.mar(tmp_path / "a.mar", configFile="../../etc/hosts"), tmp_path)
+        unpacked(archives.mar(tmp_path / "a.mar", configFile="../../etc/hosts"), tmp_path)
 
 
 SCORED = """
@@ -243,7 +244,7 @@ def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_
     program = {"model.pt": (tmp_path / "model.pt").read_bytes()}
     store = tmp_path / "store"
     store.mkdir()
-    made = worlds.mar(store / "noop.mar", SCORED, extra=program, serializedFile="model.pt")
+    made = archives.mar(store / "noop.mar", SCORED, extra=program, serializedFile="model.pt")
     asked = ["import", str(made), "--out", str(tmp_path / "noop.bundle")]
     assert app.run(asked) == 2
     assert "--example" in capsys.readouterr().err
@@ -253,7 +254,7 @@ def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_
     answers = []
     for source, options in ((tmp_path / "noop.bundle", {}), (made, {"allow_code": True})):
         with serve.start(source, **options) as server:  # type: ignore[arg-type]
-            found = asking.post(f"{server.url}/predictions/{server.model}", json=row)
+            found = servers.post(f"{server.url}/predictions/{server.model}", json=row)
             assert found.status_code == 200, found.text
             answers.append(found.json())
     assert answers[0] == pytest.approx(answers[1], rel=1e-6)

@@ -10,24 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
-from test_serve_routes import Desk
 
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
 from trueline.serve import binary, coding, oip
+from worlds import bundles
+from worlds.servers import TinyApp
 
-X = worlds.spec("x", "batch", 3)
-ONE = Signature(inputs=(X,), outputs=(worlds.spec("y", "batch", 3),), dims={"batch": Dim()})
+X = bundles.spec("x", "batch", 3)
+ONE = Signature(inputs=(X,), outputs=(bundles.spec("y", "batch", 3),), dims={"batch": Dim()})
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    made = Desk(tmp_path_factory.mktemp("desk"))
-    yield made
-    made.close()
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyApp]:
+    with TinyApp(tmp_path_factory.mktemp("tiny")) as made:
+        yield made
 
 
 def body_of(*inputs: tuple[str, np.ndarray[Any, Any]], **more: Any) -> tuple[bytes, int]:
@@ -55,10 +54,10 @@ def test_every_float_arrives_bit_for_bit_wherever_it_lies_in_the_body(rows: int,
     assert found.flags.aligned
 
 
-def test_outputs_are_bytes_where_they_are_asked_for(desk: Desk) -> None:
+def test_outputs_are_bytes_where_they_are_asked_for(app: TinyApp) -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     body, length = body_of(("x", array), outputs=[{"name": "y", "parameters": {"binary_data": True}}])
-    found = desk.ask("POST", "/v2/models/tiny/infer", body, inference_header_content_length=str(length))
+    found = app.ask("POST", "/v2/models/tiny/infer", body, inference_header_content_length=str(length))
     assert found.status == 200
     assert found.content_type == b"application/octet-stream"
     head = int(found.headers.split(b":")[1])
@@ -68,20 +67,20 @@ def test_outputs_are_bytes_where_they_are_asked_for(desk: Desk) -> None:
     assert np.array_equal(np.frombuffer(found.body[head:], np.float32).reshape(2, 3), array * 2 + 1)
 
 
-def test_an_output_may_stay_json_while_the_request_wants_bytes(desk: Desk) -> None:
+def test_an_output_may_stay_json_while_the_request_wants_bytes(app: TinyApp) -> None:
     array = np.zeros((1, 3), np.float32)
     body, length = body_of(
         ("x", array),
         parameters={"binary_data_output": True},
         outputs=[{"name": "y", "parameters": {"binary_data": False}}],
     )
-    found = desk.ask("POST", "/v2/models/tiny/infer", body, inference_header_content_length=str(length))
+    found = app.ask("POST", "/v2/models/tiny/infer", body, inference_header_content_length=str(length))
     assert json.loads(found.body)["outputs"][0]["data"] == [1.0, 1.0, 1.0]
 
 
-def test_a_raw_request_is_the_tensor_alone_and_is_answered_in_bytes(desk: Desk) -> None:
+def test_a_raw_request_is_the_tensor_alone_and_is_answered_in_bytes(app: TinyApp) -> None:
     array = np.arange(9, dtype=np.float32).reshape(3, 3)
-    found = desk.ask("POST", "/v2/models/tiny/infer", array.tobytes(), inference_header_content_length="0")
+    found = app.ask("POST", "/v2/models/tiny/infer", array.tobytes(), inference_header_content_length="0")
     head = int(found.headers.split(b":")[1])
     assert np.array_equal(np.frombuffer(found.body[head:], np.float32).reshape(3, 3), array * 2 + 1)
 
@@ -107,10 +106,10 @@ BODY, LENGTH = body_of(("x", ARRAY))
     ],
 )
 def test_bytes_that_do_not_add_up_are_a_400_that_says_how(
-    desk: Desk, body: bytes, length: str | None, words: str
+    app: TinyApp, body: bytes, length: str | None, words: str
 ) -> None:
     headers = {} if length is None else {"inference_header_content_length": length}
-    found = desk.ask("POST", "/v2/models/tiny/infer", body, **headers)
+    found = app.ask("POST", "/v2/models/tiny/infer", body, **headers)
     assert found.status == 400
     assert words in json.loads(found.body)["error"]
 
@@ -126,13 +125,13 @@ def test_no_torn_binary_body_is_more_than_a_request_error(length: int, at: int, 
 
 
 def test_half_floats_and_booleans_travel_as_bytes_only() -> None:
-    halves = Signature(inputs=(worlds.spec("h", "batch", datatype="FP16"),), outputs=(X,), dims={"batch": Dim()})
+    halves = Signature(inputs=(bundles.spec("h", "batch", datatype="FP16"),), outputs=(X,), dims={"batch": Dim()})
     array = np.array([1.5, -2.0], np.float16)
     body, length = body_of(("h", array))
     assert oip.decode(body, halves, length).inputs["h"].tolist() == [1.5, -2.0]
     with pytest.raises(RequestError, match="raw bytes only"):
         oip.decode(b'{"inputs":[{"name":"h","shape":[1],"datatype":"FP16","data":[1]}]}', halves)
-    flags = Signature(inputs=(worlds.spec("b", "batch", datatype="BOOL"),), outputs=(X,), dims={"batch": Dim()})
+    flags = Signature(inputs=(bundles.spec("b", "batch", datatype="BOOL"),), outputs=(X,), dims={"batch": Dim()})
     body, length = body_of(("b", np.array([True, False])))
     assert oip.decode(body, flags, length).inputs["b"].tolist() == [True, False]
     with pytest.raises(RequestError, match="bytes other than 0 and 1"):
@@ -145,16 +144,16 @@ def test_an_output_without_elements_has_no_bytes() -> None:
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, lambda body: zlib.compress(body, wbits=-15)])
 @pytest.mark.parametrize("id_bytes", [1, 2 * coding.IN_THREAD_BYTES], ids=["small", "in a thread"])
-def test_compressed_bodies_are_answered_as_plain_ones(desk: Desk, pack: Any, id_bytes: int) -> None:
+def test_compressed_bodies_are_answered_as_plain_ones(app: TinyApp, pack: Any, id_bytes: int) -> None:
     id = np.random.default_rng(0).bytes(id_bytes).hex()
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 1, 2]}
     body = pack(json.dumps({"id": id, "inputs": [tensor]}).encode())
     assert (len(body) > coding.IN_THREAD_BYTES) == (id_bytes > 1)
     coded = "gzip" if pack is gzip.compress else "deflate"
-    found = json.loads(desk.ask("POST", "/v2/models/tiny/infer", body, content_encoding=coded).body)
+    found = json.loads(app.ask("POST", "/v2/models/tiny/infer", body, content_encoding=coded).body)
     assert found["id"] == id
     assert found["outputs"][0]["data"] == [1.0, 3.0, 5.0]
-    torn = desk.ask("POST", "/v2/models/tiny/infer", body[:-9], content_encoding=coded)
+    torn = app.ask("POST", "/v2/models/tiny/infer", body[:-9], content_encoding=coded)
     assert torn.status == 400
 
 

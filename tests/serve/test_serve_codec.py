@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from serve_worlds import spec
 
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve import oip, records, tensors
+from worlds.bundles import spec
 
 
 def signature(datatype: str = "FP32", *shape: int | str) -> Signature:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import asking
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.errors import UsageError
 from trueline.serve import properties
 from trueline.serve.cors import Cors, Rule
 from trueline.serve.http import Later, Request, Response, plain
+from worlds import bundles, servers
 
 OURS = "https://example.org"
 
@@ -21,7 +20,7 @@ OURS = "https://example.org"
 def cors(answer: object, origin: str = OURS) -> Cors:
     rule = Rule.of(origin, "", "x-mine")
     assert rule is not None
-    return Cors(worlds.Answers(answer), rule)
+    return Cors(servers.Answers(answer), rule)
 
 
 def asked(origin: str | None = OURS, method: str = "POST", **headers: str) -> Request:
@@ -77,16 +76,16 @@ def test_a_browsers_preflight_needs_no_token_and_opens_no_door(tmp_path: Path) -
     config.write_text(f"cors_allowed_origin={OURS}\ncors_allowed_methods=POST\ncors_allowed_headers=X-Mine\n")
     found = properties.read(config, {})
     assert not found.ignored
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with serve.start(source, key_file=str(tmp_path / "keys.json"), **found.options) as running:
         url = f"{running.url}/predictions/tiny"
-        before = asking.options(url, headers={"origin": OURS, "access-control-request-method": "POST"})
+        before = servers.options(url, headers={"origin": OURS, "access-control-request-method": "POST"})
         assert before.status_code == 200
         assert before.headers["access-control-allow-methods"] == "POST"
         assert "X-Mine" in before.headers["access-control-allow-headers"]
-        refused = asking.post(url, content=b"[1, 2, 3]", headers={"origin": OURS})
+        refused = servers.post(url, content=b"[1, 2, 3]", headers={"origin": OURS})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == OURS, "the page may read why"
-        others = asking.options(url, headers={"origin": "https://else.where", "access-control-request-method": "POST"})
+        others = servers.options(url, headers={"origin": "https://else.where", "access-control-request-method": "POST"})
         assert others.status_code == 401
         assert "access-control-allow-origin" not in others.headers

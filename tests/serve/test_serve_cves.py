@@ -16,25 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import asking
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.errors import UsageError
 from trueline.serve import RunningServer, archive
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    store = tmp_path_factory.mktemp("world") / "store"
-    store.mkdir()
-    worlds.double_plus(store / "tiny.bundle")
-    worlds.double_plus(store.parent / "outside.bundle")
-    with serve.start(model_store=str(store), load="tiny", management_port=0, grpc_port=0) as running:
-        yield running
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = bundles.store(tmp_path_factory.mktemp("world") / "store", "tiny")
+    bundles.store(store.parent, "outside")
+    with servers.running(store=store, load="tiny", management_port=0, grpc_port=0) as server:
+        yield server
 
 
 class Listener:
@@ -53,10 +50,10 @@ class Listener:
         return True
 
 
-def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(server: RunningServer) -> None:
+def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(target: RunningServer) -> None:
     called = Listener()
     for url in (called.url, "http://169.254.169.254/latest/meta-data", "file:///etc/passwd", "s3://bucket/model.tlb"):
-        found = asking.post(f"{server.management_url}/models", params={"url": url})
+        found = servers.post(f"{target.management_url}/models", params={"url": url})
         assert found.status_code == 404
         assert "does not match any allowed URL(s)" in found.json()["message"]
     assert not called.was_called()
@@ -64,23 +61,26 @@ def test_cve_2023_43654_a_url_in_a_registration_is_not_fetched(server: RunningSe
 
 
 @pytest.mark.parametrize("url", ["../outside.bundle", "tiny.bundle/../../outside.bundle", "..%2foutside.bundle"])
-def test_cve_2024_35198_dots_in_a_url_leave_no_store(server: RunningServer, url: str) -> None:
-    for face, path in ((server.management_url, f"/models?url={url}"), (server.management_url, f"/models/x?url={url}")):
-        assert asking.post(f"{face}{path}").status_code in (404, 405)
-    assert asking.get(f"{server.management_url}/models/outside").status_code == 404
+def test_cve_2024_35198_dots_in_a_url_leave_no_store(target: RunningServer, url: str) -> None:
+    for face, path in (
+        (target.management_url, f"/models?url={url}"),
+        (target.management_url, f"/models/x?url={url}"),
+    ):
+        assert servers.post(f"{face}{path}").status_code in (404, 405)
+    assert servers.get(f"{target.management_url}/models/outside").status_code == 404
 
 
 def test_cve_2024_35199_and_shelltorch_nothing_listens_where_others_reach_it_unasked(tmp_path: Path) -> None:
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with pytest.raises(UsageError, match="can be reached from other machines"):
         serve.start(source, host="0.0.0.0", grpc_port=0)
 
 
-def test_nobody_listens_beside_the_loopback(server: RunningServer) -> None:
+def test_nobody_listens_beside_the_loopback(target: RunningServer) -> None:
     listening = {
         line.split()[1].partition(":")[0]
-        for line in Path(f"/proc/{server.pid}/net/tcp").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].partition(":")[2], 16) in (server.port, server.grpc_port)
+        for line in Path(f"/proc/{target.pid}/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].partition(":")[2], 16) in (target.port, target.grpc_port)
     }
     assert listening == {"0100007F"}
 
@@ -130,27 +130,27 @@ def sent(server: RunningServer, *pieces: bytes) -> bytes:
         return answer
 
 
-def test_cve_2025_23310_and_23311_a_body_of_very_many_chunks_is_refused(server: RunningServer) -> None:
+def test_cve_2025_23310_and_23311_a_body_of_very_many_chunks_is_refused(target: RunningServer) -> None:
     head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer = sent(server, head, *[b"1\r\n \r\n" * 10_000] * 8)
+    answer = sent(target, head, *[b"1\r\n \r\n" * 10_000] * 8)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"chunks" in answer
-    assert asking.get(f"{server.url}/v2/health/live").status_code == 200
+    assert servers.get(f"{target.url}/v2/health/live").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2foutside", "%2fetc%2fpasswd", "tiny%00", "a" * 5000])
 def test_cve_2023_31036_and_2025_23316_a_name_is_no_path_and_is_not_echoed_at_length(
-    server: RunningServer, name: str
+    target: RunningServer, name: str
 ) -> None:
     for act in ("load", "unload"):
-        found = asking.post(f"{server.url}/v2/repository/models/{name}/{act}", content=b"{}")
+        found = servers.post(f"{target.url}/v2/repository/models/{name}/{act}", content=b"{}")
         assert found.status_code in (400, 404)
         assert len(found.text) < 1000
 
 
-def test_cve_2023_31036_files_that_come_with_a_load_are_not_written(server: RunningServer) -> None:
+def test_cve_2023_31036_files_that_come_with_a_load_are_not_written(target: RunningServer) -> None:
     given = {"parameters": {"config": "{}", "file:../../x": "AAAA"}}
-    found = asking.post(f"{server.url}/v2/repository/models/tiny/load", json=given)
+    found = servers.post(f"{target.url}/v2/repository/models/tiny/load", json=given)
     assert found.status_code == 400
     assert "is not taken" in found.json()["error"]
 
@@ -159,14 +159,14 @@ def test_cve_2023_31036_files_that_come_with_a_load_are_not_written(server: Runn
     "shape", [[2**32, 2**32], [2**63 - 1, 2], [-1, 3], [0, 2**31], [1] * 64]
 )  # what a product of sizes overflows, or is negative
 def test_cve_2026_24173_and_2025_33201_shapes_that_lie_are_the_clients_fault(
-    server: RunningServer, shape: list[int]
+    target: RunningServer, shape: list[int]
 ) -> None:
     for data, size in (([1.0, 2.0], None), (None, 8)):
         tensor: dict[str, Any] = {"name": "x", "shape": shape, "datatype": "FP32"}
         tensor |= {"data": data} if size is None else {"parameters": {"binary_data_size": size}}
         body = json.dumps({"inputs": [tensor]}).encode()
         headers = {} if size is None else {"inference-header-content-length": str(len(body))}
-        found = asking.post(f"{server.url}/v2/models/tiny/infer", content=body + b"\0" * (size or 0), headers=headers)
+        found = servers.post(f"{target.url}/v2/models/tiny/infer", content=body + b"\0" * (size or 0), headers=headers)
         assert found.status_code == 400
 
 
@@ -182,12 +182,12 @@ class Mark:
 
 @pytest.mark.parametrize("kind", ["application/vnd.bentoml+pickle", "application/octet-stream", "application/x-pickle"])
 def test_cve_2024_2912_and_2025_32375_a_pickle_in_a_request_is_bytes_and_no_object(
-    server: RunningServer, tmp_path: Path, kind: str
+    target: RunningServer, tmp_path: Path, kind: str
 ) -> None:
     evil = pickle.dumps(Mark(tmp_path / "mark"))
     for path in ("/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict", "/invocations"):
         headers = {"content-type": kind, "payload-container": "PickleBytesContainer"}
-        found = asking.post(f"{server.url}{path}", content=evil, headers=headers)
+        found = servers.post(f"{target.url}{path}", content=evil, headers=headers)
         assert found.status_code in (400, 415)
     assert not (tmp_path / "mark").exists()
     pickle.loads(evil)
@@ -205,23 +205,23 @@ def test_cve_2024_2912_and_2025_32375_a_pickle_in_a_request_is_bytes_and_no_obje
     ],
 )
 def test_cve_2025_23319_no_path_names_memory_and_no_error_tells_one(
-    server: RunningServer, method: str, path: str
+    target: RunningServer, method: str, path: str
 ) -> None:
     body = {"key": "/triton_python_backend_shm_region_1", "offset": 0, "byte_size": 8}
-    found = asking.request(method, f"{server.url}{path}", json=body)
+    found = servers.request(method, f"{target.url}{path}", json=body)
     assert (found.status_code, found.json()) == (404, {"error": "Not Found"})
     tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "parameters": {"shared_memory_region": "a"}}
-    refused = asking.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": [tensor]})
+    refused = servers.post(f"{target.url}/v2/models/tiny/infer", json={"inputs": [tensor]})
     assert refused.status_code == 400
     assert "shm" not in refused.text
 
 
-def test_cve_2025_54381_an_address_that_comes_as_data_is_not_fetched(server: RunningServer) -> None:
+def test_cve_2025_54381_an_address_that_comes_as_data_is_not_fetched(target: RunningServer) -> None:
     called = Listener()
     for path in ("/predictions/tiny", "/invocations", "/v1/models/tiny:predict"):
-        form = asking.post(f"{server.url}{path}", files={"data": ("x", called.url.encode())})
+        form = servers.post(f"{target.url}{path}", files={"data": ("x", called.url.encode())})
         assert form.status_code == 415
         for body in ({"instances": [called.url]}, {"x": called.url}, called.url):
-            assert asking.post(f"{server.url}{path}", json=body).status_code == 400
+            assert servers.post(f"{target.url}{path}", json=body).status_code == 400
     assert not called.was_called()
     called.socket.close()

@@ -9,37 +9,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import asking
 import pytest
-import serve_worlds as worlds
-from test_serve_fleet import Office
 
-import browser
 from trueline import serve
 from trueline.serve import dashboard
-from trueline.serve.fleet import Found
 from trueline.serve.guard import is_open
 from trueline.serve.http import Request, Response
+from worlds import browser, bundles, servers
+from worlds.servers import StoreApp
 
 ROWS = json.dumps([[1, 2, 3], [4, 5, 6]]).encode()
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Iterator[Office]:
-    worlds.double_plus(tmp_path / "pair" / "1.bundle")
-    worlds.double_plus(tmp_path / "pair" / "2.bundle")
-    made = Office(tmp_path)
-    for entry in made.store.entries():
-        made.run(made.fleet.load(Found(path=entry.path), entry.model, entry.version, source=entry.source))
-    yield made
-    made.close()
+def pair_app(tmp_path: Path) -> Iterator[StoreApp]:
+    """Two versions of `pair`, both loaded."""
+    with StoreApp(bundles.store(tmp_path, "pair/1", "pair/2")) as made:
+        for version in ("1", "2"):
+            assert made.manage("POST", f"/models?url=pair/{version}.bundle&initial_workers=1")[0] == 200
+        yield made
 
 
-def test_the_state_says_what_is_served_who_is_asked_and_how_long_it_took(office: Office) -> None:
-    office.fleet.set_split("pair", {"1": 3, "2": 1})
+def test_the_state_says_what_is_served_who_is_asked_and_how_long_it_took(pair_app: StoreApp) -> None:
+    pair_app.fleet.set_split("pair", {"1": 3, "2": 1})
     for version in ("1", "1", "2"):
-        assert office.ask("POST", f"/predictions/pair/{version}", ROWS)[0] == 200
-    found = dashboard.state(office.models, office.routes.stats, now=1000.0)
+        assert pair_app.ask("POST", f"/predictions/pair/{version}", ROWS)[0] == 200
+    found = dashboard.state(pair_app.models, pair_app.routes.stats, now=1000.0)
     assert (found["now"], found["ready"], found["answers"]) == (1000.0, True, {"200": 3})
     (model,) = found["models"]
     first, second = model["versions"]
@@ -50,18 +45,18 @@ def test_the_state_says_what_is_served_who_is_asked_and_how_long_it_took(office:
     assert (first["golden_cases"], first["state"], first["waiting"]) == (1, "ready", 0)
 
 
-def test_a_version_that_is_not_ready_is_shown_with_its_reason(office: Office) -> None:
-    office.models.add("pair", "3").fail("it fails its golden example")
-    shown = dashboard.state(office.models, office.routes.stats, now=0.0)["models"][0]["versions"][2]
+def test_a_version_that_is_not_ready_is_shown_with_its_reason(pair_app: StoreApp) -> None:
+    pair_app.models.add("pair", "3").fail("it fails its golden example")
+    shown = dashboard.state(pair_app.models, pair_app.routes.stats, now=0.0)["models"][0]["versions"][2]
     assert (shown["state"], shown["reason"], shown["share"]) == ("failed", "it fails its golden example", 0.0)
     assert "digest" not in shown
 
 
-def test_the_state_is_json_on_the_data_port_and_nothing_else_is_there(office: Office) -> None:
-    status, found = office.ask("GET", "/dashboard/state")
+def test_the_state_is_json_on_the_data_port_and_nothing_else_is_there(pair_app: StoreApp) -> None:
+    status, found = pair_app.ask("GET", "/dashboard/state")
     assert (status, [model["name"] for model in found["models"]]) == (200, ["pair"])
-    assert office.ask("POST", "/dashboard/state")[0] == 405
-    assert office.ask("GET", "/dashboard/other")[0] == 404
+    assert pair_app.ask("POST", "/dashboard/state")[0] == 405
+    assert pair_app.ask("GET", "/dashboard/other")[0] == 404
 
 
 @pytest.mark.parametrize("page", [dashboard.page(), dashboard.try_page()])
@@ -79,8 +74,8 @@ def test_the_page_needs_no_token_and_what_it_shows_does() -> None:
     assert not is_open("/dashboard/state")
 
 
-def test_every_port_has_a_page_to_try_it_on(office: Office) -> None:
-    for app in (office.routes, office.management):
+def test_every_port_has_a_page_to_try_it_on(pair_app: StoreApp) -> None:
+    for app in (pair_app.routes, pair_app.management):
         found = app.answer(Request("GET", b"/try", {}, b""))
         assert isinstance(found, Response)
         assert (found.status, found.content_type) == (200, dashboard.HTML)
@@ -95,12 +90,12 @@ WIDTHS = [400, 1600]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serve.RunningServer]:
     """Two versions of a model whose name is markup, a quarter of the requests to the second."""
     store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "pair" / "1.bundle")
-    worlds.double_plus(store / "pair" / "2.bundle")
-    worlds.double_plus(store / "alone.bundle")
+    bundles.double_plus(store / "pair" / "1.bundle")
+    bundles.double_plus(store / "pair" / "2.bundle")
+    bundles.double_plus(store / "alone.bundle")
     with serve.start(store / "alone.bundle", name="digits <b>", model_store=str(store), load="pair",
                      management_port=0) as running:  # fmt: skip
-        asking.put(f"{running.management_url}/models/pair/split?1=3&2=1").raise_for_status()
+        servers.put(f"{running.management_url}/models/pair/split?1=3&2=1").raise_for_status()
         yield running
 
 
@@ -120,7 +115,7 @@ def test_a_browser_shows_the_versions_and_draws_what_they_do(
     page.until("document.querySelectorAll('h2').length === 2")
     for _ in range(3):
         for model in ("pair", "digits%20%3Cb%3E"):
-            asking.post(f"{served.url}/predictions/{model}", content=ROWS).raise_for_status()
+            servers.post(f"{served.url}/predictions/{model}", content=ROWS).raise_for_status()
     page.until("[...document.querySelectorAll('path')].some((line) => line.getAttribute('d').includes('L'))")
     shown = page.text()
     assert "● ready" in shown
@@ -158,7 +153,7 @@ def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.RunningServer, pa
 @pytest.mark.slow
 @needs_browser
 def test_a_server_that_stops_is_said_on_the_page(page: browser.Page, tmp_path: Path) -> None:
-    with serve.start(worlds.double_plus(tmp_path / "digits.bundle").path) as running:
+    with serve.start(bundles.double_plus(tmp_path / "digits.bundle").path) as running:
         page.open(f"{running.url}/dashboard", width=800)
         page.until("document.body && document.body.innerText.includes('● ready')")
     page.until("document.body.innerText.includes('the server does not answer')")
@@ -209,8 +204,8 @@ def looks_right(page: browser.Page, width: int) -> bool:
     return True
 
 
-def test_the_examples_of_the_document_are_answered(office: Office) -> None:
-    paths = office.ask("GET", "/openapi.json")[1]["paths"]
+def test_the_examples_of_the_document_are_answered(pair_app: StoreApp) -> None:
+    paths = pair_app.ask("GET", "/openapi.json")[1]["paths"]
 
     def proposed(path: str) -> dict[str, Any]:
         found: dict[str, Any] = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -223,6 +218,6 @@ def test_the_examples_of_the_document_are_answered(office: Office) -> None:
         "shape": said["shape"]["example"],
     }
     tensor["data"] = [1] * math.prod(tensor["shape"])
-    assert office.ask("POST", "/v2/models/pair/infer", json.dumps({"inputs": [tensor]}).encode())[0] == 200
+    assert pair_app.ask("POST", "/v2/models/pair/infer", json.dumps({"inputs": [tensor]}).encode())[0] == 200
     instances = json.dumps(proposed("/v1/models/pair:predict")["example"]).encode()
-    assert office.ask("POST", "/v1/models/pair:predict", instances) == (200, {"predictions": [[3.0, 3.0, 3.0]]})
+    assert pair_app.ask("POST", "/v1/models/pair:predict", instances) == (200, {"predictions": [[3.0, 3.0, 3.0]]})

@@ -9,16 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import asking
-import httpx
 import pytest
-import serve_worlds as worlds
 
-from trueline import serve
 from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found
 from trueline.serve.follow import Follower
 from trueline.serve.models import Models
+from worlds import bundles, servers
 
 
 class Town:
@@ -29,9 +26,9 @@ class Town:
         self.state = folder / "served.json"
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(1)
-        worlds.double_plus(folder / "1.bundle")
+        bundles.double_plus(folder / "1.bundle")
         shutil.copytree(folder / "1.bundle", folder / "2.bundle")
-        worlds.double_plus(folder / "wrong.bundle", wrong=True)
+        bundles.double_plus(folder / "wrong.bundle", wrong=True)
         self.fleets = [Fleet(Models(), self.loop, self._in_thread, state=self.state) for _ in range(2)]
         self.followers = [Follower(fleet, self.state, self.find) for fleet in self.fleets]
 
@@ -133,18 +130,18 @@ def test_processes_share_a_port_follow_each_other_and_are_replaced_when_they_die
     import psutil
 
     store = tmp_path / "store"
-    worlds.double_plus(store / "tiny" / "1.bundle")
+    bundles.double_plus(store / "tiny" / "1.bundle")
     shutil.copytree(store / "tiny" / "1.bundle", store / "tiny" / "2.bundle")
 
     def ask(port: int, path: str = "/predictions/tiny/2") -> int:
-        return asking.post(f"http://127.0.0.1:{port}{path}", json=[1, 2, 3]).status_code
+        return servers.post(f"http://127.0.0.1:{port}{path}", json=[1, 2, 3]).status_code
 
-    with serve.start(None, model_store=str(store), load="tiny", management_port=0, processes=2) as running:
+    with servers.running(store=store, load="tiny", management_port=0, processes=2) as running:
         parent = psutil.Process(running.pid)
         assert len(parent.children()) == 2
         assert {ask(running.port) for _ in range(10)} == {200}
-        assert asking.delete(f"{running.management_url}/models/tiny/1").status_code == 200
-        eventually(lambda: {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404})
+        assert servers.delete(f"{running.management_url}/models/tiny/1").status_code == 200
+        servers.eventually(lambda: {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404})
         victim = parent.children()[0]
         victim.kill()
         told: set[int] = set()
@@ -153,24 +150,9 @@ def test_processes_share_a_port_follow_each_other_and_are_replaced_when_they_die
             found = [one.net_connections("tcp") for one in parent.children() if one != victim]
             return sum(any((at.status, at.laddr.port) == ("LISTEN", running.port) for at in one) for one in found)
 
-        eventually(lambda: told.add(ask(running.port)) or listening() == 2)
+        servers.eventually(lambda: told.add(ask(running.port)) or listening() == 2)
         assert told | {ask(running.port) for _ in range(10)} == {200}, "who is not ready yet is asked by nobody"
         assert {ask(running.port, "/predictions/tiny/1") for _ in range(10)} == {404}
         children = parent.children()
         assert running.stop() == 0
     assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-
-
-def eventually(true: Callable[[], object]) -> None:
-    """Returns once `true` holds; the suite's own limit ends what never does."""
-
-    async def until() -> None:
-        while True:
-            try:
-                if true():
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(until(), 120))

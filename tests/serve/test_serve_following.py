@@ -8,11 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import asking
 import fsspec
 import pytest
-import serve_worlds as worlds
-from test_serve_fleet import Office
 
 from trueline.bundle import pack
 from trueline.bundle.read import open_bundle
@@ -24,21 +21,21 @@ from trueline.serve.fleet import Found
 from trueline.serve.following import Act, AliasFollower, Ledger, StoreFollower, stamp
 from trueline.serve.settings import Settings, from_arguments, to_arguments
 from trueline.serve.sources import find
+from worlds import bundles, servers
+from worlds.servers import StoreApp
 
 ROWS = json.dumps([[1, 2, 3]]).encode()
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    folder = tmp_path / "store"
-    worlds.double_plus(folder / "pair" / "1.bundle")
-    return folder
+def bundle_store(tmp_path: Path) -> Path:
+    return bundles.store(tmp_path / "store", "pair/1")
 
 
-def settled(office: Office, follower: StoreFollower) -> None:
+def settled(app: StoreApp, follower: StoreFollower) -> None:
     """Two looks: what is new has to look the same twice."""
     for _ in range(2):
-        office.run(follower.look())
+        app.run(follower.look())
 
 
 # the decision
@@ -73,102 +70,102 @@ def test_one_that_is_away_for_one_look_is_not_taken_away() -> None:
 # the store
 
 
-def test_a_new_version_in_the_store_takes_over_and_a_removed_one_leaves(shelf: Path) -> None:
-    office = Office(shelf)
-    follower = StoreFollower(office.fleet, office.store, "all")
-    settled(office, follower)
-    assert office.models.default("pair") == "1"
-    worlds.double_plus(shelf / "pair" / "2.bundle")
-    worlds.double_plus(shelf / "other.bundle")
-    settled(office, follower)
-    assert (office.models.default("pair"), sorted(office.models.names())) == ("2", ["other", "pair"])
-    shutil.rmtree(shelf / "pair" / "2.bundle")
-    shutil.rmtree(shelf / "other.bundle")
-    settled(office, follower)
-    assert (office.models.versions("pair"), office.models.names()) == (["1"], ["pair"])
-    assert office.ask("POST", "/predictions/pair", ROWS) == (200, [[3, 5, 7]])
-    office.close()
+def test_a_new_version_in_the_store_takes_over_and_a_removed_one_leaves(bundle_store: Path) -> None:
+    app = StoreApp(bundle_store)
+    follower = StoreFollower(app.fleet, app.store, "all")
+    settled(app, follower)
+    assert app.models.default("pair") == "1"
+    bundles.double_plus(bundle_store / "pair" / "2.bundle")
+    bundles.double_plus(bundle_store / "other.bundle")
+    settled(app, follower)
+    assert (app.models.default("pair"), sorted(app.models.names())) == ("2", ["other", "pair"])
+    shutil.rmtree(bundle_store / "pair" / "2.bundle")
+    shutil.rmtree(bundle_store / "other.bundle")
+    settled(app, follower)
+    assert (app.models.versions("pair"), app.models.names()) == (["1"], ["pair"])
+    assert app.ask("POST", "/predictions/pair", ROWS) == (200, [[3, 5, 7]])
+    app.close()
 
 
-def test_a_default_that_somebody_chose_stays_when_a_version_arrives(shelf: Path) -> None:
-    worlds.double_plus(shelf / "pair" / "2.bundle")
-    office = Office(shelf)
-    follower = StoreFollower(office.fleet, office.store, "pair")
-    settled(office, follower)
-    office.fleet.set_default("pair", "1")
-    worlds.double_plus(shelf / "pair" / "3.bundle")
-    settled(office, follower)
-    assert office.models.versions("pair") == ["1", "2", "3"]
-    assert office.models.default("pair") == "1"
-    office.close()
+def test_a_default_that_somebody_chose_stays_when_a_version_arrives(bundle_store: Path) -> None:
+    bundles.double_plus(bundle_store / "pair" / "2.bundle")
+    app = StoreApp(bundle_store)
+    follower = StoreFollower(app.fleet, app.store, "pair")
+    settled(app, follower)
+    app.fleet.set_default("pair", "1")
+    bundles.double_plus(bundle_store / "pair" / "3.bundle")
+    settled(app, follower)
+    assert app.models.versions("pair") == ["1", "2", "3"]
+    assert app.models.default("pair") == "1"
+    app.close()
 
 
-def test_a_bundle_that_fails_leaves_what_was_there_serving_until_it_is_mended(shelf: Path) -> None:
-    office = Office(shelf)
-    follower = StoreFollower(office.fleet, office.store, "all")
-    settled(office, follower)
-    worlds.double_plus(shelf / "pair" / "2.bundle", wrong=True)
-    settled(office, follower)
-    assert (office.models.versions("pair"), office.models.default("pair")) == (["1"], "1")
-    shutil.rmtree(shelf / "pair" / "2.bundle")
-    worlds.double_plus(shelf / "pair" / "2.bundle")
-    settled(office, follower)
-    assert office.models.default("pair") == "2"
-    office.close()
+def test_a_bundle_that_fails_leaves_what_was_there_serving_until_it_is_mended(bundle_store: Path) -> None:
+    app = StoreApp(bundle_store)
+    follower = StoreFollower(app.fleet, app.store, "all")
+    settled(app, follower)
+    bundles.double_plus(bundle_store / "pair" / "2.bundle", wrong=True)
+    settled(app, follower)
+    assert (app.models.versions("pair"), app.models.default("pair")) == (["1"], "1")
+    shutil.rmtree(bundle_store / "pair" / "2.bundle")
+    bundles.double_plus(bundle_store / "pair" / "2.bundle")
+    settled(app, follower)
+    assert app.models.default("pair") == "2"
+    app.close()
 
 
-def test_a_name_that_was_not_asked_for_is_left_alone(shelf: Path) -> None:
-    worlds.double_plus(shelf / "other.bundle")
-    office = Office(shelf)
-    settled(office, StoreFollower(office.fleet, office.store, "pair"))
-    assert office.models.names() == ["pair"]
-    office.close()
+def test_a_name_that_was_not_asked_for_is_left_alone(bundle_store: Path) -> None:
+    bundles.double_plus(bundle_store / "other.bundle")
+    app = StoreApp(bundle_store)
+    settled(app, StoreFollower(app.fleet, app.store, "pair"))
+    assert app.models.names() == ["pair"]
+    app.close()
 
 
-def test_what_was_loaded_at_start_is_known_and_not_loaded_again(shelf: Path) -> None:
-    office = Office(shelf)
-    entry = office.store.of("pair")[0]
-    made = office.run(office.fleet.load(Found(path=entry.path), "pair", "1", source=entry.source))
-    settled(office, StoreFollower(office.fleet, office.store, "all"))
-    assert office.models.find("pair", "1") is made
-    office.close()
+def test_what_was_loaded_at_start_is_known_and_not_loaded_again(bundle_store: Path) -> None:
+    app = StoreApp(bundle_store)
+    entry = app.store.of("pair")[0]
+    made = app.run(app.fleet.load(Found(path=entry.path), "pair", "1", source=entry.source))
+    settled(app, StoreFollower(app.fleet, app.store, "all"))
+    assert app.models.find("pair", "1") is made
+    app.close()
 
 
 def test_the_stamp_of_a_bundle_changes_with_its_seal(tmp_path: Path) -> None:
-    made = worlds.double_plus(tmp_path / "b").path
+    made = bundles.double_plus(tmp_path / "b").path
     before = stamp(made)
     shutil.rmtree(made)
     assert stamp(made) is None
-    worlds.double_plus(tmp_path / "b", max_rows=4)
+    bundles.double_plus(tmp_path / "b", max_rows=4)
     assert stamp(made) not in (before, None)
 
 
 # the alias
 
 
-def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(shelf: Path) -> None:
-    office = Office(shelf)
-    first, second = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", max_rows=9)
-    office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
-    follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
+def test_when_an_alias_moves_its_version_takes_over_and_the_one_before_leaves(bundle_store: Path) -> None:
+    app = StoreApp(bundle_store)
+    first, second = bundles.double_plus(bundle_store / "a"), bundles.double_plus(bundle_store / "b", max_rows=9)
+    app.run(app.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    follower = AliasFollower(app.fleet, "models:/digits@champion", "digits", "3")
     told = Found(path=second.path, name="digits", version="4", digest=second.digest)
-    office.run(follower.moved(told))
-    office.run(follower.moved(told))  # said again: nothing happens
-    assert (office.models.default("digits"), office.models.versions("digits")) == ("4", ["4"])
-    assert office.fleet.wanted().models["digits"].versions["4"].source == "models:/digits/4"
-    office.close()
+    app.run(follower.moved(told))
+    app.run(follower.moved(told))  # said again: nothing happens
+    assert (app.models.default("digits"), app.models.versions("digits")) == ("4", ["4"])
+    assert app.fleet.wanted().models["digits"].versions["4"].source == "models:/digits/4"
+    app.close()
 
 
-def test_an_alias_that_moves_to_a_wrong_bundle_moves_nobody(shelf: Path) -> None:
-    office = Office(shelf)
-    first, wrong = worlds.double_plus(shelf / "a"), worlds.double_plus(shelf / "b", wrong=True)
-    office.run(office.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
-    follower = AliasFollower(office.fleet, "models:/digits@champion", "digits", "3")
-    office.run(follower.moved(Found(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
-    assert (office.models.default("digits"), office.models.versions("digits")) == ("3", ["3"])
-    office.run(follower.moved(Found(path=first.path, name="digits", version="5", digest=first.digest)))
-    assert office.models.versions("digits") == ["5"]
-    office.close()
+def test_an_alias_that_moves_to_a_wrong_bundle_moves_nobody(bundle_store: Path) -> None:
+    app = StoreApp(bundle_store)
+    first, wrong = bundles.double_plus(bundle_store / "a"), bundles.double_plus(bundle_store / "b", wrong=True)
+    app.run(app.fleet.load(Found(path=first.path), "digits", "3", source="models:/digits/3"))
+    follower = AliasFollower(app.fleet, "models:/digits@champion", "digits", "3")
+    app.run(follower.moved(Found(path=wrong.path, name="digits", version="4", digest=wrong.digest)))
+    assert (app.models.default("digits"), app.models.versions("digits")) == ("3", ["3"])
+    app.run(follower.moved(Found(path=first.path, name="digits", version="5", digest=first.digest)))
+    assert app.models.versions("digits") == ["5"]
+    app.close()
 
 
 def test_a_watch_says_what_is_new_and_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,14 +185,14 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     uri = new_registry(tmp_path)
-    register(worlds.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
+    register(bundles.double_plus(tmp_path / "a.bundle").path, name="tiny", tracking_uri=uri)
     with start("models:/tiny@champion", tracking_uri=uri, follow_s=0.5) as server:
         assert server.version == "1"
-        register(worlds.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
+        register(bundles.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
         versions, until = ["1"], time.monotonic() + 300
         while versions != ["2"] and time.monotonic() < until:
-            versions = asking.get(f"{server.url}/v2/models/tiny").json()["versions"]
-            assert asking.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
+            versions = servers.get(f"{server.url}/v2/models/tiny").json()["versions"]
+            assert servers.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
             time.sleep(0.5)  # leaves the processor to those who are waited for
         assert versions == ["2"]
 
@@ -206,7 +203,7 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
 @pytest.fixture
 def uploaded(tmp_path: Path) -> str:
     """A bundle as a packed file and as a folder in a store in memory; the URL of the folder that holds both."""
-    made = worlds.double_plus(tmp_path / "digits.bundle")
+    made = bundles.double_plus(tmp_path / "digits.bundle")
     pack(made.path, tmp_path / "digits.tlb")
     fs = fsspec.filesystem("memory")
     root = f"/bundles-{tmp_path.name}"

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_serve_routes import Desk
 
 from trueline.errors import RequestError
 from trueline.serve.grpc_face import Face
 from trueline.wire import inference_pb2 as pb
+from worlds.servers import TinyApp
 
 
 class Call:
@@ -31,10 +31,9 @@ class Call:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path, inline=False)
-    yield made
-    made.close()
+def queued(tmp_path: Path) -> Iterator[TinyApp]:
+    with TinyApp(tmp_path, inline=False) as made:
+        yield made
 
 
 def asked(rows: int, priority: int | None = None) -> pb.ModelInferRequest:
@@ -46,31 +45,31 @@ def asked(rows: int, priority: int | None = None) -> pb.ModelInferRequest:
     return request
 
 
-def test_a_cancelled_call_takes_its_request_out_of_the_queue(desk: Desk) -> None:
-    face = Face(desk.routes, None)
+def test_a_cancelled_call_takes_its_request_out_of_the_queue(queued: TinyApp) -> None:
+    face = Face(queued.routes, None)
     gate = threading.Event()
-    desk.pool.submit(gate.wait)
+    queued.pool.submit(gate.wait)
 
     async def scene() -> None:
         running = asyncio.ensure_future(face._infer(asked(1), Call()))
         await turns()
         waiting = asyncio.ensure_future(face._infer(asked(1), Call()))
         await turns()
-        assert desk.tiny.num_waiting == 1
+        assert queued.tiny.num_waiting == 1
         waiting.cancel()
         await turns()
-        assert desk.tiny.num_waiting == 0
+        assert queued.tiny.num_waiting == 0
         gate.set()
         assert (await running).model_name == "tiny"
 
-    desk.loop.run_until_complete(scene())
-    assert desk.tiny.stats.rows == 1
+    queued.loop.run_until_complete(scene())
+    assert queued.tiny.stats.rows == 1
 
 
-def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(desk: Desk) -> None:
-    face = Face(desk.routes, None)
+def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(queued: TinyApp) -> None:
+    face = Face(queued.routes, None)
     gate = threading.Event()
-    desk.pool.submit(gate.wait)
+    queued.pool.submit(gate.wait)
     order: list[str] = []
 
     async def ask(name: str, request: pb.ModelInferRequest, call: Call) -> None:
@@ -94,7 +93,7 @@ def test_how_urgent_a_call_is_comes_as_parameter_or_as_metadata(desk: Desk) -> N
         with pytest.raises(RequestError, match="priority"):
             await face._infer(asked(1), Call(x_trueline_priority="very"))
 
-    desk.loop.run_until_complete(scene())
+    queued.loop.run_until_complete(scene())
     assert order == ["first", "urgent", "usual", "later"]
 
 

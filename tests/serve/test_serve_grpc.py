@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import asking
 import grpc
 import numpy as np
 import pytest
-import serve_worlds as worlds
-from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.errors import PortInUse
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -34,19 +31,17 @@ KEYS: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=64)
-    shutil.copytree(store / "tiny" / "1.bundle", store / "tiny" / "2.bundle")
+def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = bundles.store(tmp_path_factory.mktemp("store"), "tiny/1", "tiny/2", max_rows=64)
     keys = store.parent / "key_file.json"
-    with serve.start(None, model_store=str(store), load="tiny", grpc_port=0, key_file=str(keys)) as running:
-        KEYS.update({kind: one["key"] for kind, one in json.loads(keys.read_text()).items()})
-        yield running
+    with servers.running(store=store, load="tiny", grpc_port=0, key_file=keys) as server:
+        KEYS.update(servers.keys_in(keys))
+        yield server
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[Any]:
-    with client_of.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as made:
+def client(grpc_server: RunningServer) -> Iterator[Any]:
+    with client_of.InferenceServerClient(f"127.0.0.1:{grpc_server.grpc_port}") as made:
         yield made
 
 
@@ -82,17 +77,17 @@ def test_tritons_grpc_client_works_unmodified(client: Any) -> None:
     assert {one.version for one in client.get_model_repository_index(headers=mine).models} == {"1", "2"}
 
 
-def test_tritons_asyncio_clients_work_unmodified_over_http_and_grpc(server: RunningServer) -> None:
+def test_tritons_asyncio_clients_work_unmodified_over_http_and_grpc(grpc_server: RunningServer) -> None:
     over_grpc = pytest.importorskip("tritonclient.grpc.aio")
     over_http = pytest.importorskip("tritonclient.http.aio", reason="aiohttp is not installed")
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
 
     async def both() -> list[Any]:
         answers = []
-        async with over_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+        async with over_grpc.InferenceServerClient(f"127.0.0.1:{grpc_server.grpc_port}") as client:
             assert await client.is_server_ready()
             answers += await asyncio.gather(*(client.infer("tiny", [given(array)], headers=token()) for _ in range(3)))
-        async with over_http.InferenceServerClient(server.url.removeprefix("http://")) as client:
+        async with over_http.InferenceServerClient(grpc_server.url.removeprefix("http://")) as client:
             assert await client.is_server_ready()
             asked = over_http.InferInput("x", [2, 3], "FP32")
             asked.set_data_from_numpy(array)
@@ -137,10 +132,10 @@ def test_a_clients_fault_has_its_code_and_its_words(
     assert words in refused.value.message()
 
 
-def test_typed_contents_are_read_and_their_range_is_checked(server: RunningServer) -> None:
+def test_typed_contents_are_read_and_their_range_is_checked(grpc_server: RunningServer) -> None:
     service = pytest.importorskip("tritonclient.grpc.service_pb2")
     stubs = pytest.importorskip("tritonclient.grpc.service_pb2_grpc")
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_server.grpc_port}") as channel:
         stub = stubs.GRPCInferenceServiceStub(channel)
         request = service.ModelInferRequest(model_name="tiny")
         x = request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
@@ -186,14 +181,14 @@ def test_the_repository_loads_and_unloads_over_grpc(client: Any) -> None:
     assert refused.value.status() == "StatusCode.NOT_FOUND"
 
 
-def test_a_grpc_port_in_use_is_one_clear_error(server: RunningServer, tmp_path: Path) -> None:
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
-    with pytest.raises(PortInUse, match=f"port {server.grpc_port} on 127.0.0.1 is in use"):
-        serve.start(source, grpc_port=server.grpc_port)
+def test_a_grpc_port_in_use_is_one_clear_error(grpc_server: RunningServer, tmp_path: Path) -> None:
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
+    with pytest.raises(PortInUse, match=f"port {grpc_server.grpc_port} on 127.0.0.1 is in use"):
+        serve.start(source, grpc_port=grpc_server.grpc_port)
 
 
-def test_bytes_that_are_no_message_are_the_clients_fault(server: RunningServer) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+def test_bytes_that_are_no_message_are_the_clients_fault(grpc_server: RunningServer) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_server.grpc_port}") as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError) as refused:
             call(b"\xff\xff", metadata=tuple(token().items()), timeout=120)
@@ -202,7 +197,7 @@ def test_bytes_that_are_no_message_are_the_clients_fault(server: RunningServer) 
 
 
 def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_stream(tmp_path: Path) -> None:
-    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    source, log = bundles.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
     array = np.ones((1, 3), np.float32)
     answers: Queue[Any] = Queue()
     with serve.start(source, grpc_port=0, grpc_management_port=0, access_log=str(log)) as running:
@@ -238,7 +233,7 @@ def test_every_call_is_a_line_of_the_access_log_and_so_is_every_request_of_a_str
 
 
 def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
-    source, log = worlds.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
+    source, log = bundles.double_plus(tmp_path / "tiny.bundle").path, tmp_path / "access.jsonl"
     answers: Queue[Any] = Queue()
     with (
         serve.start(source, grpc_port=0, access_log=str(log), max_batch=64, max_delay_s=200.0) as running,
@@ -247,7 +242,7 @@ def test_a_call_that_is_cancelled_is_a_line_too(tmp_path: Path) -> None:
         waits = [given(np.ones((40, 3), np.float32))]
         call = client.async_infer("tiny", waits, lambda result, error: answers.put(error))
         page = f"{running.url}/metrics?name[]=trueline_waiting_requests"
-        eventually(lambda: re.search(r"^trueline_waiting_requests\S* 1", asking.get(page).text, re.MULTILINE))
+        servers.eventually(lambda: re.search(r"^trueline_waiting_requests\S* 1", servers.get(page).text, re.MULTILINE))
         call.cancel()
         assert answers.get(timeout=120) is not None
     (line,) = [line for line in map(json.loads, log.read_text().splitlines()) if line["face"] == "grpc"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from onnx import helper
 
 from trueline.bundle import Dim, Golden, Signature
@@ -21,6 +20,7 @@ from trueline.serve.http import Request, Response
 from trueline.serve.loading import Way, load
 from trueline.serve.models import Models
 from trueline.serve.routes import Routes
+from worlds import bundles
 
 
 def pairs(out: Path) -> Any:
@@ -28,20 +28,20 @@ def pairs(out: Path) -> Any:
 
     The program itself would answer any: nothing but the guard refuses.
     """
-    x, w = worlds.spec("x", "batch", "length"), worlds.spec("w", "batch", "double")
-    y = worlds.spec("y", "batch")
+    x, w = bundles.spec("x", "batch", "length"), bundles.spec("w", "batch", "double")
+    y = bundles.spec("y", "batch")
     nodes = [
         helper.make_node("ReduceSum", ["x", "last"], ["a"], keepdims=0),
         helper.make_node("ReduceSum", ["w", "last"], ["b"], keepdims=0),
         helper.make_node("Add", ["a", "b"], ["y"]),
     ]
-    program = worlds.graph(nodes, [x, w], [y], {"last": np.array([1])})
+    program = bundles.graph(nodes, [x, w], [y], {"last": np.array([1])})
     guard = Guard(text="2 * length == double", rule="2 * d0 == d1", symbols=("length", "double"))
     dims = {"batch": Dim(), "length": Dim(multiple_of=2, min=2), "double": Dim()}
     signature = Signature(inputs=(x, w), outputs=(y,), dims=dims, guards=(guard,))
     given = {"x": np.ones((3, 2), np.float32), "w": np.ones((3, 4), np.float32)}
     golden = Golden(case="3", inputs=given, outputs={"y": np.full(3, 6, np.float32)})
-    return worlds.bundle(out, program, signature, [golden])
+    return bundles.bundle(out, program, signature, [golden])
 
 
 @pytest.fixture(scope="module")

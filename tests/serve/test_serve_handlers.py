@@ -13,7 +13,6 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import mar_worlds as worlds
 import pytest
 
 from trueline.compat.ts.context import Context, RequestProcessor
@@ -33,6 +32,7 @@ from trueline.serve.http import Request, render
 from trueline.serve.models import Models
 from trueline.serve.store import Store
 from trueline.serve.torchserve import error, handled
+from worlds import archives
 
 MANIFEST = archive.Manifest(model="noop", version="1.0", handler="noop.py")
 
@@ -371,14 +371,14 @@ def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_n
 
 
 def test_archives_stand_in_the_store_under_their_manifests_names(tmp_path: Path) -> None:
-    worlds.mar(tmp_path / "file.mar", modelName="resnet", modelVersion="2.0")
+    archives.mar(tmp_path / "file.mar", modelName="resnet", modelVersion="2.0")
     (tmp_path / "torn.mar").write_bytes(b"x")
     found = [(one.model, one.version, one.source) for one in Store(tmp_path).entries()]
     assert found == [("resnet", "2.0", "file.mar"), ("torn", "1.0", "torn.mar")]
 
 
 def test_without_allow_code_an_archive_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
-    path = worlds.mar(tmp_path / "a.mar", f"open({str(tmp_path / 'ran')!r}, 'w')")
+    path = archives.mar(tmp_path / "a.mar", f"open({str(tmp_path / 'ran')!r}, 'w')")
 
     async def act() -> None:
         async def in_thread(work: Callable[[], Any]) -> Any:

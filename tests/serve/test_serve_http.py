@@ -3,116 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.serve.connection import Connection
 from trueline.serve.heads import MAX_HEADS, Heads
 from trueline.serve.http import Request, Response, path_of
-from trueline.serve.http_server import Server
 from trueline.serve.limits import Limits, Waits, judge
-
-LIMITS = Limits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def time(self) -> float:
-        return self.now
-
-
-@dataclass
-class Wire:
-    """A transport that keeps what was written."""
-
-    written: bytes = b""
-    closed: bool = False
-    aborted: bool = False
-    eof: bool = False
-    reading: bool = True
-
-    def write(self, data: bytes) -> None:
-        assert not self.closed
-        self.written += data
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.aborted = self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        self.eof = True
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-
-@dataclass
-class Echo:
-    """Answers with method, path and body; what goes to /later waits for the test."""
-
-    seen: list[Request] = field(default_factory=list)
-    later: list[asyncio.Future[Response]] = field(default_factory=list)
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
-        self.seen.append(request)
-        if request.path.startswith("/later"):
-            assert self.loop is not None
-            self.later.append(self.loop.create_future())
-            return self.later[-1]
-        return Response(200, f"{request.method} {request.path} ".encode() + bytes(request.body))
-
-    def refuse(self, path: str, status: int, message: str) -> Response:
-        return Response(status, message.encode())
-
-
-@dataclass
-class World:
-    app: Echo
-    clock: Clock
-    server: Server
-    wire: Wire
-    connection: Connection
-
-    def send(self, data: bytes) -> bytes:
-        """What is answered to `data`."""
-        before = len(self.wire.written)
-        self.connection.data_received(data)
-        return self.wire.written[before:]
-
-
-def world(limits: Limits = LIMITS, loop: asyncio.AbstractEventLoop | None = None, heads: Heads | None = None) -> World:
-    app, clock, wire = Echo(loop=loop), Clock(), Wire()
-    server = Server(app, limits, clock)  # type: ignore[arg-type]
-    server.heads = heads or server.heads
-    connection = server()
-    connection.connection_made(wire)  # type: ignore[arg-type]
-    return World(app, clock, server, wire, connection)
-
-
-def get(path: str = "/a", *headers: str, version: str = "1.1") -> bytes:
-    return "\r\n".join([f"GET {path} HTTP/{version}", "host: t", *headers, "", ""]).encode()
-
-
-def post(body: bytes, *headers: str, path: str = "/a") -> bytes:
-    head = [f"POST {path} HTTP/1.1", "host: t", f"content-length: {len(body)}", *headers, "", ""]
-    return "\r\n".join(head).encode() + body
+from worlds.connections import LIMITS, Wire, get, post, world
 
 
 def answers(stream: bytes) -> list[tuple[int, bytes]]:

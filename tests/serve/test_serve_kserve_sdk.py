@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
+from worlds import bundles
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRUELINE_CLIENTS", ROOT / "bench" / ".venvs")) / "kserve" / "bin" / "python"
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def test_kserves_sdk_works_unmodified_over_rest_and_grpc(tmp_path: Path) -> None:
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with serve.start(source, grpc_port=0) as server:
         address = f"127.0.0.1:{server.grpc_port}"
         done = subprocess.run([PYTHON, SCRIPT, server.url, address], capture_output=True, text=True, check=False)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serve_worlds import spec
 
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve import layouts, oip, tensors
 from trueline.serve.layouts import MAX_LAYOUTS, Layouts
+from worlds.bundles import spec
 
 ONE = Signature(
     inputs=(spec("x", "batch", 2),), outputs=(spec("y", "batch"), spec("data", "batch")), dims={"batch": Dim(min=0)}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import serve_worlds as worlds
 
 from trueline.errors import UsageError
 from trueline.serve import measure
 from trueline.serve.rehearse import Load
+from worlds import bundles
 
 
 def test_the_curve_is_measured_up_to_the_bound_and_a_setting_is_named(tmp_path: Path) -> None:
-    source = worlds.double_plus(tmp_path / "b", max_rows=8).path
+    source = bundles.double_plus(tmp_path / "b", max_rows=8).path
     found = measure.bench_serve(source, load=Load(clients=4, think_s=1e-4), requests=200)
     assert list(found.seconds) == [1, 2, 4, 8]
     assert all(took_s > 0 for took_s in found.seconds.values())

@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import asking
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
 
-from trueline import serve
 from trueline.serve import RunningServer
+from worlds import archives, bundles, servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the package's own warnings are its own
 
@@ -24,16 +21,14 @@ FEW, MANY = 4, 40
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    store = tmp_path_factory.mktemp("store")
-    worlds.double_plus(store / "tiny" / "1.bundle", max_rows=8)
-    worlds.double_plus(store / "tiny" / "2.bundle", max_rows=8)
-    worlds.double_plus(store / "other.bundle")
+def openapi_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = bundles.store(tmp_path_factory.mktemp("store"), "tiny/1", "tiny/2", max_rows=8)
+    bundles.store(store, "other")
     same = "def same(data, context):\n    return data and [b'{}' for row in data]"
-    mar_worlds.war(store / "flow.war", same, "{models: {}, dag: {same: []}}")
-    with serve.start(model_store=str(store), load="all", management_port=0, allow_code=True) as running:
-        asking.post(f"{running.management_url}/workflows", params={"url": "flow.war"}).raise_for_status()
-        yield running
+    archives.war(store / "flow.war", same, "{models: {}, dag: {same: []}}")
+    with servers.running(store=store, load="all", management_port=0, allow_code=True) as server:
+        servers.post(f"{server.management_url}/workflows", params={"url": "flow.war"}).raise_for_status()
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +81,9 @@ def check(case: Any, response: Any) -> None:
 @pytest.mark.parametrize("face", ["data", "management"])
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form(
-    server: RunningServer, schemathesis: Any, face: str, mode: str, examples: int
+    openapi_server: RunningServer, schemathesis: Any, face: str, mode: str, examples: int
 ) -> None:
-    url = server.url if face == "data" else server.management_url
+    url = openapi_server.url if face == "data" else openapi_server.management_url
     assert url is not None
     asked = 0
     for operation in of_each_kind(operations(schemathesis, url)):
@@ -108,13 +103,13 @@ def test_no_request_whatever_gets_a_5xx_a_traceback_or_an_error_without_its_form
 
 
 def test_the_documents_name_what_is_served_and_answers_have_the_form_that_they_say(
-    server: RunningServer, schemathesis: Any
+    openapi_server: RunningServer, schemathesis: Any
 ) -> None:
-    paths = {operation.path for operation in operations(schemathesis, server.url)}
+    paths = {operation.path for operation in operations(schemathesis, openapi_server.url)}
     assert {"/v2/models/tiny/infer", "/v1/models/other:predict", "/predictions/tiny/2", "/ping"} <= paths
     assert "/wfpredict/flow" in paths
-    for operation in operations(schemathesis, server.url):
+    for operation in operations(schemathesis, openapi_server.url):
         if operation.method.upper() == "GET":
             case = operation.Case()
-            response = case.call(base_url=server.url, timeout=60)
+            response = case.call(base_url=openapi_server.url, timeout=60)
             case.validate_response(response)

@@ -7,18 +7,22 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import serve_worlds as worlds
 from onnx import helper
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.runtime.session import open_program
 from trueline.serve.batcher import run_batch
 from trueline.serve.plan import draw_up
+from worlds import bundles
 
 
 def means(out: Path, *, masked: bool) -> Bundle:
     """The mean of x over its length, with the mask or without it; either bundle claims that it may be filled up."""
-    x, mask, y = worlds.spec("x", "batch", "length"), worlds.spec("mask", "batch", "length"), worlds.spec("y", "batch")
+    x, mask, y = (
+        bundles.spec("x", "batch", "length"),
+        bundles.spec("mask", "batch", "length"),
+        bundles.spec("y", "batch"),
+    )
     axes = {"axes": np.array([1])}
     nodes = [
         helper.make_node("Mul", ["x", "mask"], ["shown"]),
@@ -29,12 +33,12 @@ def means(out: Path, *, masked: bool) -> Bundle:
     if not masked:
         nodes = [helper.make_node("ReduceMean", ["x"], ["y"], axes=[1], keepdims=0)]
         axes = {}
-    model = worlds.graph(nodes, [x, mask], [y], axes)
+    model = bundles.graph(nodes, [x, mask], [y], axes)
     given = np.arange(12, dtype=np.float32).reshape(3, 4)
     ones = np.ones((3, 4), np.float32)
     golden = [Golden(case="3", inputs={"x": given, "mask": ones}, outputs={"y": given.mean(axis=1)})]
     signature = Signature(inputs=(x, mask), outputs=(y,), dims={"batch": Dim(), "length": Dim()}, padded=("length",))
-    return worlds.bundle(out, model, signature, golden)
+    return bundles.bundle(out, model, signature, golden)
 
 
 def of(*values: float) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from test_serve_http import World, get, world
 
 from trueline.serve.http import Request, Response
 from trueline.serve.pieces import Pieces, Torn
+from worlds.connections import World, get, world
 
 
 @dataclass

@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import serve_worlds as worlds
-from serve_worlds import spec
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.errors import BundleError, NotProven
@@ -21,6 +19,8 @@ from trueline.serve.loading import Way, load
 from trueline.serve.measure import curve_of
 from trueline.serve.neighbours import fit, neighbours_matter
 from trueline.serve.plan import batch_symbol, draw_up
+from worlds import bundles
+from worlds.bundles import spec
 
 
 @dataclass
@@ -112,7 +112,7 @@ def test_the_batch_is_a_symbol_that_leads_everything_and_stands_nowhere_else() -
 
 
 def test_a_short_program_runs_on_the_loop_and_says_so(tmp_path: Path) -> None:
-    loaded = load(worlds.double_plus(tmp_path / "b"), Way(), max_batch=64)
+    loaded = load(bundles.double_plus(tmp_path / "b"), Way(), max_batch=64)
     assert loaded.plan.inline_values >= 3
     assert loaded.golden_cases == 1
     assert loaded.platform == "onnxruntime_onnx"
@@ -137,16 +137,16 @@ def test_one_run_that_something_else_held_up_does_not_decide(monkeypatch: pytest
 
 def test_a_wrong_golden_answer_is_not_proven_here(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="golden example '4'"):
-        load(worlds.double_plus(tmp_path / "b", wrong=True), Way(), max_batch=64)
+        load(bundles.double_plus(tmp_path / "b", wrong=True), Way(), max_batch=64)
 
 
 def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="the registry names"):
-        load(worlds.double_plus(tmp_path / "b"), Way(), max_batch=64, digest="0" * 64)
+        load(bundles.double_plus(tmp_path / "b"), Way(), max_batch=64, digest="0" * 64)
 
 
 def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for_company(tmp_path: Path) -> None:
-    plain = worlds.double_plus(tmp_path / "plain")
+    plain = bundles.double_plus(tmp_path / "plain")
     entry = msgspec.structs.replace(plain.program(), notes=retraced.BY_RECORDS)
     told = Bundle(path=plain.path, manifest=msgspec.structs.replace(plain.manifest, programs=(entry,)))
     alone, together = (load(bundle, Way(), max_batch=64).plan for bundle in (told, plain))

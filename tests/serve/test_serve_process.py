@@ -15,17 +15,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import asking
 import httpx
 import numpy as np
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.bundle import pack
 from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, UsageError
 from trueline.serve import RunningServer
 from trueline.serve.sources import find
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -33,18 +32,18 @@ BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32",
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worlds.double_plus(tmp_path_factory.mktemp("b") / "tiny.bundle").path
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.double_plus(tmp_path_factory.mktemp("b") / "tiny.bundle").path
 
 
 @pytest.fixture(scope="module")
-def server(source: Path) -> Iterator[RunningServer]:
-    with serve.start(source) as running:
-        yield running
+def tiny_server(tiny_bundle: Path) -> Iterator[RunningServer]:
+    with servers.running(tiny_bundle) as server:
+        yield server
 
 
-def test_the_whole_way_from_a_bundle_to_an_answer(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def test_the_whole_way_from_a_bundle_to_an_answer(tiny_server: RunningServer) -> None:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
         assert client.get("/v2/health/ready").json() == {"ready": True}
         assert client.post("/v2/models/tiny/infer", content=BODY).json()["outputs"][0]["data"] == [3.0, 5.0, 7.0]
         assert client.post("/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
@@ -52,9 +51,9 @@ def test_the_whole_way_from_a_bundle_to_an_answer(server: RunningServer) -> None
         assert "trueline_ready 1.0" in client.get("/metrics").text
 
 
-def test_the_server_holds_no_torch_and_little_memory(server: RunningServer) -> None:
-    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
-    rollup = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
+def test_the_server_holds_no_torch_and_little_memory(tiny_server: RunningServer) -> None:
+    assert "libtorch" not in Path(f"/proc/{tiny_server.pid}/maps").read_text()
+    rollup = Path(f"/proc/{tiny_server.pid}/smaps_rollup").read_text()
     pss_kib = next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
     assert pss_kib < 120 * 1024
 
@@ -65,10 +64,10 @@ def test_importing_the_server_imports_neither_torch_nor_mlflow() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_tritons_own_client_works_unmodified(server: RunningServer) -> None:
+def test_tritons_own_client_works_unmodified(tiny_server: RunningServer) -> None:
     pytest.importorskip("geventhttpclient", reason="tritonclient[http] is not installed")
     http = pytest.importorskip("tritonclient.http")
-    with http.InferenceServerClient(server.url.removeprefix("http://")) as client:
+    with http.InferenceServerClient(tiny_server.url.removeprefix("http://")) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("tiny")
@@ -93,10 +92,10 @@ def test_tritons_own_client_works_unmodified(server: RunningServer) -> None:
         assert client.get_model_repository_index()[0]["state"] == "READY"
 
 
-def test_versions_change_under_load_and_no_request_is_lost(source: Path, tmp_path: Path) -> None:
+def test_versions_change_under_load_and_no_request_is_lost(tiny_bundle: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for version in ("1", "2"):
-        shutil.copytree(source, store / "tiny" / f"{version}.bundle")
+        shutil.copytree(tiny_bundle, store / "tiny" / f"{version}.bundle")
     state = tmp_path / "served.json"
     answered: list[int] = []
     stop = threading.Event()
@@ -124,13 +123,13 @@ def test_versions_change_under_load_and_no_request_is_lost(source: Path, tmp_pat
         for thread in threads:
             thread.join()
         assert one.metrics_url is not None
-        assert asking.get(f"{one.metrics_url}/metrics").status_code == 200
-        assert asking.get(f"{one.metrics_url}/ping").status_code == 404
+        assert servers.get(f"{one.metrics_url}/metrics").status_code == 200
+        assert servers.get(f"{one.metrics_url}/ping").status_code == 404
     assert set(answered) == {200}
-    with serve.start(None, model_store=str(store), state=str(state), management_port=0) as again:
-        found = asking.get(f"{again.management_url}/models/tiny/all").json()
+    with servers.running(store=store, state=state, management_port=0) as again:
+        found = servers.get(f"{again.management_url}/models/tiny/all").json()
         assert {one["modelVersion"] for one in found} == {"1", "2"}
-        assert asking.post(f"{again.url}/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
+        assert servers.post(f"{again.url}/predictions/tiny", json=[1, 2, 3]).json() == [3.0, 5.0, 7.0]
 
 
 def test_a_server_of_nothing_says_what_it_could_serve(tmp_path: Path) -> None:
@@ -142,11 +141,11 @@ def test_a_server_of_nothing_says_what_it_could_serve(tmp_path: Path) -> None:
         serve.start(None, model_store=str(tmp_path), load="zzz")
 
 
-def test_many_clients_at_once_each_get_their_own_answer(server: RunningServer) -> None:
+def test_many_clients_at_once_each_get_their_own_answer(tiny_server: RunningServer) -> None:
     wrong: list[object] = []
 
     def ask(start: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=60.0) as client:
+        with httpx.Client(base_url=tiny_server.url, timeout=60.0) as client:
             for value in range(start, start + 20):
                 found = client.post("/predictions/tiny", json=[[value] * 3] * 40).json()
                 if found != [[2.0 * value + 1] * 3] * 40:
@@ -161,64 +160,66 @@ def test_many_clients_at_once_each_get_their_own_answer(server: RunningServer) -
 
 
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/nowhere"])
-def test_a_body_over_the_bound_is_413_although_the_client_sends_it_all(server: RunningServer, path: str) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+def test_a_body_over_the_bound_is_413_although_the_client_sends_it_all(tiny_server: RunningServer, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
         client.sendall(f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-length: {2**30}\r\n\r\n".encode())
         client.sendall(b" " * 2**20)
         assert client.recv(12) == b"HTTP/1.1 413"
 
 
 def test_a_socket_that_is_half_closed_gets_the_answer_of_a_whole_request_and_none_of_a_part(
-    server: RunningServer,
+    tiny_server: RunningServer,
 ) -> None:
     whole = f"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
     for cut, begins in ((len(whole), b"HTTP/1.1 200"), (len(whole) - 3, b""), (10, b""), (0, b"")):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        with socket.create_connection(("127.0.0.1", tiny_server.port), timeout=60) as client:
             client.sendall(whole[:cut])
             client.shutdown(socket.SHUT_WR)
             answer = b""
             while piece := client.recv(2**16):
                 answer += piece
             assert answer[:12] == begins
-    assert asking.post(f"{server.url}/v2/models/tiny/infer", content=BODY).status_code == 200
+    assert servers.post(f"{tiny_server.url}/v2/models/tiny/infer", content=BODY).status_code == 200
 
 
-def test_deep_nesting_is_a_clients_fault(server: RunningServer) -> None:
+def test_deep_nesting_is_a_clients_fault(tiny_server: RunningServer) -> None:
     for body in (b"[" * 2**20, b'{"inputs":' * 2**16, b'{"a":' * 2**18):
         for path in ("/v2/models/tiny/infer", "/predictions/tiny"):
-            assert asking.post(server.url + path, content=body).status_code == 400
+            assert servers.post(tiny_server.url + path, content=body).status_code == 400
 
 
-def test_a_large_answer_reaches_a_client_that_reads_slowly(server: RunningServer) -> None:
+def test_a_large_answer_reaches_a_client_that_reads_slowly(tiny_server: RunningServer) -> None:
     rows = 150_000
     body = json.dumps([[1, 2, 3]] * rows).encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
         head = f"POST /predictions/tiny HTTP/1.1\r\nhost: t\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == [[3.0, 5.0, 7.0]] * rows
 
 
-def test_a_packed_bundle_is_served_under_the_name_and_version_that_are_given(source: Path, tmp_path: Path) -> None:
-    packed = pack(source, tmp_path / "tiny.tlb")
+def test_a_packed_bundle_is_served_under_the_name_and_version_that_are_given(tiny_bundle: Path, tmp_path: Path) -> None:
+    packed = pack(tiny_bundle, tmp_path / "tiny.tlb")
     with serve.start(packed, name="other", version="1.2") as running:
         assert (running.model, running.version) == ("other", "1.2")
-        found = asking.post(f"{running.url}/v2/models/other/versions/1.2/infer", content=BODY)
+        found = servers.post(f"{running.url}/v2/models/other/versions/1.2/infer", content=BODY)
         assert found.json()["model_version"] == "1.2"
     assert running.stop() == 0
 
 
-def test_a_port_in_use_is_said_with_host_port_and_what_to_do(source: Path, server: RunningServer) -> None:
-    with pytest.raises(PortInUse, match=f"port {server.port} on 127.0.0.1 is in use") as caught:
-        serve.start(source, port=server.port)
+def test_a_port_in_use_is_said_with_host_port_and_what_to_do(tiny_bundle: Path, tiny_server: RunningServer) -> None:
+    with pytest.raises(PortInUse, match=f"port {tiny_server.port} on 127.0.0.1 is in use") as caught:
+        serve.start(tiny_bundle, port=tiny_server.port)
     assert "another port" in caught.value.hint
 
 
-def test_an_address_that_others_reach_needs_a_key_file_and_asks_for_its_tokens(source: Path, tmp_path: Path) -> None:
+def test_an_address_that_others_reach_needs_a_key_file_and_asks_for_its_tokens(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=re.escape("0.0.0.0 can be reached from other machines")):
-        serve.start(source, host="0.0.0.0")
+        serve.start(tiny_bundle, host="0.0.0.0")
     keys = tmp_path / "key_file.json"
-    with serve.start(source, host="0.0.0.0", key_file=str(keys), management_port=0) as running:
+    with serve.start(tiny_bundle, host="0.0.0.0", key_file=str(keys), management_port=0) as running:
         assert keys.stat().st_mode & 0o777 == 0o600
         token = {kind: one["key"] for kind, one in json.loads(keys.read_text()).items()}
         with httpx.Client(base_url=f"http://127.0.0.1:{running.port}", timeout=60) as client:
@@ -233,7 +234,7 @@ def test_an_address_that_others_reach_needs_a_key_file_and_asks_for_its_tokens(s
 
 
 def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:
-    bundle = worlds.double_plus(tmp_path / "b")
+    bundle = bundles.double_plus(tmp_path / "b")
     program = bundle.program_path()
     program.write_bytes(program.read_bytes()[:-1] + b"\0")
     with pytest.raises(BundleError, match="changed after it was sealed"):
@@ -242,7 +243,7 @@ def test_a_tampered_bundle_does_not_become_ready(tmp_path: Path) -> None:
 
 def test_a_bundle_that_answers_its_golden_examples_wrongly_does_not_become_ready(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="golden example '4'"):
-        serve.start(worlds.double_plus(tmp_path / "b", wrong=True).path)
+        serve.start(bundles.double_plus(tmp_path / "b", wrong=True).path)
 
 
 def test_a_path_without_a_bundle_is_said(tmp_path: Path) -> None:
@@ -250,8 +251,8 @@ def test_a_path_without_a_bundle_is_said(tmp_path: Path) -> None:
         serve.start(tmp_path / "nothing")
 
 
-def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(source: Path) -> None:
-    running = serve.start(source)
+def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(tiny_bundle: Path) -> None:
+    running = serve.start(tiny_bundle)
     with (
         socket.create_connection(("127.0.0.1", running.port)) as idle,
         socket.create_connection(("127.0.0.1", running.port)) as busy,
@@ -278,8 +279,8 @@ def test_sigterm_finishes_the_request_under_way_takes_no_new_one_and_exits_well(
     assert running.stop() == 0
 
 
-def test_a_second_sigterm_leaves_at_once(source: Path) -> None:
-    running = serve.start(source)
+def test_a_second_sigterm_leaves_at_once(tiny_bundle: Path) -> None:
+    running = serve.start(tiny_bundle)
     with socket.create_connection(("127.0.0.1", running.port)) as busy:
         busy.sendall(
             b"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: t\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
@@ -303,9 +304,9 @@ def test_the_server_lives_but_is_not_ready_while_it_loads(tmp_path: Path) -> Non
         assert process.stdout is not None
         port = next(found[1] for line in process.stderr if (found := re.search(r"server.listening .*port=(\d+)", line)))
         url = f"http://127.0.0.1:{port}"
-        assert asking.get(f"{url}/v2/health/live").json() == {"live": True}
-        assert asking.get(f"{url}/ping").status_code == 200
-        assert asking.get(f"{url}/v2/health/ready").status_code == 503
+        assert servers.get(f"{url}/v2/health/live").json() == {"live": True}
+        assert servers.get(f"{url}/ping").status_code == 200
+        assert servers.get(f"{url}/v2/health/ready").status_code == 503
         source.open("wb").close()
         assert json.loads(process.stdout.readline())["code"] == "bundle"
         process.stderr.read()
@@ -326,10 +327,10 @@ def test_a_server_that_is_told_to_stop_while_it_loads_does_not_finish_loading(tm
     assert process.returncode == 0
 
 
-def test_the_server_dies_with_the_process_that_started_it(source: Path) -> None:
+def test_the_server_dies_with_the_process_that_started_it(tiny_bundle: Path) -> None:
     code = "import sys, trueline.serve as s; r = s.start(sys.argv[1]); print(r.pid, flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(tiny_bundle)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
         handle = os.pidfd_open(int(parent.stdout.readline()))

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import serve_worlds as worlds
 
 from trueline import files, serve
 from trueline.bundle import Bundle, Contents, Signature, Summary, open_bundle, seal
@@ -22,6 +21,7 @@ from trueline.errors import StorageError, UsageError
 from trueline.serve.archive import unpack
 from trueline.serve.handlers.of_recipe import RecipeHandler, named
 from trueline.serve.recipe_archive import archive
+from worlds import bundles, servers
 
 RECIPE = """
     import numpy as np
@@ -53,7 +53,7 @@ def recipe(folder: Path, text: str = RECIPE) -> Path:
 
 def bundle_of(path: Path, out: Path) -> Bundle:
     """y = 2x + 1, captured from the recipe at `path`."""
-    plain = worlds.double_plus(out.with_name("plain"))
+    plain = bundles.double_plus(out.with_name("plain"))
     entry, folder = plain.program(), out.with_name("programs-only")
     (folder / "programs").mkdir(parents=True)
     (folder / entry.file).write_bytes(plain.program_path().read_bytes())
@@ -169,7 +169,7 @@ def test_an_explanation_without_a_program_of_torch_is_refused_in_words(made: Pat
 
 
 def test_inputs_go_by_name_by_order_or_alone() -> None:
-    signature = Signature(inputs=(worlds.spec("a", "batch", 2), worlds.spec("b", "batch")), outputs=(), dims={})
+    signature = Signature(inputs=(bundles.spec("a", "batch", 2), bundles.spec("b", "batch")), outputs=(), dims={})
     by_name = named({"b": [1], "a": [[1, 2]]}, signature)
     assert list(by_name) == ["a", "b"]
     assert by_name["a"].dtype == np.float32
@@ -181,14 +181,14 @@ def test_inputs_go_by_name_by_order_or_alone() -> None:
 
 
 @pytest.fixture
-def server(made: Path, tmp_path: Path) -> Iterator[serve.RunningServer]:
-    with serve.start(model_store=str(made.parent), load="tiny", allow_code=True, state=str(tmp_path / "s")) as running:
-        yield running
+def recipe_server(made: Path, tmp_path: Path) -> Iterator[serve.RunningServer]:
+    with servers.running(store=made.parent, load="tiny", allow_code=True, state=tmp_path / "s") as server:
+        yield server
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_the_recipes_own_code(server: serve.RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+def test_a_server_answers_with_the_recipes_own_code(recipe_server: serve.RunningServer) -> None:
+    with httpx.Client(base_url=recipe_server.url, timeout=120) as client:
         good = client.post("/predictions/tiny", json={"row": [1, 2, 3]})
         assert (good.status_code, good.json()["sum"]) == (200, 123.0)
         bad = client.post("/predictions/tiny", json={"nothing": 1})

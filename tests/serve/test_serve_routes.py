@@ -7,96 +7,63 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import serve_worlds as worlds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batcher import Policy
 from trueline.serve.http import Head, Request, Response
-from trueline.serve.loading import Way, load
-from trueline.serve.models import Models
-from trueline.serve.routes import Routes
 from trueline.serve.version import Version
+from worlds.servers import TinyApp
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
 
 
-class Desk:
-    """Routes over one ready model `tiny`, one that loads and one that failed, and the loop they live on."""
-
-    def __init__(self, folder: Path, *, inline: bool = True, policy: Policy | None = None) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.pool = ThreadPoolExecutor(1)
-        self.models = Models()
-        loaded = load(worlds.double_plus(folder / "b", max_rows=8), Way(threads=1), max_batch=64)
-        if not inline:
-            loaded = replace(loaded, plan=replace(loaded.plan, inline_values=0))
-        self.tiny = self.models.add("tiny", "1")
-        self.tiny.make_ready(loaded, policy or Policy(), self.pool, self.loop)
-        self.routes = Routes(self.models, self.loop)
-
-    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
-        named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-        found = self.routes.answer(Request(method, path.encode(), named, body))
-        if isinstance(found, Response):
-            return found
-        return self.loop.run_until_complete(found)
-
-    def close(self) -> None:
-        self.pool.shutdown()
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
-
-
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    made = Desk(tmp_path_factory.mktemp("desk"))
-    yield made
-    made.close()
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyApp]:
+    with TinyApp(tmp_path_factory.mktemp("tiny")) as made:
+        yield made
 
 
 @pytest.fixture
-def queued(tmp_path: Path) -> Iterator[Desk]:
+def queued(tmp_path: Path) -> Iterator[TinyApp]:
     """The same model, never run on the loop itself."""
-    made = Desk(tmp_path, inline=False)
-    yield made
-    made.close()
+    with TinyApp(tmp_path, inline=False) as made:
+        yield made
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/invocations?model_name=tiny", "/models/tiny/invoke"])
-def test_older_clients_find_the_model_where_sagemaker_and_older_torchserves_had_it(desk: Desk, path: str) -> None:
-    assert json.loads(desk.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
-    assert desk.ask("DELETE", path).status == 405
+def test_older_clients_find_the_model_where_sagemaker_and_older_torchserves_had_it(app: TinyApp, path: str) -> None:
+    assert json.loads(app.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
+    assert app.ask("DELETE", path).status == 405
 
 
 @pytest.mark.parametrize("path", ["/tiny/predict", "/tiny/1/predict"])
-def test_the_oldest_routes_answer_too(desk: Desk, path: str) -> None:
-    assert json.loads(desk.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
-    missing = desk.ask("POST", path.replace("tiny", "zzz"), b"[1, 2, 3]")
+def test_the_oldest_routes_answer_too(app: TinyApp, path: str) -> None:
+    assert json.loads(app.ask("POST", path, b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
+    missing = app.ask("POST", path.replace("tiny", "zzz"), b"[1, 2, 3]")
     assert (missing.status, json.loads(missing.body)["message"]) == (404, "Model not found: zzz")
 
 
 def test_an_invocation_of_several_models_has_to_name_one(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.models.add("other", "1")
-    answer = desk.ask("POST", "/invocations", b"[1, 2, 3]")
+    app = TinyApp(tmp_path)
+    app.models.add("other", "1")
+    answer = app.ask("POST", "/invocations", b"[1, 2, 3]")
     assert (answer.status, json.loads(answer.body)["message"]) == (400, "Parameter model_name is required.")
-    desk.close()
+    app.close()
 
 
 def test_a_model_that_is_called_as_an_older_route_keeps_its_place_in_the_other_protocols(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.models.add("predict", "1")
-    found = desk.ask("GET", "/v1/models/predict")
+    app = TinyApp(tmp_path)
+    app.models.add("predict", "1")
+    found = app.ask("GET", "/v1/models/predict")
     assert (found.status, json.loads(found.body)) == (503, {"name": "predict", "ready": False})
-    desk.close()
+    app.close()
 
 
 OIP_TABLE = [
@@ -138,9 +105,9 @@ OIP_TABLE = [
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), OIP_TABLE)
 def test_the_open_inference_protocol_answers_as_its_table_says(
-    desk: Desk, method: str, path: str, body: bytes, status: int
+    app: TinyApp, method: str, path: str, body: bytes, status: int
 ) -> None:
-    found = desk.ask(method, path, body)
+    found = app.ask(method, path, body)
     assert found.status == status
     answer = json.loads(found.body)
     if status >= 400:
@@ -176,9 +143,9 @@ TORCHSERVE_TABLE = [
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "kind", "message"), TORCHSERVE_TABLE)
 def test_torchserves_routes_answer_as_its_table_says(
-    desk: Desk, method: str, path: str, body: bytes, status: int, kind: str | None, message: str | None
+    app: TinyApp, method: str, path: str, body: bytes, status: int, kind: str | None, message: str | None
 ) -> None:
-    found = desk.ask(method, path, body)
+    found = app.ask(method, path, body)
     assert found.status == status
     assert b"x-request-id: " in found.headers
     assert b"pragma: no-cache\r\n" in found.headers
@@ -193,18 +160,18 @@ def test_torchserves_routes_answer_as_its_table_says(
         assert answer["message"] == message
 
 
-def test_the_root_says_alive_as_kserves_sdk_asks_it(desk: Desk) -> None:
-    found = desk.ask("GET", "/")
+def test_the_root_says_alive_as_kserves_sdk_asks_it(app: TinyApp) -> None:
+    found = app.ask("GET", "/")
     assert (found.status, json.loads(found.body)) == (200, {"status": "alive"})
 
 
-def test_ping_is_torchserves_to_the_byte(desk: Desk) -> None:
-    assert desk.ask("GET", "/ping").body == b'{\n  "status": "Healthy"\n}\n'
+def test_ping_is_torchserves_to_the_byte(app: TinyApp) -> None:
+    assert app.ask("GET", "/ping").body == b'{\n  "status": "Healthy"\n}\n'
 
 
-def test_an_answer_echoes_the_id_and_says_what_it_gives(desk: Desk) -> None:
+def test_an_answer_echoes_the_id_and_says_what_it_gives(app: TinyApp) -> None:
     body = BODY.replace(b'{"inputs"', b'{"id": "q-7", "inputs"')
-    assert json.loads(desk.ask("POST", "/v2/models/tiny/infer", body).body) == {
+    assert json.loads(app.ask("POST", "/v2/models/tiny/infer", body).body) == {
         "model_name": "tiny",
         "model_version": "1",
         "id": "q-7",
@@ -212,8 +179,8 @@ def test_an_answer_echoes_the_id_and_says_what_it_gives(desk: Desk) -> None:
     }
 
 
-def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(desk: Desk) -> None:
-    found = json.loads(desk.ask("GET", "/v2/models/tiny").body)
+def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(app: TinyApp) -> None:
+    found = json.loads(app.ask("GET", "/v2/models/tiny").body)
     assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
     assert found["platform"] == "onnxruntime_onnx"
     assert found["versions"] == ["1"]
@@ -230,9 +197,9 @@ def test_metadata_shows_symbols_as_minus_one_and_what_was_measured(desk: Desk) -
 )
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny"])
 def test_a_body_in_a_form_that_nobody_here_reads_is_refused_with_415(
-    desk: Desk, path: str, headers: dict[str, str]
+    app: TinyApp, path: str, headers: dict[str, str]
 ) -> None:
-    assert desk.ask("POST", path, BODY, **headers).status == 415
+    assert app.ask("POST", path, BODY, **headers).status == 415
 
 
 @pytest.mark.parametrize(
@@ -243,18 +210,18 @@ def test_a_body_in_a_form_that_nobody_here_reads_is_refused_with_415(
         ("/predictions/tiny", b"[[1, 2, 3]]", [[3.0, 5.0, 7.0]]),
     ],
 )
-def test_a_program_run_in_a_thread_answers_the_same(queued: Desk, path: str, body: bytes, answer: Any) -> None:
+def test_a_program_run_in_a_thread_answers_the_same(queued: TinyApp, path: str, body: bytes, answer: Any) -> None:
     found = json.loads(queued.ask("POST", path, body).body)
     assert (found["outputs"][0]["data"] if isinstance(found, dict) else found) == answer
 
 
-def test_a_request_outside_the_proven_range_is_refused_before_it_waits(queued: Desk) -> None:
+def test_a_request_outside_the_proven_range_is_refused_before_it_waits(queued: TinyApp) -> None:
     found = queued.ask("POST", "/predictions/tiny", json.dumps([[1, 2, 3]] * 9).encode())
     assert found.status == 400
     assert "at most 8" in json.loads(found.body)["message"]
 
 
-def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: Desk) -> None:
+def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: TinyApp) -> None:
     gate = threading.Event()
     queued.pool.submit(gate.wait)
     running = queued.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
@@ -273,7 +240,7 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_queue(queued: Desk
 
 
 @pytest.mark.parametrize("where", ["parameter", "header"])
-def test_a_request_says_how_urgent_it_is(queued: Desk, where: str) -> None:
+def test_a_request_says_how_urgent_it_is(queued: TinyApp, where: str) -> None:
     """Of different shapes, so that they cannot share a run."""
     gate = threading.Event()
     queued.pool.submit(gate.wait)
@@ -300,14 +267,14 @@ def test_a_request_says_how_urgent_it_is(queued: Desk, where: str) -> None:
 
 
 @pytest.mark.parametrize("given", [-1, "high", 1.5, True])
-def test_a_priority_that_is_none_is_a_client_fault(desk: Desk, given: Any) -> None:
+def test_a_priority_that_is_none_is_a_client_fault(app: TinyApp, given: Any) -> None:
     body = BODY.replace(b'{"inputs"', b'{"parameters": {"priority": %s}, "inputs"' % json.dumps(given).encode())
-    found = desk.ask("POST", "/v2/models/tiny/infer", body)
+    found = app.ask("POST", "/v2/models/tiny/infer", body)
     assert found.status == 400
     assert "1, the most urgent, to 5" in json.loads(found.body)["error"]
 
 
-def test_a_deadline_that_passes_is_504(queued: Desk) -> None:
+def test_a_deadline_that_passes_is_504(queued: TinyApp) -> None:
     gate = threading.Event()
     queued.pool.submit(gate.wait)
     body = BODY.replace(b'{"inputs"', b'{"parameters": {"timeout": 1000}, "inputs"')
@@ -316,33 +283,33 @@ def test_a_deadline_that_passes_is_504(queued: Desk) -> None:
 
 
 def test_overload_is_429_with_retry_after_on_both_faces(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, inline=False, policy=Policy(max_requests=0))
+    app = TinyApp(tmp_path, inline=False, policy=Policy(max_requests=0))
     for path, body in (("/v2/models/tiny/infer", BODY), ("/predictions/tiny", b"[1, 2, 3]")):
-        found = desk.ask("POST", path, body)
+        found = app.ask("POST", path, body)
         assert found.status == 429
         assert b"retry-after: 1\r\n" in found.headers
-    desk.close()
+    app.close()
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[Desk]:
+def full(tmp_path: Path) -> Iterator[TinyApp]:
     """One request runs, one waits, and no more may."""
-    desk = Desk(tmp_path, inline=False, policy=Policy(max_requests=1))
+    app = TinyApp(tmp_path, inline=False, policy=Policy(max_requests=1))
     gate = threading.Event()
-    desk.pool.submit(gate.wait)
+    app.pool.submit(gate.wait)
     under_way = []
     for _ in range(2):
-        found = desk.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
+        found = app.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, BODY))
         assert isinstance(found, asyncio.Future)
-        desk.loop.run_until_complete(asyncio.sleep(0))
+        app.loop.run_until_complete(asyncio.sleep(0))
         under_way.append(found)
-    yield desk
+    yield app
     gate.set()
-    desk.loop.run_until_complete(asyncio.gather(*under_way))
-    desk.close()
+    app.loop.run_until_complete(asyncio.gather(*under_way))
+    app.close()
 
 
-def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: Desk) -> None:
+def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: TinyApp) -> None:
     """Requests with a head that is known, as a kept-alive client sends them."""
     target, headers = b"/v2/models/tiny/infer", {b"content-length": b"%d" % len(BODY)}
     head = Head("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
@@ -364,14 +331,14 @@ def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_v
 
 
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/predictions/tiny", "/v1/models/tiny:predict"])
-def test_a_full_queue_refuses_before_it_reads_what_is_asked(full: Desk, path: str) -> None:
+def test_a_full_queue_refuses_before_it_reads_what_is_asked(full: TinyApp, path: str) -> None:
     found = full.ask("POST", path, b"no request at all")
     assert found.status == 429
     assert b"retry-after: 1\r\n" in found.headers
 
 
 @pytest.mark.parametrize("key", ["priority", "prior\\u0069ty"])
-def test_a_full_queue_still_reads_who_is_more_urgent(full: Desk, key: str) -> None:
+def test_a_full_queue_still_reads_who_is_more_urgent(full: TinyApp, key: str) -> None:
     body = BODY.replace(b'{"inputs"', b'{"parameters": {"%b": 1}, "inputs"' % key.encode())
     urgent = full.routes.answer(Request("POST", b"/v2/models/tiny/infer", {}, body))
     by_header = full.routes.answer(Request("POST", b"/v2/models/tiny/infer", {b"x-trueline-priority": b"1"}, BODY))
@@ -385,50 +352,50 @@ def test_a_full_queue_still_reads_who_is_more_urgent(full: Desk, key: str) -> No
 
 
 def test_a_model_that_loads_or_failed_is_503_with_the_reason_and_the_server_is_not_ready(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    slow = desk.models.add("slow", "1")
-    assert json.loads(desk.ask("GET", "/v2/models/slow/ready").body)["reason"] == "loading"
-    assert desk.ask("POST", "/v2/models/slow/infer", BODY).status == 503
-    assert desk.ask("GET", "/v2/models/slow").status == 503
-    assert desk.ask("GET", "/v2/health/ready").status == 503
-    assert json.loads(desk.ask("GET", "/v2/health/ready").body) == {"ready": False}
-    assert desk.ask("GET", "/ping").status == 200
+    app = TinyApp(tmp_path)
+    slow = app.models.add("slow", "1")
+    assert json.loads(app.ask("GET", "/v2/models/slow/ready").body)["reason"] == "loading"
+    assert app.ask("POST", "/v2/models/slow/infer", BODY).status == 503
+    assert app.ask("GET", "/v2/models/slow").status == 503
+    assert app.ask("GET", "/v2/health/ready").status == 503
+    assert json.loads(app.ask("GET", "/v2/health/ready").body) == {"ready": False}
+    assert app.ask("GET", "/ping").status == 200
     slow.fail("the golden example '4' differs")
-    found = desk.ask("GET", "/v2/models/slow/ready")
+    found = app.ask("GET", "/v2/models/slow/ready")
     assert (found.status, json.loads(found.body)["reason"]) == (503, "the golden example '4' differs")
-    ping = desk.ask("GET", "/ping")
+    ping = app.ask("GET", "/ping")
     assert (ping.status, json.loads(ping.body)) == (500, {"status": "Unhealthy"})
-    assert desk.ask("POST", "/predictions/slow", b"[1]").status == 503
-    assert desk.ask("GET", "/v2/health/live").status == 200
-    desk.close()
+    assert app.ask("POST", "/predictions/slow", b"[1]").status == 503
+    assert app.ask("GET", "/v2/health/live").status == 200
+    app.close()
 
 
 def test_a_model_that_breaks_says_nothing_of_the_servers_insides(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+    app = TinyApp(tmp_path)
 
     def broken(inputs: Any) -> Any:
         raise OSError("/secret/place/model.onnx is gone")
 
-    loaded = desk.tiny.loaded
+    loaded = app.tiny.loaded
     session = type("Broken", (), {"run": staticmethod(broken), "signature": loaded.session.signature, "format": "x"})()
     for inline in (loaded.plan.inline_values, 0):
         plan = replace(loaded.plan, inline_values=inline)
-        desk.tiny.make_ready(replace(loaded, session=session, plan=plan), Policy(), desk.pool, desk.loop)
-        found = desk.ask("POST", "/v2/models/tiny/infer", BODY)
+        app.tiny.make_ready(replace(loaded, session=session, plan=plan), Policy(), app.pool, app.loop)
+        found = app.ask("POST", "/v2/models/tiny/infer", BODY)
         assert found.status == 500
         assert b"secret" not in found.body
-        found = desk.ask("POST", "/predictions/tiny", b"[1, 2, 3]")
+        found = app.ask("POST", "/predictions/tiny", b"[1, 2, 3]")
         assert (found.status, json.loads(found.body)["type"]) == (503, "InternalServerException")
         assert b"secret" not in found.body
-    assert desk.tiny.stats.failed == 4
-    desk.close()
+    assert app.tiny.stats.failed == 4
+    app.close()
 
 
 def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.ask("POST", "/predictions/tiny", b"[[1, 2, 3], [4, 5, 6]]")
-    desk.ask("POST", "/predictions/tiny", b"[")
-    page = desk.ask("GET", "/metrics")
+    app = TinyApp(tmp_path)
+    app.ask("POST", "/predictions/tiny", b"[[1, 2, 3], [4, 5, 6]]")
+    app.ask("POST", "/predictions/tiny", b"[")
+    page = app.ask("GET", "/metrics")
     assert page.content_type.startswith(b"text/plain; version=0.0.4")
     samples = {
         (sample.name, sample.labels.get("status") or sample.labels.get("le")): sample.value
@@ -442,31 +409,31 @@ def test_metrics_count_what_was_answered(tmp_path: Path) -> None:
     assert samples[("trueline_run_rows_bucket", "2.0")] == 1
     assert samples[("Requests2XX", None)] == 1
     assert samples[("ts_inference_requests_total", None)] == 1
-    desk.close()
+    app.close()
 
 
-def test_metrics_of_the_host_stand_under_torchserves_names_in_its_form(desk: Desk) -> None:
-    desk.ask("GET", "/ping")
-    page = desk.ask("GET", "/metrics").body.decode()
+def test_metrics_of_the_host_stand_under_torchserves_names_in_its_form(app: TinyApp) -> None:
+    app.ask("GET", "/ping")
+    page = app.ask("GET", "/metrics").body.decode()
     for name in ("Requests2XX", "CPUUtilization", "MemoryUsed", "DiskAvailable"):
         assert re.search(rf'^{name}\{{Level="Host",Hostname="[^"]+",\}} \d+\.\d+', page, re.MULTILINE), name
     assert re.search(r'^ts_queue_latency_microseconds\{hostname="[^"]+",model_name="tiny"', page, re.MULTILINE)
     assert {family.name for family in text_string_to_metric_families(page)} > {"MemoryUtilization", "trueline_ready"}
 
 
-def test_metrics_may_be_asked_for_by_name(desk: Desk) -> None:
-    page = desk.ask("GET", "/metrics?name[]=trueline_ready&name[]=trueline_answers_total&name[]=none").body.decode()
+def test_metrics_may_be_asked_for_by_name(app: TinyApp) -> None:
+    page = app.ask("GET", "/metrics?name[]=trueline_ready&name[]=trueline_answers_total&name[]=none").body.decode()
     found = {family.name for family in text_string_to_metric_families(page)}
     assert found == {"trueline_ready", "trueline_answers"}
 
 
-def test_options_of_a_model_are_the_document_of_what_it_is_asked(desk: Desk) -> None:
-    found = desk.ask("OPTIONS", "/predictions/tiny")
+def test_options_of_a_model_are_the_document_of_what_it_is_asked(app: TinyApp) -> None:
+    found = app.ask("OPTIONS", "/predictions/tiny")
     told = json.loads(found.body)
     assert (found.status, told["openapi"][:2], told["info"]["title"]) == (200, "3.", "tiny")
     assert {"/predictions/tiny", "/v2/models/tiny/infer"} <= set(told["paths"])
     assert "/ping" not in told["paths"]
-    assert desk.ask("OPTIONS", "/predictions/zzz").status == 404
+    assert app.ask("OPTIONS", "/predictions/zzz").status == 404
 
 
 PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predictions/tiny/1", "/v2/models/tiny"])
@@ -476,12 +443,12 @@ PATHS = st.sampled_from(["/v2/models/tiny/infer", "/predictions/tiny", "/predict
 @given(
     path=PATHS, method=st.sampled_from(["POST", "GET", "PUT"]), at=st.integers(0, len(BODY)), junk=st.binary(max_size=8)
 )
-def test_no_body_whatever_is_answered_with_5xx(desk: Desk, path: str, method: str, at: int, junk: bytes) -> None:
-    found = desk.ask(method, path, BODY[:at] + junk + BODY[at + len(junk) :])
+def test_no_body_whatever_is_answered_with_5xx(app: TinyApp, path: str, method: str, at: int, junk: bytes) -> None:
+    found = app.ask(method, path, BODY[:at] + junk + BODY[at + len(junk) :])
     assert found.status < 500
     assert b"Traceback" not in found.body
 
 
 @given(path=st.text(max_size=20))
-def test_no_path_whatever_is_answered_with_5xx(desk: Desk, path: str) -> None:
-    assert desk.ask("GET", "/" + path).status in (200, 400, 404, 405)
+def test_no_path_whatever_is_answered_with_5xx(app: TinyApp, path: str) -> None:
+    assert app.ask("GET", "/" + path).status in (200, 400, 404, 405)

@@ -6,9 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import asking
 import httpx
 import numpy as np
 import pytest
@@ -19,10 +17,11 @@ from trueline import serve
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import BundleError, NotProven, UsageError
-from trueline.recipe.contract import Recipe
 from trueline.serve.loading import Way, load
 from trueline.serve.plan import BY_RECORD
 from trueline.serve.recipe_archive import archive
+from worlds import servers
+from worlds.recipes import untrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 
@@ -58,19 +57,7 @@ class EachRow(nn.Module):
 
 
 def sealed(out: Path, formats: Sequence[str], model: Callable[[], nn.Module] = scaled) -> Path:
-    def never(*_: Any) -> Any:
-        raise AssertionError("nothing is trained here")
-
-    recipe = Recipe(
-        name="scaled",
-        digest="d" * 64,
-        path=None,
-        model=model,
-        loss=never,
-        optimizer=never,
-        dataset=never,
-        examples=lambda: torch.randn(4, 3),
-    )
+    recipe = untrained(model, name="scaled", examples=lambda: torch.randn(4, 3))
     capture(recipe, None, out, formats=formats)
     return out
 
@@ -165,9 +152,9 @@ def test_machine_code_is_served_where_the_operator_allows_code_and_nowhere_else(
     x = np.linspace(-2, 2, 9, dtype=np.float32).reshape(3, 3)
     wanted = scaled()(torch.from_numpy(x)).detach().numpy()
     with serve.start(bundle.path, program="aotinductor", allow_code=True) as server:
-        told = asking.get(f"{server.url}/v2/models/scaled").json()
+        told = servers.get(f"{server.url}/v2/models/scaled").json()
         assert told["platform"] == "pytorch_aotinductor"
-        answer = asking.post(f"{server.url}/predictions/scaled", json=x.tolist()).json()
+        answer = servers.post(f"{server.url}/predictions/scaled", json=x.tolist()).json()
         np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-6)
 
 

@@ -10,30 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
-from test_serve_routes import Desk
 
 from trueline import serve
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError
 from trueline.serve import scoring
+from worlds import bundles
+from worlds.servers import TinyApp
 
-ONE = Signature(inputs=(worlds.spec("x", "batch", 3),), outputs=(worlds.spec("y", "batch", 3),), dims={"batch": Dim()})
+ONE = Signature(
+    inputs=(bundles.spec("x", "batch", 3),), outputs=(bundles.spec("y", "batch", 3),), dims={"batch": Dim()}
+)
 TWO = Signature(
-    inputs=(worlds.spec("a", "batch"), worlds.spec("b", "batch", 1)),
-    outputs=(worlds.spec("y", "batch"),),
+    inputs=(bundles.spec("a", "batch"), bundles.spec("b", "batch", 1)),
+    outputs=(bundles.spec("y", "batch"),),
     dims={"batch": Dim()},
 )
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.close()
+def app(tmp_path: Path) -> Iterator[TinyApp]:
+    with TinyApp(tmp_path) as made:
+        yield made
 
 
 ROWS = [[1, 2, 3], [4, 5, 6]]
@@ -53,9 +54,9 @@ ANSWER = {"predictions": [[3.0, 5.0, 7.0], [9.0, 11.0, 13.0]]}
         ("text/csv; charset=utf-8", "x\n1\n"),
     ],
 )
-def test_tables_and_tensors_are_answered_with_predictions(desk: Desk, media: str, body: Any) -> None:
+def test_tables_and_tensors_are_answered_with_predictions(app: TinyApp, media: str, body: Any) -> None:
     text = body if isinstance(body, str) else json.dumps(body)
-    answer = desk.ask("POST", "/invocations", text.encode(), content_type=media)
+    answer = app.ask("POST", "/invocations", text.encode(), content_type=media)
     if text.startswith("x"):
         assert answer.status == 400, "one column is no row of three"
     else:
@@ -93,25 +94,25 @@ def test_columns_that_are_called_as_inputs_go_to_them_whatever_their_order() -> 
     ],
 )
 def test_what_is_no_table_is_the_clients_fault_in_mlflows_words_too(
-    desk: Desk, media: str, body: str, why: str
+    app: TinyApp, media: str, body: str, why: str
 ) -> None:
-    answer = desk.ask("POST", "/invocations", body.encode("latin-1"), content_type=media)
+    answer = app.ask("POST", "/invocations", body.encode("latin-1"), content_type=media)
     told = json.loads(answer.body)
     assert (answer.status, told["error_code"], told["code"]) == (400, "BAD_REQUEST", 400)
     assert why in told["message"]
 
 
-def test_a_form_of_an_unread_kind_is_415_and_an_unknown_model_404(desk: Desk) -> None:
-    image = desk.ask("POST", "/invocations", b"x", content_type="image/png")
+def test_a_form_of_an_unread_kind_is_415_and_an_unknown_model_404(app: TinyApp) -> None:
+    image = app.ask("POST", "/invocations", b"x", content_type="image/png")
     assert (image.status, json.loads(image.body)["error_code"]) == (415, "BAD_REQUEST")
-    missing = desk.ask("POST", "/invocations?model_name=zzz", b"x")
+    missing = app.ask("POST", "/invocations?model_name=zzz", b"x")
     assert (missing.status, json.loads(missing.body)["error_code"]) == (404, "RESOURCE_DOES_NOT_EXIST")
 
 
-def test_a_body_that_is_none_of_mlflows_is_judged_as_before(desk: Desk) -> None:
-    assert json.loads(desk.ask("POST", "/invocations", b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
-    assert json.loads(desk.ask("POST", "/invocations", b'{"x": [1, 2, 3]}').body) == [3.0, 5.0, 7.0]
-    named = Signature(inputs=(worlds.spec("inputs", "batch", 3),), outputs=ONE.outputs, dims={"batch": Dim()})
+def test_a_body_that_is_none_of_mlflows_is_judged_as_before(app: TinyApp) -> None:
+    assert json.loads(app.ask("POST", "/invocations", b"[1, 2, 3]").body) == [3.0, 5.0, 7.0]
+    assert json.loads(app.ask("POST", "/invocations", b'{"x": [1, 2, 3]}').body) == [3.0, 5.0, 7.0]
+    named = Signature(inputs=(bundles.spec("inputs", "batch", 3),), outputs=ONE.outputs, dims={"batch": Dim()})
     assert scoring.decode(b'{"inputs": [1, 2, 3]}', b"", named) is None, "it is the model's own input"
 
 
@@ -123,12 +124,12 @@ def test_no_bytes_whatever_raise_anything_but_a_request_error(body: bytes, media
                 scoring.decode(form % body, media, signature)
 
 
-def test_health_is_a_line_feed_and_says_what_readiness_says(desk: Desk) -> None:
-    assert (desk.ask("GET", "/health").status, desk.ask("GET", "/health").body) == (200, b"\n")
-    assert desk.ask("GET", "/version").body.decode().count(".") >= 1
-    assert desk.ask("POST", "/health").status == 405
-    desk.routes.asking.draining = True
-    assert desk.ask("GET", "/health").status == 503
+def test_health_is_a_line_feed_and_says_what_readiness_says(app: TinyApp) -> None:
+    assert (app.ask("GET", "/health").status, app.ask("GET", "/health").body) == (200, b"\n")
+    assert app.ask("GET", "/version").body.decode().count(".") >= 1
+    assert app.ask("POST", "/health").status == 405
+    app.routes.asking.draining = True
+    assert app.ask("GET", "/health").status == 503
 
 
 @pytest.mark.slow
@@ -138,11 +139,11 @@ def test_mlflows_own_client_works_unmodified(tmp_path: Path, monkeypatch: pytest
     import pandas as pd
     from mlflow.pyfunc.scoring_server.client import ScoringServerClient
 
-    a, b, y = worlds.spec("a", "batch"), worlds.spec("b", "batch"), worlds.spec("y", "batch")
+    a, b, y = bundles.spec("a", "batch"), bundles.spec("b", "batch"), bundles.spec("y", "batch")
     ones = np.ones(2, np.float32)
-    worlds.bundle(
+    bundles.bundle(
         tmp_path / "sum.bundle",
-        worlds.graph([helper.make_node("Add", ["a", "b"], ["y"])], [a, b], [y]),
+        bundles.graph([helper.make_node("Add", ["a", "b"], ["y"])], [a, b], [y]),
         Signature(inputs=(a, b), outputs=(y,), dims={"batch": Dim()}),
         [Golden(case="2", inputs={"a": ones, "b": ones}, outputs={"y": ones + ones})],
     )

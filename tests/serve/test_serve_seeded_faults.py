@@ -17,12 +17,12 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
-from serve_worlds import Array, bundle, graph, spec
 
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.errors import TruelineError
 from trueline.runtime.compare import compare
 from trueline.serve.loading import Way, load
+from worlds.bundles import Array, bundle, graph, spec
 
 pytestmark = pytest.mark.slow  # hundreds of servers' starts
 

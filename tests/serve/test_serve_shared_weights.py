@@ -7,19 +7,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import asking
 import numpy as np
 import psutil
 import pytest
-import serve_worlds as worlds
 from onnx import helper
-from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.runtime.onnx import OnnxSession
 from trueline.serve.loading import Way, load
 from trueline.serve.recipe_archive import archive
+from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +27,10 @@ WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
 
 def wide(out: Path, layers: int) -> Bundle:
     """`layers` square matrices, one after the other; each keeps the length of a row."""
-    x, y = worlds.spec("x", "batch", WIDTH), worlds.spec("y", "batch", WIDTH)
+    x, y = bundles.spec("x", "batch", WIDTH), bundles.spec("y", "batch", WIDTH)
     rng = np.random.default_rng(0)
     names = ["x", *(f"h{i}" for i in range(1, layers)), "y"]
-    weights: dict[str, worlds.Array] = {
+    weights: dict[str, bundles.Array] = {
         f"w{i}": rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / np.float32(np.sqrt(WIDTH))
         for i in range(layers)
     }
@@ -42,8 +40,8 @@ def wide(out: Path, layers: int) -> Bundle:
     for matrix in weights.values():
         answer = answer @ matrix
     golden = [Golden(case="2", inputs={"x": given}, outputs={"y": answer.astype(np.float32)})]
-    model = worlds.graph(nodes, [x], [y], weights)
-    return worlds.bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim()}), golden)
+    model = bundles.graph(nodes, [x], [y], weights)
+    return bundles.bundle(out, model, Signature(inputs=(x,), outputs=(y,), dims={"batch": Dim()}), golden)
 
 
 def memory(pids: Sequence[int]) -> int:
@@ -75,7 +73,7 @@ def mapped(pid: int, folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_and_thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     wide(folder / "wide" / "1.bundle", LAYERS)
     shutil.copytree(folder / "wide" / "1.bundle", folder / "wide" / "2.bundle")
@@ -85,59 +83,61 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("most", "threads"), [(0, 0), (1, 1), (3, 3)])
 def test_a_run_that_is_long_takes_its_process_share_of_the_cores(
-    store: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, most: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
-    loaded = load(open_bundle(store / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
+    loaded = load(open_bundle(wide_and_thin / "wide" / "1.bundle"), Way(most_threads=most), max_batch=8)
     assert not loaded.plan.inline_values
     assert isinstance(loaded.session, OnnxSession)
     assert loaded.session._session.get_session_options().intra_op_num_threads == threads
 
 
-def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(store: Path) -> None:
-    with serve.start(None, model_store=str(store), load="thin,wide/1.bundle", management_port=0) as running:
+def test_each_further_version_takes_its_weights_and_little_more_and_its_place_is_the_next_ones(
+    wide_and_thin: Path,
+) -> None:
+    with servers.running(store=wide_and_thin, load="thin,wide/1.bundle", management_port=0) as running:
         one = memory([running.pid])
-        assert asking.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
+        assert servers.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
         two = memory([running.pid])
         assert two - one <= 1.2 * WEIGHT_BYTES + 2**20
         assert two - one >= WEIGHT_BYTES, "the version has a program of its own"
-        assert asking.delete(f"{running.management_url}/models/wide/2").status_code == 200
+        assert servers.delete(f"{running.management_url}/models/wide/2").status_code == 200
         assert memory([running.pid]) - one <= 0.2 * WEIGHT_BYTES
         for _ in range(2):
-            assert asking.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
-            assert asking.delete(f"{running.management_url}/models/wide/2").status_code == 200
-        assert asking.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
+            assert servers.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
+            assert servers.delete(f"{running.management_url}/models/wide/2").status_code == 200
+        assert servers.post(f"{running.management_url}/models?url=wide/2.bundle").status_code == 200
         assert memory([running.pid]) - one <= 1.2 * WEIGHT_BYTES + 2**20
 
 
 def test_processes_have_weights_once_that_come_later_and_when_one_is_replaced(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, WIDTH], "data": [0.5] * WIDTH}]}
 
     def answers(running: serve.RunningServer) -> set[bytes]:
         url = f"{running.url}/v2/models/wide/infer"
-        return {asking.post(url, json=body).content for _ in range(12)}
+        return {servers.post(url, json=body).content for _ in range(12)}
 
-    with serve.start(None, model_store=str(store), load="thin", management_port=0, processes=3) as running:
+    with servers.running(store=wide_and_thin, load="thin", management_port=0, processes=3) as running:
         (folder,) = tmp_path.glob("trueline-weights-*")
         before = memory(processes(running))
-        assert asking.post(f"{running.management_url}/models?url=wide/1.bundle&initial_workers=1").status_code == 200
-        eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
-        eventually(lambda: all(b'"outputs"' in answer for answer in answers(running)))
+        assert servers.post(f"{running.management_url}/models?url=wide/1.bundle&initial_workers=1").status_code == 200
+        servers.eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
+        servers.eventually(lambda: all(b'"outputs"' in answer for answer in answers(running)))
         assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES, "three copies would be 3"
         same = answers(running)
         assert len(same) == 1
 
         psutil.Process(processes(running)[0]).kill()
-        eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
-        eventually(lambda: answers(running) == same)
+        servers.eventually(lambda: [mapped(pid, folder) for pid in processes(running)] == [2, 2, 2])
+        servers.eventually(lambda: answers(running) == same)
         assert memory(processes(running)) - before <= 1.4 * WEIGHT_BYTES
 
         assert len(list(folder.iterdir())) == 3, "a lock, and two programs"
-        assert asking.delete(f"{running.management_url}/models/wide").status_code == 200
-        eventually(lambda: len(list(folder.iterdir())) == 2)
+        assert servers.delete(f"{running.management_url}/models/wide").status_code == 200
+        servers.eventually(lambda: len(list(folder.iterdir())) == 2)
     assert not list(tmp_path.glob("trueline-weights-*"))
 
 
@@ -150,35 +150,35 @@ def dataset(mode): ...
 
 
 def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_replaced(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_and_thin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    archive(store / "wide" / "1.bundle", recipe, tmp_path / "store" / "wide.mar", any_recipe=True)
+    archive(wide_and_thin / "wide" / "1.bundle", recipe, tmp_path / "store" / "wide.mar", any_recipe=True)
     asked = {"json": [[0.5] * WIDTH], "timeout": 120}
 
     def workers(running: serve.RunningServer) -> list[int]:
-        described = asking.get(f"{running.management_url}/models/wide").json()[0]
+        described = servers.get(f"{running.management_url}/models/wide").json()[0]
         return [worker["pid"] for worker in described["workers"] if worker["status"] == "READY"]
 
     with serve.start(
         None, model_store=str(tmp_path / "store"), load="wide=wide.mar", allow_code=True, management_port=0
     ) as running:
         (alone,) = workers(running)
-        answer = asking.post(f"{running.url}/predictions/wide", **asked).content
+        answer = servers.post(f"{running.url}/predictions/wide", **asked).content
         copy = memory([alone])
         (weights,) = tmp_path.glob("trueline-archive-*/weights")
         assert not list(weights.iterdir()), "a lone worker writes nothing"
-        assert asking.delete(f"{running.management_url}/models/wide").status_code == 200
+        assert servers.delete(f"{running.management_url}/models/wide").status_code == 200
 
         again = f"{running.management_url}/models?url=wide.mar&model_name=wide&initial_workers=3"
-        assert asking.post(again).status_code == 200
+        assert servers.post(again).status_code == 200
         (weights,) = tmp_path.glob("trueline-archive-*/weights")
         three = workers(running)
         assert [mapped(pid, weights) for pid in three] == [1, 1, 1]
         assert memory(three) <= 3 * copy - 1.6 * WEIGHT_BYTES, "three copies would be three times one"
-        assert {asking.post(f"{running.url}/predictions/wide", **asked).content for _ in range(6)} == {answer}
+        assert {servers.post(f"{running.url}/predictions/wide", **asked).content for _ in range(6)} == {answer}
 
         psutil.Process(three[0]).kill()
 
@@ -186,6 +186,6 @@ def test_workers_of_a_recipes_archive_have_its_weights_once_also_one_that_is_rep
             at_work = workers(running)  # asked once: between two questions the dead one is let go of
             return len(at_work) == 3 and three[0] not in at_work
 
-        eventually(replaced)
+        servers.eventually(replaced)
         assert [mapped(pid, weights) for pid in workers(running)] == [1, 1, 1]
     assert not list(tmp_path.glob("trueline-archive-*"))

@@ -7,11 +7,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import asking
 import fsspec
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
@@ -24,6 +21,7 @@ from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
 from trueline.serve.signed import sign
 from trueline.serve.sources import find
+from worlds import archives, bundles, servers
 
 
 def key(folder: Path, name: str) -> Path:
@@ -90,7 +88,7 @@ def test_what_is_no_key_is_said_with_how_one_is_made(tmp_path: Path) -> None:
 
 def test_what_was_changed_is_not_signed_and_a_bundle_has_one_signature_packed_or_not(tmp_path: Path) -> None:
     ours = key(tmp_path, "ours")
-    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    bundle = bundles.double_plus(tmp_path / "tiny.bundle")
     packed = pack(bundle.path, tmp_path / "tiny.tlb")
     assert sign(bundle.path, ours).read_text() == sign(packed, ours).read_text()
     assert open_bundle(bundle.path).digest == bundle.digest, "it lies beside, not inside"
@@ -104,7 +102,7 @@ def test_a_url_brings_the_signature_that_lies_beside_its_bundle(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     ours = key(tmp_path, "ours")
-    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    bundle = bundles.double_plus(tmp_path / "tiny.bundle")
     packed = pack(bundle.path, tmp_path / "tiny.tlb")
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/signed/tiny.tlb", packed.read_bytes())
@@ -117,13 +115,13 @@ def test_a_url_brings_the_signature_that_lies_beside_its_bundle(
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def signed_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`good`, signed; `bare`, not; `theirs`, signed by others; `moved`, with the signature of `good`; two archives."""
     root = tmp_path_factory.mktemp("signed")
     ours, others = key(root, "ours"), key(root, "others")
     folder = root / "store"
     for name in ("good", "bare", "theirs", "moved"):
-        worlds.double_plus(folder / f"{name}.bundle", max_rows=len(name))
+        bundles.double_plus(folder / f"{name}.bundle", max_rows=len(name))
     sign(folder / "good.bundle", ours)
     sign(folder / "theirs.bundle", others)
     signing.place_of(folder / "moved.bundle").write_bytes(signing.place_of(folder / "good.bundle").read_bytes())
@@ -133,43 +131,43 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(store: Path) -> Iterator[serve.RunningServer]:
-    with serve.start(
-        model_store=str(store),
-        load="good",
-        management_port=0,
-        allow_code=True,
-        trusted_keys=str(store.parent / "ours.pub"),
-    ) as running:
-        yield running
+def signed_server(signed_store: Path) -> Iterator[serve.RunningServer]:
+    keys = signed_store.parent / "ours.pub"
+    with servers.running(
+        store=signed_store, load="good", management_port=0, allow_code=True, trusted_keys=keys
+    ) as server:
+        yield server
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bare", "theirs", "moved"])
-def test_a_client_cannot_load_what_no_trusted_key_has_signed(server: serve.RunningServer, name: str) -> None:
-    for url in (f"{server.management_url}/models?url={name}.bundle", f"{server.url}/v2/repository/models/{name}/load"):
-        refused = asking.post(url)
+def test_a_client_cannot_load_what_no_trusted_key_has_signed(signed_server: serve.RunningServer, name: str) -> None:
+    for url in (
+        f"{signed_server.management_url}/models?url={name}.bundle",
+        f"{signed_server.url}/v2/repository/models/{name}/load",
+    ):
+        refused = servers.post(url)
         assert refused.status_code == 400
         assert "the bundle was refused" in refused.text
         assert "/" not in refused.json().get("message", refused.json().get("error", "")).replace("://", "")
-    assert asking.get(f"{server.url}/v2/models/{name}/ready").status_code == 404
-    assert asking.get(f"{server.url}/v2/models/good/ready").status_code == 200
+    assert servers.get(f"{signed_server.url}/v2/models/{name}/ready").status_code == 404
+    assert servers.get(f"{signed_server.url}/v2/models/good/ready").status_code == 200
 
 
 @pytest.mark.slow
-def test_an_archive_that_is_not_signed_runs_nothing(server: serve.RunningServer, store: Path) -> None:
-    refused = asking.post(f"{server.management_url}/models?url=wild.mar&initial_workers=1")
+def test_an_archive_that_is_not_signed_runs_nothing(signed_server: serve.RunningServer, signed_store: Path) -> None:
+    refused = servers.post(f"{signed_server.management_url}/models?url=wild.mar&initial_workers=1")
     assert refused.status_code == 400
-    assert not (store.parent / "ran").exists()
-    good = asking.post(f"{server.management_url}/models?url=handled.mar&initial_workers=1")
+    assert not (signed_store.parent / "ran").exists()
+    good = servers.post(f"{signed_server.management_url}/models?url=handled.mar&initial_workers=1")
     assert good.status_code == 200
-    assert asking.post(f"{server.url}/predictions/handled", content=b"x").text == "1"
+    assert servers.post(f"{signed_server.url}/predictions/handled", content=b"x").text == "1"
 
 
 @pytest.mark.slow
-def test_a_server_does_not_start_with_what_is_not_signed(store: Path) -> None:
+def test_a_server_does_not_start_with_what_is_not_signed(signed_store: Path) -> None:
     with pytest.raises(BundleError, match="is not signed"):
-        serve.start(store / "bare.bundle", trusted_keys=str(store.parent / "ours.pub"))
+        serve.start(signed_store / "bare.bundle", trusted_keys=str(signed_store.parent / "ours.pub"))
 
 
 FUNCTIONS = """
@@ -188,14 +186,14 @@ GRAPH = """
 
 
 @pytest.mark.slow
-def test_a_workflow_is_signed_as_models_are(server: serve.RunningServer, store: Path) -> None:
-    made = mar_worlds.war(store / "flow.war", FUNCTIONS, GRAPH)
-    url = f"{server.management_url}/workflows?url=flow.war"
-    refused = asking.post(url)
+def test_a_workflow_is_signed_as_models_are(signed_server: serve.RunningServer, signed_store: Path) -> None:
+    made = archives.war(signed_store / "flow.war", FUNCTIONS, GRAPH)
+    url = f"{signed_server.management_url}/workflows?url=flow.war"
+    refused = servers.post(url)
     assert (refused.status_code, "is not signed" in refused.json()["message"]) == (400, True)
-    sign(made, store.parent / "ours.pem")
-    assert asking.post(url).status_code == 200
-    assert asking.post(f"{server.url}/wfpredict/flow", content=b"x").text == "<x>"
+    sign(made, signed_store.parent / "ours.pem")
+    assert servers.post(url).status_code == 200
+    assert servers.post(f"{signed_server.url}/wfpredict/flow", content=b"x").text == "<x>"
 
 
 @pytest.mark.slow
@@ -203,7 +201,7 @@ def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(
     tmp_path: Path, new_registry: Callable[[Path], str]
 ) -> None:
     ours, uri = key(tmp_path, "ours"), new_registry(tmp_path)
-    bundle = worlds.double_plus(tmp_path / "tiny.bundle")
+    bundle = bundles.double_plus(tmp_path / "tiny.bundle")
     trusted = Trusted.read(ours.with_suffix(".pub"))
     register(bundle.path, name="tiny", tracking_uri=uri)
     assert not resolve("models:/tiny@champion", tracking_uri=uri).signature

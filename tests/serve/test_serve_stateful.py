@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import asking
 import grpc
 import httpx
-import mar_worlds as worlds
 import pytest
 
 from trueline import serve
@@ -21,6 +19,7 @@ from trueline.errors import TruelineError
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE
 from trueline.wire import torchserve_pb2 as pb
+from worlds import archives, servers
 
 pytestmark = pytest.mark.slow
 
@@ -137,20 +136,18 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def sequence_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
+    archives.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
     brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 2000\nsequenceTimeoutMSec: 6000"
-    worlds.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
-    with serve.start(
-        model_store=str(store), load="sum,brief", management_port=0, grpc_port=0, allow_code=True
-    ) as running:
-        yield running
+    archives.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
+    with servers.running(store=store, load="sum,brief", management_port=0, grpc_port=0, allow_code=True) as server:
+        yield server
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[Client]:
-    made = Client(server)
+def client(sequence_server: RunningServer) -> Iterator[Client]:
+    made = Client(sequence_server)
     yield made
     made.close()
 
@@ -229,8 +226,8 @@ def test_a_worker_that_dies_takes_its_sequences_along_and_says_so(client: Client
     assert client.ask("3", "l1")["sum"] == 6
 
 
-def test_idle_and_old_sequences_expire_and_free_their_place(server: RunningServer, tmp_path: Path) -> None:
-    brief = Client(server, "brief")
+def test_idle_and_old_sequences_expire_and_free_their_place(sequence_server: RunningServer, tmp_path: Path) -> None:
+    brief = Client(sequence_server, "brief")
     held = brief.hold(tmp_path / "gate", "a")  # which is not idle meanwhile
     assert brief.refused("1", "b").startswith("as many sequences are open as may be (1); ")
     (tmp_path / "gate").touch()
@@ -271,12 +268,12 @@ def test_scaling_down_waits_for_sequences_and_scaling_to_nothing_closes_them(cli
 
 
 def test_the_description_tells_a_stateful_model_truly_and_asks_its_handler_outside_of_sequences(
-    client: Client, server: RunningServer
+    client: Client, sequence_server: RunningServer
 ) -> None:
     facts = client.facts()
     told = ("stateful", "sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
     assert [facts[key] for key in told] == [True, 120000, 0, 16, 3]
-    own = asking.get(f"{server.management_url}/models/sum", params={"customized": "true"}).json()[0]
+    own = servers.get(f"{sequence_server.management_url}/models/sum", params={"customized": "true"}).json()[0]
     assert own["customizedMetadata"]["batch"] == [None]
     assert client.facts()["jobQueueStatus"] == {"remainingCapacity": 48, "pendingRequests": 0}
 
@@ -289,8 +286,8 @@ def predict(name: str, **values: bytes) -> pb.PredictionsRequest:
 
 
 @pytest.fixture
-def channel(server: RunningServer) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as made:
+def channel(sequence_server: RunningServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{sequence_server.grpc_port}") as made:
         yield made
 
 
@@ -341,7 +338,7 @@ def test_a_stream_names_its_sequence_or_begins_one(channel: grpc.Channel) -> Non
 
 
 def test_a_stateful_model_is_not_served_by_several_processes_and_that_is_said(tmp_path: Path) -> None:
-    worlds.mar(tmp_path / "sum.mar", SUM, modelName="sum", config=CONFIG)
+    archives.mar(tmp_path / "sum.mar", SUM, modelName="sum", config=CONFIG)
     with (
         pytest.raises(TruelineError, match="serve it with --processes 1"),
         serve.start(tmp_path / "sum.mar", allow_code=True, processes=2),

@@ -6,17 +6,15 @@ import json
 import time
 from pathlib import Path
 
-import asking
 import httpx
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.errors import Overloaded, RequestError
 from trueline.serve import torchserve
 from trueline.serve.handlers.outcome import DIED, HandlerFailed, Hung
 from trueline.serve.tokens import Forbidden, Unauthorized
+from worlds import archives, bundles, servers
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_a_refusal_has_our_status_or_torchserves(
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_server_answers_with_our_statuses_or_torchserves(tmp_path: Path, strict: bool) -> None:
     (tmp_path / "store").mkdir()
-    worlds.double_plus(tmp_path / "store" / "tiny.bundle")
+    bundles.double_plus(tmp_path / "store" / "tiny.bundle")
     with serve.start(
         model_store=str(tmp_path / "store"),
         load="tiny",
@@ -83,8 +81,8 @@ def test_a_registration_that_does_not_wait_is_answered_at_once_as_torchserve_doe
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    worlds.double_plus(store / "tiny.bundle")
-    worlds.double_plus(store / "torn.bundle")
+    bundles.double_plus(store / "tiny.bundle")
+    bundles.double_plus(store / "torn.bundle")
     weights = next(path for path in (store / "torn.bundle").rglob("*.onnx"))
     weights.write_bytes(weights.read_bytes()[:-9])
     with (
@@ -112,11 +110,11 @@ def test_json_and_text_reach_a_handler_as_values_or_as_they_came(tmp_path: Path,
 
     code = "def handle(data, context):\n    return data and [type(row['body']).__name__ for row in data]\n"
     (tmp_path / "store").mkdir()
-    mar_worlds.mar(tmp_path / "store" / "noop.mar", code)
+    archives.mar(tmp_path / "store" / "noop.mar", code)
     config = tmp_path / "config.properties"
     config.write_text(f"model_store={tmp_path / 'store'}\nload_models=noop.mar\n{told}")
     options = properties.read(config, {}).options
     with serve.start(allow_code=True, **options) as running:
         asked = {"content": b'{"a": 1}', "headers": {"content-type": "application/json"}, "timeout": 60}
-        found = asking.post(f"{running.url}/predictions/noop", **asked).text  # type: ignore[arg-type]
+        found = servers.post(f"{running.url}/predictions/noop", **asked).text  # type: ignore[arg-type]
         assert found == ("dict" if kind == "dict" else "bytearray")

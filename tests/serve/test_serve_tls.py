@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -20,6 +19,7 @@ from cryptography.x509.oid import NameOID
 from trueline import serve
 from trueline.errors import UsageError
 from trueline.serve import tls
+from worlds import bundles
 
 SECOND = datetime.timedelta(seconds=1)
 
@@ -154,7 +154,7 @@ def test_a_server_that_asks_for_certificates_may_be_reached_and_answers_over_htt
     grpc_client = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
     authority = Authority(tmp_path)
     one, mine = authority.issue("server"), authority.issue("mine")
-    source = worlds.double_plus(tmp_path / "tiny.bundle").path
+    source = bundles.double_plus(tmp_path / "tiny.bundle").path
     with pytest.raises(UsageError, match="can be reached from other machines"):
         serve.start(source, host="0.0.0.0", certificate=str(one.certificate), private_key=str(one.key))
     with serve.start(

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import asking
 import grpc
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 
 from trueline import serve
 from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2 as pb
+from worlds import archives, bundles, servers
 
 pytestmark = pytest.mark.slow
 
@@ -41,22 +39,14 @@ KEYS: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    store = tmp_path_factory.mktemp("store")
-    mar_worlds.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1")
-    worlds.double_plus(store / "tiny.bundle")
+def torchserve_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = bundles.store(tmp_path_factory.mktemp("store"), "tiny")
+    archives.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1")
+    ports = {"management_port": 0, "grpc_port": 0, "grpc_management_port": 0}
     keys = store.parent / "key_file.json"
-    with serve.start(
-        model_store=str(store),
-        load="echo",
-        management_port=0,
-        grpc_port=0,
-        grpc_management_port=0,
-        key_file=str(keys),
-        allow_code=True,
-    ) as running:
-        KEYS.update({kind: one["key"] for kind, one in json.loads(keys.read_text()).items()})
-        yield running
+    with servers.running(store=store, load="echo", key_file=keys, allow_code=True, **ports) as server:
+        KEYS.update(servers.keys_in(keys))
+        yield server
 
 
 class Client:
@@ -87,13 +77,13 @@ class Client:
 
 
 @pytest.fixture
-def asked(server: RunningServer) -> Client:
-    return Client(server.grpc_port, INFERENCE, "inference")
+def inference(torchserve_server: RunningServer) -> Client:
+    return Client(torchserve_server.grpc_port, INFERENCE, "inference")
 
 
 @pytest.fixture
-def managed(server: RunningServer) -> Client:
-    return Client(server.grpc_management_port, MANAGEMENT, "management")
+def management(torchserve_server: RunningServer) -> Client:
+    return Client(torchserve_server.grpc_management_port, MANAGEMENT, "management")
 
 
 def predict(model: str, version: str = "", sequence: str = "", **values: bytes) -> pb.PredictionsRequest:
@@ -119,9 +109,11 @@ def test_fields_have_torchserves_numbers() -> None:
     assert predict("m", data=b"\x01").SerializeToString() == b"\x0a\x01m\x1a\x09\x0a\x04data\x12\x01\x01"
 
 
-def test_a_model_is_registered_described_scaled_made_default_and_unregistered(managed: Client, asked: Client) -> None:
+def test_a_model_is_registered_described_scaled_made_default_and_unregistered(
+    management: Client, inference: Client
+) -> None:
     def do(method: str, request: Any) -> str:
-        found: str = managed.call(method, request, pb.ManagementResponse).msg
+        found: str = management.call(method, request, pb.ManagementResponse).msg
         return found
 
     register = pb.RegisterModelRequest(url="tiny.bundle", initial_workers=1, batch_size=8)
@@ -135,11 +127,11 @@ def test_a_model_is_registered_described_scaled_made_default_and_unregistered(ma
     assert do("ScaleWorker", pb.ScaleWorkerRequest(model_name="tiny", min_worker=2)) == "Processing worker updates..."
     default = pb.SetDefaultRequest(model_name="tiny", model_version="1")
     assert do("SetDefault", default) == 'Default version successfully updated for model "tiny" to "1"'
-    answer = asked.call("Predictions", predict("tiny", data=b"[1, 2, 3]"), pb.PredictionResponse)
+    answer = inference.call("Predictions", predict("tiny", data=b"[1, 2, 3]"), pb.PredictionResponse)
     assert json.loads(answer.prediction) == [3.0, 5.0, 7.0]
-    answer = asked.call("Predictions", predict("tiny", "1", x=b"[[1, 2, 3]]"), pb.PredictionResponse)
+    answer = inference.call("Predictions", predict("tiny", "1", x=b"[[1, 2, 3]]"), pb.PredictionResponse)
     assert json.loads(answer.prediction) == [[3.0, 5.0, 7.0]]
-    code, why = refused(asked.call, "Predictions", predict("tiny", data=b"[1, 2]"), pb.PredictionResponse)
+    code, why = refused(inference.call, "Predictions", predict("tiny", data=b"[1, 2]"), pb.PredictionResponse)
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert "'x'" in why
     assert do("UnregisterModel", pb.UnregisterModelRequest(model_name="tiny")) == 'Model "tiny" unregistered'
@@ -147,16 +139,16 @@ def test_a_model_is_registered_described_scaled_made_default_and_unregistered(ma
     assert (code, why) == (grpc.StatusCode.NOT_FOUND, "Model not found: tiny")
 
 
-def test_an_archive_answers_with_its_own_handler_in_pieces_where_it_sends_them(asked: Client) -> None:
-    answer = asked.call("Predictions", predict("echo", sequence="s1", data=b"\x00\xff"), pb.PredictionResponse)
+def test_an_archive_answers_with_its_own_handler_in_pieces_where_it_sends_them(inference: Client) -> None:
+    answer = inference.call("Predictions", predict("echo", sequence="s1", data=b"\x00\xff"), pb.PredictionResponse)
     assert (json.loads(answer.prediction), answer.sequence_id) == ({"data": str(b"\x00\xff")}, "s1")
-    pieces = asked.stream("StreamPredictions", predict("echo", act=b"pieces"), pb.PredictionResponse)
+    pieces = inference.stream("StreamPredictions", predict("echo", act=b"pieces"), pb.PredictionResponse)
     assert [one.prediction for one in pieces] == [b"one ", b"two"]
-    whole = asked.call("Predictions", predict("echo", act=b"pieces"), pb.PredictionResponse)
+    whole = inference.call("Predictions", predict("echo", act=b"pieces"), pb.PredictionResponse)
     assert whole.prediction == b"one two"
-    code, _ = refused(asked.stream, "StreamPredictions", predict("echo", act=b"torn"), pb.PredictionResponse)
+    code, _ = refused(inference.stream, "StreamPredictions", predict("echo", act=b"torn"), pb.PredictionResponse)
     assert code == grpc.StatusCode.UNAVAILABLE, "half an answer is not taken for a whole one"
-    told = asked.talk(
+    told = inference.talk(
         "StreamPredictions2",
         [predict("echo", data=b"a"), predict("nope"), predict("echo", data=b"b")],
         pb.PredictionResponse,
@@ -164,28 +156,28 @@ def test_an_archive_answers_with_its_own_handler_in_pieces_where_it_sends_them(a
     assert [one.status.code for one in told] == [0, grpc.StatusCode.NOT_FOUND.value[0], 0]
 
 
-def test_what_goes_wrong_has_a_status_and_words(asked: Client, server: RunningServer) -> None:
-    assert asked.call("Ping", pb.Nothing(), pb.HealthResponse).health == "Healthy"
+def test_what_goes_wrong_has_a_status_and_words(inference: Client, torchserve_server: RunningServer) -> None:
+    assert inference.call("Ping", pb.Nothing(), pb.HealthResponse).health == "Healthy"
     for request, code, words in [
         (predict("zzz", data=b"1"), grpc.StatusCode.NOT_FOUND, "model 'zzz' is not served here"),
         (predict("echo", "9", data=b"1"), grpc.StatusCode.NOT_FOUND, "has no version '9'"),
         (predict("", data=b"1"), grpc.StatusCode.INVALID_ARGUMENT, "Parameter model_name is required."),
         (predict("echo", act=b"exit"), grpc.StatusCode.UNAVAILABLE, "Worker died."),
     ]:
-        found, why = refused(asked.call, "Predictions", request, pb.PredictionResponse)
+        found, why = refused(inference.call, "Predictions", request, pb.PredictionResponse)
         assert found == code, request
         assert words in why
-    wrong = Client(server.grpc_port, INFERENCE, "management")
+    wrong = Client(torchserve_server.grpc_port, INFERENCE, "management")
     code, _ = refused(wrong.call, "Predictions", predict("echo", data=b"1"), pb.PredictionResponse)
     assert code == grpc.StatusCode.PERMISSION_DENIED
     assert wrong.call("Ping", pb.Nothing(), pb.HealthResponse).health == "Healthy", "health is open"
-    inference = Client(server.grpc_management_port, MANAGEMENT, "inference")
+    inference = Client(torchserve_server.grpc_management_port, MANAGEMENT, "inference")
     code, _ = refused(inference.call, "ListModels", pb.ListModelsRequest(), pb.ManagementResponse)
     assert code == grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_strict_statuses_are_torchserves(tmp_path: Path) -> None:
-    worlds.double_plus(tmp_path / "tiny.bundle")
+    bundles.double_plus(tmp_path / "tiny.bundle")
     with serve.start(tmp_path / "tiny.bundle", grpc_port=0, torchserve_strict=True) as running:
         KEYS.setdefault("inference", "none")
         client = Client(running.grpc_port, INFERENCE, "inference")
@@ -193,4 +185,4 @@ def test_strict_statuses_are_torchserves(tmp_path: Path) -> None:
         assert code == grpc.StatusCode.INTERNAL
         code, _ = refused(client.call, "Predictions", predict("tiny", data=b"?"), pb.PredictionResponse)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert asking.get(running.url).status_code == 405
+        assert servers.get(running.url).status_code == 405

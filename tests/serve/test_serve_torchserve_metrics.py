@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-import asking
-import mar_worlds
 import pytest
-import serve_worlds as worlds
 from prometheus_client.parser import text_string_to_metric_families
-from test_serve_fleet import Office
 
 from trueline import events, serve
 from trueline.serve import gpus
 from trueline.serve.fleet import Found
 from trueline.serve.gpus import Gpus, parsed
 from trueline.serve.http import Request, Response
+from worlds import archives, bundles, servers
+from worlds.servers import StoreApp
 
 HOST = {"Level", "Hostname"}
 MODEL = {"model_name", "model_version", "hostname"}
@@ -54,14 +53,14 @@ def labels_by_name(page: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("what", ["bundle", "archive"])
 def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path: Path, what: str) -> None:
     if what == "bundle":
-        source = worlds.double_plus(tmp_path / "noop.bundle").path
+        source = bundles.double_plus(tmp_path / "noop.bundle").path
     else:
-        source = mar_worlds.mar(tmp_path / "noop.mar", mar_worlds.DOUBLE)
+        source = archives.mar(tmp_path / "noop.mar", archives.DOUBLE)
     body = {"x": [1, 2, 3]} if what == "archive" else [1, 2, 3]
     with serve.start(source, name="noop", metrics_port=0, allow_code=what == "archive") as running:
         for _ in range(3):
-            asking.post(f"{running.url}/predictions/noop", json=body).raise_for_status()
-        page = asking.get(f"{running.metrics_url}/metrics").text
+            servers.post(f"{running.url}/predictions/noop", json=body).raise_for_status()
+        page = servers.get(f"{running.metrics_url}/metrics").text
     found = labels_by_name(page)
     missing = {name: labels for name, labels in NAMES.items() if not labels <= found.get(name, set())}
     assert not missing
@@ -69,18 +68,18 @@ def test_every_name_of_torchserves_list_is_on_its_port_with_its_labels(tmp_path:
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Office:
-    worlds.double_plus(tmp_path / "pair.bundle")
-    made = Office(tmp_path)
-    for name in ("pair", "other"):
-        made.run(made.fleet.load(Found(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))
-    return made
+def two_names(tmp_path: Path) -> Iterator[StoreApp]:
+    """One bundle, loaded under two names."""
+    with StoreApp(bundles.store(tmp_path, "pair")) as made:
+        for name in ("pair", "other"):
+            made.run(made.fleet.load(Found(path=tmp_path / "pair.bundle"), name, "1", source="pair.bundle"))
+        yield made
 
 
-def told(office: Office, name: str) -> dict[str, float]:
+def told(app: StoreApp, name: str) -> dict[str, float]:
     """The samples of one metric, by what tells them apart."""
-    answer = office.routes.answer(Request("GET", f"/metrics?name[]={name}".encode(), {}, b""))
-    found: Response = answer if isinstance(answer, Response) else office.run(answer)
+    answer = app.routes.answer(Request("GET", f"/metrics?name[]={name}".encode(), {}, b""))
+    found: Response = answer if isinstance(answer, Response) else app.run(answer)
     return {
         sample.labels.get("model_name") or sample.labels.get("WorkerName", ""): sample.value
         for family in text_string_to_metric_families(found.body.decode())
@@ -88,30 +87,28 @@ def told(office: Office, name: str) -> dict[str, float]:
     }
 
 
-def test_times_are_of_what_came_since_the_last_look_and_stand_until_more_comes(office: Office) -> None:
-    assert told(office, "QueueTime") == {"": 0.0}
-    assert told(office, "PredictionTime") == {}
-    assert office.ask("POST", "/predictions/pair", json.dumps([1, 2, 3]).encode())[0] == 200
-    version = office.models.find("pair")
+def test_times_are_of_what_came_since_the_last_look_and_stand_until_more_comes(two_names: StoreApp) -> None:
+    assert told(two_names, "QueueTime") == {"": 0.0}
+    assert told(two_names, "PredictionTime") == {}
+    assert two_names.ask("POST", "/predictions/pair", json.dumps([1, 2, 3]).encode())[0] == 200
+    version = two_names.models.find("pair")
     version.stats.queue_s += 0.25
-    assert told(office, "QueueTime") == {"": pytest.approx(250.0)}
-    first = told(office, "PredictionTime")
+    assert told(two_names, "QueueTime") == {"": pytest.approx(250.0)}
+    first = told(two_names, "PredictionTime")
     assert first == {"pair": pytest.approx(1e3 * version.stats.infer_s)}
-    assert told(office, "HandlerTime")["pair"] > first["pair"]
+    assert told(two_names, "HandlerTime")["pair"] > first["pair"]
     version.stats.infer_s += 1.0
     version.stats.request_s.add(3.0)
-    assert told(office, "PredictionTime")["pair"] == pytest.approx(1000.0)
-    assert told(office, "WorkerThreadTime") == {"": pytest.approx(2000.0)}
-    office.close()
+    assert told(two_names, "PredictionTime")["pair"] == pytest.approx(1000.0)
+    assert told(two_names, "WorkerThreadTime") == {"": pytest.approx(2000.0)}
 
 
-def test_the_time_that_a_version_took_to_load_is_told_of_its_worker(office: Office) -> None:
-    loads = told(office, "WorkerLoadTime")
+def test_the_time_that_a_version_took_to_load_is_told_of_its_worker(two_names: StoreApp) -> None:
+    loads = told(two_names, "WorkerLoadTime")
     assert set(loads) == {"W-9000-pair_1", "W-9000-other_1"}
     assert all(0 < ms < 60_000 for ms in loads.values())
-    office.run(office.fleet.retire("other"))
-    assert set(told(office, "WorkerLoadTime")) == {"W-9000-pair_1"}
-    office.close()
+    two_names.run(two_names.fleet.retire("other"))
+    assert set(told(two_names, "WorkerLoadTime")) == {"W-9000-pair_1"}
 
 
 def a_driver(folder: Path, script: str) -> None:

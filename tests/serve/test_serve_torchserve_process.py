@@ -10,14 +10,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import asking
 import httpx
-import mar_worlds as worlds
 import pytest
 
 from trueline import serve
 from trueline.errors import TruelineError
 from trueline.serve import RunningServer
+from worlds import archives, servers
 
 pytestmark = pytest.mark.slow
 
@@ -48,19 +47,18 @@ ECHO = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def archive_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
-    worlds.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1\nresponseTimeout: 30")
-    worlds.mar(store / "second.mar", worlds.DOUBLE, modelName="double", modelVersion="2.0")
-    worlds.mar(store / "broken.mar", "import no_such_module", modelName="broken")
-    with serve.start(
-        model_store=str(store), load="echo", management_port=0, allow_code=True, state=str(store / "state.json")
-    ) as running:
-        yield running
+    archives.mar(store / "echo.mar", ECHO, modelName="echo", config="minWorkers: 1\nresponseTimeout: 30")
+    archives.mar(store / "second.mar", archives.DOUBLE, modelName="double", modelVersion="2.0")
+    archives.mar(store / "broken.mar", "import no_such_module", modelName="broken")
+    state = store / "state.json"
+    with servers.running(store=store, load="echo", management_port=0, allow_code=True, state=state) as server:
+        yield server
 
 
-def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(archive_server: RunningServer) -> None:
+    with httpx.Client(base_url=archive_server.url, timeout=60) as client:
         answer = client.post("/predictions/echo", json={"x": 1}, headers={"authorization": "Bearer secret"})
         assert answer.status_code == 200
         assert answer.json() == {"names": ["body"], "body": {"x": 1}, "explain": "False", "token": None}
@@ -90,26 +88,30 @@ def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(s
         }
 
 
-def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answered(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def test_a_worker_that_dies_under_a_request_is_said_at_once_and_the_next_is_answered(
+    archive_server: RunningServer,
+) -> None:
+    with httpx.Client(base_url=archive_server.url, timeout=60) as client:
         dead = client.post("/predictions/echo", data={"act": "exit"})
         assert (dead.status_code, dead.json()["message"]) == (503, "Worker died.")
         assert dead.json()["type"] == "InternalServerException"
         assert client.post("/predictions/echo", json={"x": 1}).status_code == 200
 
 
-def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(server: RunningServer) -> None:
-    (facts,) = asking.get(f"{server.management_url}/models/echo").json()
+def test_a_handlers_process_gains_no_privileges_and_leaves_no_core(archive_server: RunningServer) -> None:
+    (facts,) = servers.get(f"{archive_server.management_url}/models/echo").json()
     process = Path(f"/proc/{facts['workers'][0]['pid']}")
     assert "NoNewPrivs:\t1\n" in (process / "status").read_text()
     assert re.search(r"Max core file size +0 +0 ", (process / "limits").read_text())
 
 
-def test_archives_are_registered_scaled_described_and_unregistered_in_torchserves_words(server: RunningServer) -> None:
-    assert server.management_url is not None
+def test_archives_are_registered_scaled_described_and_unregistered_in_torchserves_words(
+    archive_server: RunningServer,
+) -> None:
+    assert archive_server.management_url is not None
     with (
-        httpx.Client(base_url=server.management_url, timeout=120) as management,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=archive_server.management_url, timeout=120) as management,
+        httpx.Client(base_url=archive_server.url, timeout=60) as client,
     ):
         told = management.post("/models", params={"url": "second.mar"})
         assert told.json()["status"] == (
@@ -126,7 +128,7 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
         assert client.post("/predictions/double", json={"x": 4}).json() == {"doubled": 8}
         facts = management.get("/models/double").json()[0]
         assert (facts["runtime"], facts["minWorkers"], facts["batchSize"]) == ("python", 1, 1)
-        assert facts["workers"][0]["pid"] != server.pid
+        assert facts["workers"][0]["pid"] != archive_server.pid
         assert facts["workers"][0]["memoryUsage"] > 2**20
         own = management.get("/models/echo", params={"customized": "true"}).json()[0]
         assert own["customizedMetadata"]["names"] == [], "the handler is asked with the header `describe`"
@@ -148,22 +150,22 @@ def test_archives_are_registered_scaled_described_and_unregistered_in_torchserve
 
 
 def test_handlers_die_with_their_server_and_a_restart_brings_them_back(tmp_path: Path) -> None:
-    worlds.mar(tmp_path / "double.mar", worlds.DOUBLE, modelName="double")
+    archives.mar(tmp_path / "double.mar", archives.DOUBLE, modelName="double")
     state = str(tmp_path / "state.json")
     with serve.start(tmp_path / "double.mar", allow_code=True, state=state, management_port=0) as running:
         assert (running.model, running.version) == ("double", "1.0")
         assert running.management_url is not None
-        pid = asking.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
+        pid = servers.get(f"{running.management_url}/models/double").json()[0]["workers"][0]["pid"]
         handler = os.pidfd_open(pid)
         os.kill(running.pid, signal.SIGKILL)
         assert select.select([handler], [], [], 100)[0], "the handler's process ends"
         os.close(handler)
     assert json.loads(Path(state).read_text())["models"]["double"]["default"] == "1.0"
-    with serve.start(model_store=str(tmp_path), state=state, allow_code=True) as again:
-        assert asking.post(f"{again.url}/predictions/double", json={"x": 3}).json() == {"doubled": 6}
+    with servers.running(store=tmp_path, state=state, allow_code=True) as again:
+        assert servers.post(f"{again.url}/predictions/double", json={"x": 3}).json() == {"doubled": 6}
 
 
 def test_a_server_that_was_not_allowed_to_run_code_does_not_start_with_an_archive(tmp_path: Path) -> None:
-    path = worlds.mar(tmp_path / "double.mar", worlds.DOUBLE)
+    path = archives.mar(tmp_path / "double.mar", archives.DOUBLE)
     with pytest.raises(TruelineError, match="this server runs none"), serve.start(path):
         pass

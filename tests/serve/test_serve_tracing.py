@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 import pytest
-from serve_worlds import Answers
 
 from trueline.errors import UsageError
 from trueline.serve import tracing
 from trueline.serve.http import Request, Response
+from worlds.servers import Answers
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")
 

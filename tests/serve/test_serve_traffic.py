@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import serve_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
-from test_serve_fleet import Office
 
 from trueline.serve.canary import Rule, Sample, judge, lower_bound, median_s
 from trueline.serve.stats import BOUNDS_S, Histogram
+from worlds import bundles
+from worlds.servers import StoreApp
 
 
 def seen(answered: int, failed: int = 0, seconds: float = 0.001) -> Sample:
@@ -75,74 +75,66 @@ class Failing:
         return self.inner.run(inputs)
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("store")
-    worlds.double_plus(folder / "pair" / "1.bundle")
-    worlds.double_plus(folder / "pair" / "2.bundle")
-    return folder
-
-
 @pytest.fixture
-def office(shelf: Path) -> Iterator[Office]:
-    made = Office(shelf)
-    for version in ("1", "2"):
-        assert made.manage("POST", f"/models?url=pair/{version}.bundle&initial_workers=1")[0] == 200
-    yield made
-    made.close()
+def pair_app(tmp_path: Path) -> Iterator[StoreApp]:
+    """Two versions of `pair`, both loaded."""
+    with StoreApp(bundles.store(tmp_path, "pair/1", "pair/2")) as made:
+        for version in ("1", "2"):
+            assert made.manage("POST", f"/models?url=pair/{version}.bundle&initial_workers=1")[0] == 200
+        yield made
 
 
-def broken(office: Office, version: str) -> Failing:
+def broken(app: StoreApp, version: str) -> Failing:
     """Breaks a version after it was proven."""
-    loaded = office.models.find("pair", version).loaded
+    loaded = app.models.find("pair", version).loaded
     failing = Failing(loaded.session)
     object.__setattr__(loaded, "session", failing)
     return failing
 
 
-def ask(office: Office, times: int) -> list[int]:
-    return [office.ask("POST", "/predictions/pair", b"[1, 2, 3]", x_trueline_key=f"k{i}")[0] for i in range(times)]
+def ask(app: StoreApp, times: int) -> list[int]:
+    return [app.ask("POST", "/predictions/pair", b"[1, 2, 3]", x_trueline_key=f"k{i}")[0] for i in range(times)]
 
 
-def test_a_canary_that_fails_gives_the_traffic_back_before_many_requests_are_lost(office: Office) -> None:
-    assert office.manage("PUT", "/models/pair/2/canary?weight=30") == (
+def test_a_canary_that_fails_gives_the_traffic_back_before_many_requests_are_lost(pair_app: StoreApp) -> None:
+    assert pair_app.manage("PUT", "/models/pair/2/canary?weight=30") == (
         200,
         {"status": 'Version "2" is a canary of model "pair" with 0.3 of its requests'},
     )
-    broken(office, "2")
-    traffic = office.management._traffic
+    broken(pair_app, "2")
+    traffic = pair_app.management._traffic
     lost = 0
     for _ in range(20):
-        lost += ask(office, 20).count(503)
+        lost += ask(pair_app, 20).count(503)
         traffic.tick()
     assert 2 <= lost <= 20
-    told = office.manage("GET", "/models/pair/traffic")[1]
+    told = pair_app.manage("GET", "/models/pair/traffic")[1]
     assert told["default"] == "1"
     assert told["split"] == {}
     assert told["canary"]["verdict"] == "roll back"
     assert "requests failed" in told["canary"]["why"]
-    assert set(ask(office, 50)) == {200}
+    assert set(ask(pair_app, 50)) == {200}
 
 
-def test_a_canary_that_does_well_takes_all_the_traffic(office: Office) -> None:
-    office.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=10")
-    assert office.manage("PUT", "/models/pair/2/canary")[0] == 409
-    assert set(ask(office, 60)) == {200}
-    office.management._traffic.tick()
-    assert office.models.default("pair") == "2"
-    assert office.models.split("pair") is None
-    assert office.manage("DELETE", "/models/pair/canary")[0] == 404
+def test_a_canary_that_does_well_takes_all_the_traffic(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=10")
+    assert pair_app.manage("PUT", "/models/pair/2/canary")[0] == 409
+    assert set(ask(pair_app, 60)) == {200}
+    pair_app.management._traffic.tick()
+    assert pair_app.models.default("pair") == "2"
+    assert pair_app.models.split("pair") is None
+    assert pair_app.manage("DELETE", "/models/pair/canary")[0] == 404
 
 
-def test_a_canary_ends_by_hand_and_when_somebody_sends_the_traffic_elsewhere(office: Office) -> None:
-    office.manage("PUT", "/models/pair/2/canary")
-    assert office.manage("DELETE", "/models/pair/canary")[0] == 200
-    assert office.models.split("pair") is None
-    office.manage("PUT", "/models/pair/2/canary")
-    office.manage("PUT", "/models/pair/1/set-default")
-    office.management._traffic.tick()
-    assert office.manage("GET", "/models/pair/traffic")[1]["canary"]["over"] is True
-    assert office.models.default("pair") == "1"
+def test_a_canary_ends_by_hand_and_when_somebody_sends_the_traffic_elsewhere(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary")
+    assert pair_app.manage("DELETE", "/models/pair/canary")[0] == 200
+    assert pair_app.models.split("pair") is None
+    pair_app.manage("PUT", "/models/pair/2/canary")
+    pair_app.manage("PUT", "/models/pair/1/set-default")
+    pair_app.management._traffic.tick()
+    assert pair_app.manage("GET", "/models/pair/traffic")[1]["canary"]["over"] is True
+    assert pair_app.models.default("pair") == "1"
 
 
 @pytest.mark.parametrize(
@@ -160,36 +152,36 @@ def test_a_canary_ends_by_hand_and_when_somebody_sends_the_traffic_elsewhere(off
         ("/models/pair/9/shadow", 404),
     ],
 )
-def test_a_trial_that_makes_no_sense_is_refused(office: Office, path: str, status: int) -> None:
-    assert office.manage("PUT", path)[0] == status
-    assert office.models.split("pair") is None
+def test_a_trial_that_makes_no_sense_is_refused(pair_app: StoreApp, path: str, status: int) -> None:
+    assert pair_app.manage("PUT", path)[0] == status
+    assert pair_app.models.split("pair") is None
 
 
-def test_a_shadow_is_compared_and_never_answers(office: Office) -> None:
-    assert office.manage("PUT", "/models/pair/2/shadow")[0] == 200
-    assert set(ask(office, 5)) == {200}
-    office.run(settled())
-    told = office.manage("GET", "/models/pair/traffic")[1]["shadow"]
+def test_a_shadow_is_compared_and_never_answers(pair_app: StoreApp) -> None:
+    assert pair_app.manage("PUT", "/models/pair/2/shadow")[0] == 200
+    assert set(ask(pair_app, 5)) == {200}
+    pair_app.run(settled())
+    told = pair_app.manage("GET", "/models/pair/traffic")[1]["shadow"]
     assert (told["asked"], told["agreed"], told["differed"], told["failed"]) == (5, 5, 0, 0)
 
-    failing = broken(office, "2")
+    failing = broken(pair_app, "2")
     body = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
-    assert office.ask("POST", "/v2/models/pair/infer", body)[1]["model_version"] == "1"
-    office.run(settled())
+    assert pair_app.ask("POST", "/v2/models/pair/infer", body)[1]["model_version"] == "1"
+    pair_app.run(settled())
     failing.broken = False
     inner = failing.inner.run
     failing.inner.run = lambda inputs: {"y": inner(inputs)["y"] + np.float32(0.5)}
-    assert set(ask(office, 2)) == {200}
-    office.run(settled())
-    told = office.manage("GET", "/models/pair/traffic")[1]["shadow"]
+    assert set(ask(pair_app, 2)) == {200}
+    pair_app.run(settled())
+    told = pair_app.manage("GET", "/models/pair/traffic")[1]["shadow"]
     assert (told["asked"], told["agreed"], told["differed"], told["failed"]) == (8, 5, 2, 1)
     assert told["maxAbsError"] == 0.5
     assert "output 'y' differs by 0.5" in told["firstDifference"]
-    assert office.manage("DELETE", "/models/pair/shadow")[0] == 200
-    assert office.manage("DELETE", "/models/pair/shadow")[0] == 404
-    office.manage("PUT", "/models/pair/2/shadow")
-    office.manage("DELETE", "/models/pair/2")
-    assert office.models.shadows == {}
+    assert pair_app.manage("DELETE", "/models/pair/shadow")[0] == 200
+    assert pair_app.manage("DELETE", "/models/pair/shadow")[0] == 404
+    pair_app.manage("PUT", "/models/pair/2/shadow")
+    pair_app.manage("DELETE", "/models/pair/2")
+    assert pair_app.models.shadows == {}
 
 
 async def settled() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import mar_worlds as worlds
 import pytest
 
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
@@ -20,6 +19,7 @@ from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
 from trueline.serve.handlers.plan import Plan
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.worker import Ask, Launch, Limits
+from worlds import archives
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ MANY = """
 
 def launch(tmp_path: Path, code: str = MANY, limits: Limits | None = None, **plan: Any) -> Launch:
     folder = tmp_path / "archive"
-    for name, content in worlds.files(code, config="greeting: hello").items():
+    for name, content in archives.files(code, config="greeting: hello").items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return Launch(

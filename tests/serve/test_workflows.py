@@ -11,13 +11,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import asking
-import mar_worlds as worlds
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from test_serve_follow import eventually
 
 from trueline import serve
 from trueline.errors import StorageError
@@ -35,6 +32,7 @@ from trueline.serve.store import Store
 from trueline.serve.workflows import spec, war
 from trueline.serve.workflows.register import Workflows
 from trueline.serve.workflows.spec import SpecError, functions_of
+from worlds import archives, servers
 
 FUNCTIONS = """
     import json
@@ -175,14 +173,14 @@ def test_the_functions_of_a_handler_are_known_without_running_it() -> None:
 
 
 def folder_of(path: Path, **options: Any) -> Path:
-    for name, content in worlds.war_files(FUNCTIONS, SPEC, **options).items():
+    for name, content in archives.war_files(FUNCTIONS, SPEC, **options).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
     return path
 
 
 def test_a_workflow_is_read_from_a_zip_a_folder_and_a_tar_with_a_top_folder(tmp_path: Path) -> None:
-    worlds.war(tmp_path / "a.war", FUNCTIONS, SPEC)
+    archives.war(tmp_path / "a.war", FUNCTIONS, SPEC)
     folder_of(tmp_path / "b")
     folder_of(tmp_path / "c", manifest="MAR-INF/MANIFEST.json")
     with tarfile.open(tmp_path / "d.tar.gz", "w:gz") as packed:
@@ -200,7 +198,7 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
     def refused(words: str, change: Callable[[dict[str, bytes]], object]) -> None:
         import zipfile
 
-        contents = worlds.war_files(FUNCTIONS, SPEC)
+        contents = archives.war_files(FUNCTIONS, SPEC)
         change(contents)
         with zipfile.ZipFile(tmp_path / "x.war", "w") as packed:
             for name, content in contents.items():
@@ -222,11 +220,11 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
 
 
 def test_a_workflow_in_the_store_is_no_model_of_it(tmp_path: Path) -> None:
-    worlds.war(tmp_path / "a.war", FUNCTIONS, SPEC)
+    archives.war(tmp_path / "a.war", FUNCTIONS, SPEC)
     folder_of(tmp_path / "b", manifest="MAR-INF/MANIFEST.json")
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as packed:
         packed.add(folder_of(tmp_path / "d"), "top")
-    worlds.mar(tmp_path / "m.mar", modelName="m")
+    archives.mar(tmp_path / "m.mar", modelName="m")
     assert [entry.model for entry in Store(tmp_path).entries()] == ["m"]
     with pytest.raises(HoldsWorkflow, match="register it at /workflows"):
         peek(tmp_path / "c.tar.gz")
@@ -235,7 +233,7 @@ def test_a_workflow_in_the_store_is_no_model_of_it(tmp_path: Path) -> None:
 # workflows that run
 
 
-class Office:
+class WorkflowApp:
     """Fleet, workflows and both faces over a store, without a socket; the handlers' processes are real."""
 
     def __init__(
@@ -287,7 +285,7 @@ class Office:
         await self.workflows.close()
 
 
-Act = Callable[[Office], Awaitable[None]]
+Act = Callable[[WorkflowApp], Awaitable[None]]
 
 
 @pytest.fixture
@@ -297,20 +295,20 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "laid-out"))
     folder = tmp_path / "store"
     folder.mkdir()
-    worlds.mar(folder / "double.mar", TIMES % (2, 2), modelName="doubler", modelVersion="2.0")
-    worlds.mar(folder / "triple.mar", TIMES % (3, 3), modelName="tripler")
-    worlds.mar(folder / "broken.mar", "import no_such_module", modelName="broken")
-    worlds.war(folder / "flow.war", FUNCTIONS, SPEC)
+    archives.mar(folder / "double.mar", TIMES % (2, 2), modelName="doubler", modelVersion="2.0")
+    archives.mar(folder / "triple.mar", TIMES % (3, 3), modelName="tripler")
+    archives.mar(folder / "broken.mar", "import no_such_module", modelName="broken")
+    archives.war(folder / "flow.war", FUNCTIONS, SPEC)
     return folder
 
 
 def run(folder: Path, act: Act, **options: Any) -> None:
     async def whole() -> None:
-        office = Office(folder, asyncio.get_running_loop(), **options)
+        app = WorkflowApp(folder, asyncio.get_running_loop(), **options)
         try:
-            await asyncio.wait_for(act(office), 200)
+            await asyncio.wait_for(act(app), 200)
         finally:
-            await office.close()
+            await app.close()
 
     asyncio.run(whole())
 
@@ -328,31 +326,31 @@ def one_function(code: str, **settings: Any) -> tuple[str, str]:
 @pytest.mark.slow
 def test_a_workflow_of_several_ends_answers_their_texts_by_node(store: Path) -> None:
     code = "".join(f"def {name}(data, context): return ['{name}' if data else '']\n" for name in "abc")
-    worlds.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
+    archives.war(store / "ends.war", code, yaml.safe_dump({"models": {}, "dag": {"a": ["b", "c"]}}))
 
-    async def act(office: Office) -> None:
-        status, _ = await office.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
+    async def act(app: WorkflowApp) -> None:
+        status, _ = await app.manage("POST", "/workflows?url=ends.war&workflow_name=ends")
         assert status == 200
-        assert await office.ask("POST", "/wfpredict/ends", b"x") == (200, {"b": "b", "c": "c"})
+        assert await app.ask("POST", "/wfpredict/ends", b"x") == (200, {"b": "b", "c": "c"})
 
     run(store, act)
 
 
 @pytest.mark.slow
 def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserves_words(store: Path) -> None:
-    async def act(office: Office) -> None:
-        told = await office.manage("POST", "/workflows?url=flow.war&workflow_name=six")
+    async def act(app: WorkflowApp) -> None:
+        told = await app.manage("POST", "/workflows?url=flow.war&workflow_name=six")
         assert told == (200, {"status": "Workflow six has been registered and scaled successfully."})
         answer = {"double": {"times": 2, "is": 14}, "triple": {"times": 3, "is": 21}}
-        assert await office.ask("POST", "/wfpredict/six", b"7") == (200, answer)
+        assert await app.ask("POST", "/wfpredict/six", b"7") == (200, answer)
         form = {"content_type": "application/x-www-form-urlencoded"}
-        assert await office.ask("PUT", "/wfpredict/six", b"data=7", **form) == (200, answer)
-        assert await office.ask("POST", "/predictions/six__double", b'{"x": 1}') == (200, {"times": 2, "is": 2})
-        assert await office.manage("GET", "/workflows") == (
+        assert await app.ask("PUT", "/wfpredict/six", b"data=7", **form) == (200, answer)
+        assert await app.ask("POST", "/predictions/six__double", b'{"x": 1}') == (200, {"times": 2, "is": 2})
+        assert await app.manage("GET", "/workflows") == (
             200,
             {"workflows": [{"workflowName": "six", "workflowUrl": "flow.war"}]},
         )
-        assert await office.manage("GET", "/workflows/six") == (
+        assert await app.manage("GET", "/workflows/six") == (
             200,
             [
                 {
@@ -366,22 +364,22 @@ def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserve
                 }
             ],
         )
-        _, models = await office.manage("GET", "/models")
+        _, models = await app.manage("GET", "/models")
         assert [one["modelName"] for one in models["models"]] == ["six__double", "six__triple"], "no functions"
-        _, facts = await office.manage("GET", "/models/six__double")
+        _, facts = await app.manage("GET", "/models/six__double")
         assert (facts[0]["modelVersion"], facts[0]["batchSize"]) == ("2.0", 4)
-        again = await office.manage("POST", "/workflows?url=flow.war&workflow_name=six")
+        again = await app.manage("POST", "/workflows?url=flow.war&workflow_name=six")
         assert (again[0], again[1]["message"]) == (409, "Workflow six is already registered.")
-        _, document = await office.ask("GET", "/openapi.json")
+        _, document = await app.ask("GET", "/openapi.json")
         assert "/wfpredict/six" in document["paths"]
-        gone = await office.manage("DELETE", "/workflows/six")
+        gone = await app.manage("DELETE", "/workflows/six")
         assert gone == (200, {"status": 'Workflow "six" unregistered'})
-        assert (office.models.names(), laid_out(store)) == ([], [])
+        assert (app.models.names(), laid_out(store)) == ([], [])
         for method, path in (("GET", "/workflows/six"), ("DELETE", "/workflows/six")):
-            status, said = await office.manage(method, path)
+            status, said = await app.manage(method, path)
             assert (status, said["type"]) == (404, "WorkflowNotFoundException")
             assert said["message"] == "Workflow not found: six"
-        assert (await office.ask("GET", "/wfpredict/six"))[0] == 404
+        assert (await app.ask("GET", "/wfpredict/six"))[0] == 404
 
     run(store, act)
 
@@ -390,27 +388,27 @@ def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserve
 def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -> None:
     broken = "models: {ok: {url: double.mar}, bad: {url: broken.mar}}\ndag: {pre: [ok], ok: [bad]}"
     absent = "models: {ok: {url: double.mar}, bad: {url: absent.mar}}\ndag: {pre: [ok], ok: [bad]}"
-    worlds.war(store / "broken.war", FUNCTIONS, broken)
-    worlds.war(store / "absent.war", FUNCTIONS, absent)
-    worlds.war(store / "late.war", "try:\n    x = 1\nexcept ImportError: pass\n", "models: {}\ndag: {pre: []}")
+    archives.war(store / "broken.war", FUNCTIONS, broken)
+    archives.war(store / "absent.war", FUNCTIONS, absent)
+    archives.war(store / "late.war", "try:\n    x = 1\nexcept ImportError: pass\n", "models: {}\ndag: {pre: []}")
 
-    async def act(office: Office) -> None:
-        status, said = await office.manage("POST", "/workflows?url=broken.war")
+    async def act(app: WorkflowApp) -> None:
+        status, said = await app.manage("POST", "/workflows?url=broken.war")
         assert (status, said["type"]) == (500, "InternalServerException")
         assert said["message"].startswith(
             "Workflow flow has failed to register. Failures: [Workflow Node flow__bad failed to register. Details: "
             "Failed to start workers for model flow__bad version: 1.0: "
         )
         assert "no_such_module" in said["message"]
-        status, said = await office.manage("POST", "/workflows?url=absent.war")
+        status, said = await app.manage("POST", "/workflows?url=absent.war")
         assert (status, said["type"]) == (400, "BadRequestException")
         assert "flow__bad failed to register. Details: Model not found at: absent.mar" in said["message"]
-        status, said = await office.manage("POST", "/workflows?url=late.war")
+        status, said = await app.manage("POST", "/workflows?url=late.war")
         assert status == 500
         assert "has no function 'pre'" in said["message"]
-        assert (office.models.names(), office.workflows.names(), laid_out(store)) == ([], [], [])
-        assert wanted.read(office.state) == wanted.Wanted()
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
+        assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
+        assert wanted.read(app.state) == wanted.Wanted()
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
     run(store, act)
 
@@ -418,14 +416,14 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
 def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(store: Path) -> None:
     (store / "folder").mkdir()
     (store / "torn.war").write_bytes(b"PK\x03\x04torn")
-    worlds.war(store / "circle.war", FUNCTIONS, "models: {}\ndag: {pre: [join], join: [pre]}")
-    worlds.war(store / "named.war", FUNCTIONS, SPEC, name="../up")
+    archives.war(store / "circle.war", FUNCTIONS, "models: {}\ndag: {pre: [join], join: [pre]}")
+    archives.war(store / "named.war", FUNCTIONS, SPEC, name="../up")
     marker = store / "ran"
-    worlds.war(
+    archives.war(
         store / "runs.war", f"open({str(marker)!r}, 'w')\ndef only(data, context): ...", "models: {}\ndag: {zz: []}"
     )
 
-    async def act(office: Office) -> None:
+    async def act(app: WorkflowApp) -> None:
         for query, code, words in (
             ("", 400, "Parameter url is required."),
             ("?url=", 404, "empty url"),
@@ -441,13 +439,13 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
             ("?url=flow.war&workflow_name=a/b", 400, "workflow 'a/b' is no name here"),
             ("?url=runs.war", 400, "node 'zz' of the dag is neither a model"),
         ):
-            status, said = await office.manage("POST", f"/workflows{query}")
+            status, said = await app.manage("POST", f"/workflows{query}")
             assert (status, said["message"].startswith(words)) == (code, True), said
-        status, said = await office.manage("POST", "/workflows", b"[1]", content_type="application/json")
+        status, said = await app.manage("POST", "/workflows", b"[1]", content_type="application/json")
         assert (status, said["type"]) == (400, "BadRequestException")
-        assert (await office.manage("PATCH", "/workflows"))[0] == 405
-        assert (await office.manage("POST", "/workflows/a"))[0] == 405
-        assert (await office.ask("DELETE", "/wfpredict/a"))[0] == 405
+        assert (await app.manage("PATCH", "/workflows"))[0] == 405
+        assert (await app.manage("POST", "/workflows/a"))[0] == 405
+        assert (await app.ask("DELETE", "/wfpredict/a"))[0] == 405
         assert laid_out(store) == []
 
     run(store, act)
@@ -455,8 +453,8 @@ def test_a_registration_that_cannot_be_is_the_clients_fault_and_runs_nothing(sto
 
 
 def test_without_allow_code_a_workflow_is_refused_and_nothing_of_it_is_unpacked(store: Path) -> None:
-    async def act(office: Office) -> None:
-        status, said = await office.manage("POST", "/workflows?url=flow.war")
+    async def act(app: WorkflowApp) -> None:
+        status, said = await app.manage("POST", "/workflows?url=flow.war")
         assert (status, said["type"]) == (403, "ModelException")
         assert "this server runs none; start it with --allow-code" in said["message"]
         assert laid_out(store) == []
@@ -466,8 +464,8 @@ def test_without_allow_code_a_workflow_is_refused_and_nothing_of_it_is_unpacked(
 
 @pytest.mark.slow
 def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> None:
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=flow.war")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=flow.war")
         for method, target in (
             ("DELETE", "/models/flow__double"),
             ("DELETE", "/models/flow__pre/1.0"),
@@ -475,14 +473,14 @@ def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> No
             ("PUT", "/models/flow__double/2.0/set-default"),
             ("POST", "/models?url=double.mar&model_name=flow__double&model_version=9"),
         ):
-            status, said = await office.manage(method, target)
+            status, said = await app.manage(method, target)
             assert status == 409, (target, said)
             assert "is a node of workflow 'flow'; unregister the workflow (DELETE /workflows/flow)" in said["message"]
-        await office.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
-        status, said = await office.manage("POST", "/workflows?url=flow.war&workflow_name=other")
+        await app.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
+        status, said = await app.manage("POST", "/workflows?url=flow.war&workflow_name=other")
         assert (status, "model 'other__double' is served already" in said["message"]) == (409, True)
-        assert office.workflows.names() == ["flow"]
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert app.workflows.names() == ["flow"]
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
 
     run(store, act)
 
@@ -510,28 +508,28 @@ def test_a_node_that_fails_is_asked_again_and_then_the_request_fails_with_its_na
         """,
         **{"retry-attempts": 2},
     )
-    worlds.war(store / "only.war", code, text)
+    archives.war(store / "only.war", code, text)
 
     def counted() -> int:
         found = len(asked.read_text())
         asked.write_text("")
         return found
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=only.war")
-        response = await office.begin(b"3")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=only.war")
+        response = await app.begin(b"3")
         assert (response.status, response.body, response.content_type) == (200, b"\xff\xd8", b"application/json")
         assert counted() == 3
         failed = {"code": 500, "type": "InternalServerException", "message": "Error executing only"}
-        assert (await office.ask("POST", "/wfpredict/flow", b"9"), counted()) == ((500, failed), 3)
+        assert (await app.ask("POST", "/wfpredict/flow", b"9"), counted()) == ((500, failed), 3)
         refusal = {"code": 404, "type": "InternalServerException", "message": "no such breed"}
-        assert (await office.ask("POST", "/wfpredict/flow", b"refuse"), counted()) == ((404, refusal), 1)
-        assert await office.ask("POST", "/wfpredict/flow", b"exit") == (500, failed)
+        assert (await app.ask("POST", "/wfpredict/flow", b"refuse"), counted()) == ((404, refusal), 1)
+        assert await app.ask("POST", "/wfpredict/flow", b"exit") == (500, failed)
         assert counted() == 3, "each attempt waits for the worker that takes the place of the dead"
 
-    async def as_torchserve(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=only.war")
-        assert (await office.ask("POST", "/wfpredict/flow", b"refuse"))[0] == 500
+    async def as_torchserve(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=only.war")
+        assert (await app.ask("POST", "/wfpredict/flow", b"refuse"))[0] == 500
 
     run(store, act)
     run(store, as_torchserve, strict=True)
@@ -559,13 +557,13 @@ def test_a_node_that_takes_longer_than_its_timeout_fails_the_request_and_what_fo
                 return ["joined"]
     """
     text = "models: {timeout-ms: 3000, retry-attempts: 1}\ndag: {start: [hang, quick], hang: [join], quick: [join]}"
-    worlds.war(store / "late.war", code, text)
+    archives.war(store / "late.war", code, text)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=late.war")
-        status, said = await office.ask("POST", "/wfpredict/flow", b"")
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=late.war")
+        status, said = await app.ask("POST", "/wfpredict/flow", b"")
         assert (status, said["message"]) == (500, "Error executing hang")
-        pool = office.workflows.find("flow").versions["hang"].pool
+        pool = app.workflows.find("flow").versions["hang"].pool
         assert pool.num_waiting == 0, "the second attempt has left the queue"
 
     run(store, act)
@@ -592,7 +590,7 @@ def gate(store: Path) -> tuple[Path, Path]:
                 open({str(store / "second")!r}, "w")
                 return [bytes(data[0]["body"]) + b", second"]
     """
-    worlds.war(store / "gate.war", code, "models: {timeout-ms: 60000}\ndag: {first: [second]}")
+    archives.war(store / "gate.war", code, "models: {timeout-ms: 60000}\ndag: {first: [second]}")
     return began, go
 
 
@@ -600,20 +598,20 @@ def gate(store: Path) -> tuple[Path, Path]:
 def test_a_client_that_goes_away_withdraws_its_request_from_every_node(store: Path) -> None:
     began, go = gate(store)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=gate.war")
-        answer = office.begin()
-        await office.in_thread(began.read_bytes)
-        waiting = office.begin()
-        pool = office.workflows.find("flow").versions["first"].pool
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=gate.war")
+        answer = app.begin()
+        await app.in_thread(began.read_bytes)
+        waiting = app.begin()
+        pool = app.workflows.find("flow").versions["first"].pool
         while not pool.num_waiting:
             await asyncio.sleep(0)
         waiting.cancel()
         answer.cancel()
         while pool.num_waiting:
             await asyncio.sleep(0)
-        await office.in_thread(lambda: go.write_bytes(b""))
-        assert (await office.manage("DELETE", "/workflows/flow"))[0] == 200, "it waits for whatever is under way"
+        await app.in_thread(lambda: go.write_bytes(b""))
+        assert (await app.manage("DELETE", "/workflows/flow"))[0] == 200, "it waits for whatever is under way"
 
     run(store, act)
     assert not (store / "second").exists()
@@ -623,16 +621,16 @@ def test_a_client_that_goes_away_withdraws_its_request_from_every_node(store: Pa
 def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: Path) -> None:
     began, go = gate(store)
 
-    async def act(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=gate.war")
-        answer = office.begin()
-        await office.in_thread(began.read_bytes)
-        gone = asyncio.ensure_future(office.manage("DELETE", "/workflows/flow"))
-        while office.workflows.names():
+    async def act(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=gate.war")
+        answer = app.begin()
+        await app.in_thread(began.read_bytes)
+        gone = asyncio.ensure_future(app.manage("DELETE", "/workflows/flow"))
+        while app.workflows.names():
             await asyncio.sleep(0)
-        assert (await office.ask("POST", "/wfpredict/flow"))[0] == 404
+        assert (await app.ask("POST", "/wfpredict/flow"))[0] == 404
         assert not gone.done()
-        await office.in_thread(lambda: go.write_bytes(b""))
+        await app.in_thread(lambda: go.write_bytes(b""))
         assert (await answer).body == b"first, second"
         assert (await gone)[0] == 200
 
@@ -641,31 +639,31 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
 
 @pytest.mark.slow
 def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on(store: Path) -> None:
-    async def first(office: Office) -> None:
-        await office.manage("POST", "/workflows?url=flow.war&response_timeout=77")
-        told = wanted.read(office.state)
+    async def first(app: WorkflowApp) -> None:
+        await app.manage("POST", "/workflows?url=flow.war&response_timeout=77")
+        told = wanted.read(app.state)
         assert told.models == {}, "nodes come with their workflow"
         assert set(told.workflows["flow"].models) == {"double", "triple"}
         assert told.workflows["flow"].given == {"response_timeout": "77"}
 
-    async def second(office: Office) -> None:
-        assert await office.workflows.restore(wanted.read(office.state).workflows) == []
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
-        assert (await office.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
+    async def second(app: WorkflowApp) -> None:
+        assert await app.workflows.restore(wanted.read(app.state).workflows) == []
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert (await app.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
 
-    async def third(office: Office) -> None:
-        before = office.state.read_bytes()
-        worlds.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
-        (missing,) = await office.workflows.restore(wanted.read(office.state).workflows)
+    async def third(app: WorkflowApp) -> None:
+        before = app.state.read_bytes()
+        archives.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
+        (missing,) = await app.workflows.restore(wanted.read(app.state).workflows)
         assert "flow__double failed to register. Details: the archive of digest" in missing
-        status, said = await office.ask("POST", "/wfpredict/flow", b"1")
+        status, said = await app.ask("POST", "/wfpredict/flow", b"1")
         assert (status, said["message"].startswith("workflow 'flow' is failed: ")) == (503, True)
-        assert (await office.ask("GET", "/ping"))[0] == 500
-        assert (await office.manage("GET", "/workflows"))[1]["workflows"][0]["workflowName"] == "flow"
-        assert office.state.read_bytes() == before, "it is wanted on"
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[1]["double"]["times"] == 4
-        assert (await office.ask("GET", "/ping"))[0] == 200
+        assert (await app.ask("GET", "/ping"))[0] == 500
+        assert (await app.manage("GET", "/workflows"))[1]["workflows"][0]["workflowName"] == "flow"
+        assert app.state.read_bytes() == before, "it is wanted on"
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[1]["double"]["times"] == 4
+        assert (await app.ask("GET", "/ping"))[0] == 200
 
     for act in (first, second, third):
         run(store, act)
@@ -673,8 +671,8 @@ def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on
 
 @pytest.mark.slow
 def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) -> None:
-    async def act(one: Office) -> None:
-        other = Office(store, one.loop)
+    async def act(one: WorkflowApp) -> None:
+        other = WorkflowApp(store, one.loop)
         try:
             await one.manage("POST", "/workflows?url=flow.war")
             await other.follower.look()
@@ -685,7 +683,7 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             await one.follower.look()
             await other.follower.look()
             assert one.state.read_bytes() == before
-            worlds.war(store / "again.war", FUNCTIONS, SPEC.replace("timeout-ms: 60000", "timeout-ms: 9000"))
+            archives.war(store / "again.war", FUNCTIONS, SPEC.replace("timeout-ms: 60000", "timeout-ms: 9000"))
             await one.manage("DELETE", "/workflows/flow")
             await one.manage("POST", "/workflows?url=again.war")
             await other.follower.look()
@@ -705,17 +703,17 @@ def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monk
     def full(path: Path, data: bytes) -> None:
         raise StorageError("no room left")
 
-    async def act(office: Office) -> None:
+    async def act(app: WorkflowApp) -> None:
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 500
-            assert (office.workflows.names(), office.models.names(), laid_out(store)) == ([], [], [])
-        assert (await office.manage("POST", "/workflows?url=flow.war"))[0] == 200
+            assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 500
+            assert (app.workflows.names(), app.models.names(), laid_out(store)) == ([], [], [])
+        assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
-            assert (await office.manage("DELETE", "/workflows/flow"))[0] == 500
-        assert (await office.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
-        assert set(office.models.names()) == {"flow__pre", "flow__double", "flow__triple", "flow__join"}
+            assert (await app.manage("DELETE", "/workflows/flow"))[0] == 500
+        assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
+        assert set(app.models.names()) == {"flow__pre", "flow__double", "flow__triple", "flow__join"}
 
     run(store, act)
 
@@ -739,18 +737,18 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
 
     def ask(url: str) -> set[Any]:
         """What new connections are told, each by the process that it reaches."""
-        answers = [asking.post(f"{url}/wfpredict/flow", content=b"4") for _ in range(8)]
+        answers = [servers.post(f"{url}/wfpredict/flow", content=b"4") for _ in range(8)]
         return {(one.status_code, one.text if one.status_code == 200 else "") for one in answers}
 
     joined = json.dumps({"double": {"times": 2, "is": 8}, "triple": {"times": 3, "is": 12}}, indent=2)
     with start() as running:
-        told = asking.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
+        told = servers.post(f"{running.management_url}/workflows", params={"url": "flow.war"})
         assert told.json() == {"status": "Workflow flow has been registered and scaled successfully."}
-        eventually(lambda: ask(running.url) == {(200, joined)})
-        answer = asking.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
+        servers.eventually(lambda: ask(running.url) == {(200, joined)})
+        answer = servers.post(f"{running.url}/wfpredict/flow", files={"data": b"4"})
         assert (answer.text, answer.headers["content-type"]) == (joined, "application/json")
         assert answer.headers["x-request-id"]
-        unknown = asking.get(f"{running.url}/wfpredict/InvalidModel")
+        unknown = servers.get(f"{running.url}/wfpredict/InvalidModel")
         assert unknown.json() == {
             "code": 404,
             "type": "WorkflowNotFoundException",
@@ -758,7 +756,7 @@ def test_a_torchserve_client_finds_its_workflows_on_a_real_server_of_two_process
         }
     with start() as again:
         assert ask(again.url) == {(200, joined)}
-        gone = asking.delete(f"{again.management_url}/workflows/flow")
+        gone = servers.delete(f"{again.management_url}/workflows/flow")
         assert gone.json() == {"status": 'Workflow "flow" unregistered'}
-        eventually(lambda: ask(again.url) == {(404, "")})
+        servers.eventually(lambda: ask(again.url) == {(404, "")})
     assert "workflows" not in json.loads(Path(state).read_text())

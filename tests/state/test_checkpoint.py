@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from job_recipes import small
 
 from trueline.errors import CheckpointError, StorageError
 from trueline.state import checkpoint, tree
+from worlds.recipes import small
 
 
 def trained():

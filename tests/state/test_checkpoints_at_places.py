@@ -6,12 +6,12 @@ from dataclasses import replace
 import fsspec
 import pytest
 import torch
-from job_recipes import small
 
 from trueline import events
 from trueline.errors import CheckpointError, StorageError, UsageError
 from trueline.state import checkpoint
 from trueline.state.place import inside
+from worlds.recipes import small
 
 
 @pytest.fixture(params=["disk", "store"])

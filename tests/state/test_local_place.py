@@ -1,8 +1,8 @@
 """A local folder is a place of checkpoints."""
 
 import pytest
-from place_conformance import *  # noqa: F403  the shared tests
 
+from conformance.place import *  # noqa: F403  the shared tests
 from trueline.state.place import place_of
 
 

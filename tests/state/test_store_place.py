@@ -8,9 +8,9 @@ import uuid
 
 import fsspec
 import pytest
-from place_conformance import *  # noqa: F403  the shared tests
-from place_conformance import PARTS
 
+from conformance.place import *  # noqa: F403  the shared tests
+from conformance.place import PARTS
 from trueline.errors import StorageError
 from trueline.state.place import inside, located, place_of, split
 

@@ -5,7 +5,6 @@ import json
 import math
 import random
 
-import board_worlds as worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +13,7 @@ from trueline.train import metrics
 from trueline.train.board import MAX_EVENTS, Board
 from trueline.train.lanes import MAX_SPANS, Lanes
 from trueline.train.series import Point, Recent, Series
+from worlds import job_events
 
 FACTS = {"name": "digits-1", "epochs": 10}
 
@@ -54,13 +54,13 @@ def test_a_step_that_comes_again_replaces_what_followed_it():
 
 
 def test_the_same_events_give_the_same_board_so_a_restarted_master_shows_the_whole_history():
-    events = list(worlds.storm(total=400, deaths=6))
+    events = list(job_events.storm(total=400, deaths=6))
     assert board_of(events).state(1e9) == board_of(events).state(1e9)
     json.dumps(board_of(events).state(1e9), allow_nan=False)
 
 
 def test_a_storm_is_counted_and_its_picture_stays_small():
-    board = board_of(worlds.storm(total=6000, deaths=600, workers=3))
+    board = board_of(job_events.storm(total=6000, deaths=600, workers=3))
     assert sum(board.deaths.values()) == 600
     assert board.gaps_s.count > 1000
     state = board.state(board.last_at)
@@ -68,7 +68,7 @@ def test_a_storm_is_counted_and_its_picture_stays_small():
     assert sum(span[5] for lane in state["lanes"] for span in lane["spans"]) == 600
     assert len(state["events"]) == MAX_EVENTS
     assert len(json.dumps(state)) < 150_000
-    assert state["set_aside"] == [[1717, f"{worlds.PLACE}: ValueError: image has 3 bytes, expected 64"]]
+    assert state["set_aside"] == [[1717, f"{job_events.PLACE}: ValueError: image has 3 bytes, expected 64"]]
     assert [lane["slot"] for lane in state["lanes"] if lane["quarantined"]]
 
 
@@ -164,7 +164,7 @@ def test_an_event_of_another_version_becomes_a_line_and_never_an_error():
 
 
 def test_the_end_stays_the_end_until_the_job_is_resumed():
-    board = board_of(worlds.failure())
+    board = board_of(job_events.failure())
     last = board.last_at
     board.hear("job.stopping", {"why": "the launcher ends"}, last + 1)
     board.hear("launcher.ended", {"outcome": "failed", "why": ""}, last + 2)
@@ -186,7 +186,7 @@ def test_a_rate_is_of_the_last_ten_seconds_and_goes_to_nothing_when_nothing_come
 
 
 def test_prometheus_reads_the_same_numbers():
-    board = board_of(worlds.storm(total=400, deaths=9))
+    board = board_of(job_events.storm(total=400, deaths=9))
     text = metrics.page(board, board.last_at).decode()
     assert len({family.name for family in text_string_to_metric_families(text)}) > 15
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_worlds import TINY, plain_loop, seen_counts
 
 from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
 from trueline.train.api import train
+from worlds.jobs import TINY, plain_loop, seen_counts
 
 pytestmark = pytest.mark.jobs
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from job_worlds import TINY, seen_counts
 
 from trueline.errors import TrainError
 from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.evaluate import evaluate
 from trueline.train.settings import Fault
+from worlds.jobs import TINY, seen_counts
 
 pytestmark = [
     pytest.mark.jobs,

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from job_worlds import TINY
 
 import trueline
 from trueline import events
 from trueline.errors import UsageError
+from worlds.jobs import TINY
 
 pytestmark = pytest.mark.slow
 

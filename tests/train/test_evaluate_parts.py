@@ -12,18 +12,13 @@ import torch
 from trueline.cli import app
 from trueline.data.open import open_records
 from trueline.errors import DataError, RecipeError
-from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.evaluate import evaluate
-
-MEASURED = Path(__file__).parent / "recipes" / "measured.py"
+from worlds.jobs import MEASURED, checkpoint_of
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    torch.manual_seed(1)
-    state = {"model": load_recipe(MEASURED).model().state_dict()}
-    return Path(checkpoint.write(tmp_path / "checkpoints", step=3, state=state, facts={}))
+    return checkpoint_of(MEASURED, tmp_path / "checkpoints")
 
 
 def rows_in(folder: Path) -> list[dict[str, float]]:

@@ -12,7 +12,6 @@ import grpc
 import psutil
 import pytest
 import torch
-from job_worlds import RECORDS, STEPS, TINY, plain_loop, seen_counts
 
 from trueline import errors, events
 from trueline.recipe.load import load_recipe
@@ -21,6 +20,7 @@ from trueline.train.api import train
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
+from worlds.jobs import RECORDS, STEPS, TINY, plain_loop, seen_counts
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_worlds import STEPS, TINY, seen_counts
 
 from trueline import errors
 from trueline.cli import app
@@ -21,6 +20,7 @@ from trueline.train import api, folder, jobs
 from trueline.train import settings as job_settings
 from trueline.train.journal import Journal
 from trueline.train.launch import detach
+from worlds.jobs import STEPS, TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_worlds import TINY
 
 from trueline import events
 from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
+from worlds.jobs import TINY
 
 pytestmark = pytest.mark.jobs
 

@@ -2,9 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from membership_worlds import POLICY, A, B, C, World, running
 
 from trueline.train import happenings as h
+from worlds.membership import POLICY, A, B, C, World, running
 
 
 def test_a_job_starts_one_worker_for_each_slot():

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from membership_worlds import POLICY, A, B, C, World, logged, running
-
 from trueline.train import happenings as h
 from trueline.train import members as m
 from trueline.train import roster
+from worlds.membership import POLICY, A, B, C, World, logged, running
 
 
 def test_more_workers_are_started_and_join_by_a_planned_view():

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from job_worlds import TINY, seen_counts
 
 from trueline import events
 from trueline.train.api import train
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
+from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 

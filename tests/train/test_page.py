@@ -7,13 +7,13 @@ import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import board_worlds as worlds
 import httpx
 import pytest
 
 from trueline import events
 from trueline.train import page as pages
 from trueline.train.page import Page, still, token_of
+from worlds import job_events
 
 HTML = Path(pages.__file__).with_name("page.html")
 
@@ -30,7 +30,7 @@ async def opened(folder, port=0):
 
 def test_nobody_sees_anything_without_the_token_which_is_not_the_secret(tmp_path):
     async def scenario():
-        async with opened(worlds.job_folder(tmp_path / "job", worlds.failure())) as (page, client):
+        async with opened(job_events.job_folder(tmp_path / "job", job_events.failure())) as (page, client):
             for path in ("", "state", "events", "metrics"):
                 for query in ({}, {"token": ""}, {"token": "secret"}, {"token": page.token[:-1]}):
                     refused = await client.get(path, params=query)
@@ -52,7 +52,7 @@ def test_the_page_fetches_nothing_from_elsewhere_and_the_browser_may_not_either(
     assert not re.search(r"https?://|@import|src=", HTML.read_text())
 
     async def scenario():
-        async with opened(worlds.job_folder(tmp_path / "job", [])) as (page, client):
+        async with opened(job_events.job_folder(tmp_path / "job", [])) as (page, client):
             return await client.get("", params={"token": page.token})
 
     policy = asyncio.run(scenario()).headers["content-security-policy"]
@@ -61,8 +61,8 @@ def test_the_page_fetches_nothing_from_elsewhere_and_the_browser_may_not_either(
 
 
 def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path):
-    told = list(worlds.storm(total=300, deaths=4))
-    folder = worlds.job_folder(tmp_path / "job", told[:150])
+    told = list(job_events.storm(total=300, deaths=4))
+    folder = job_events.job_folder(tmp_path / "job", told[:150])
     with (folder / "events.jsonl").open("a") as log:
         log.write('{"at": 1, "name": "step.app')  # torn when the master was killed
 
@@ -93,9 +93,9 @@ def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path
 @pytest.mark.parametrize("slice_bytes", [7, 1 << 16])
 def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "SLICE_BYTES", slice_bytes)
-    told = list(worlds.beginning())
-    folder = worlds.job_folder(tmp_path / "job", told[:1])
-    whole = (worlds.job_folder(tmp_path / "whole", told) / "events.jsonl").read_bytes()
+    told = list(job_events.beginning())
+    folder = job_events.job_folder(tmp_path / "job", told[:1])
+    whole = (job_events.job_folder(tmp_path / "whole", told) / "events.jsonl").read_bytes()
 
     async def scenario():
         page = Page(folder, "token")
@@ -115,7 +115,7 @@ def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path
 @pytest.mark.parametrize(("share", "rests"), [(1.0, [False]), (0.2, [True])], ids=["alone", "beside a training"])
 def test_the_past_is_read_in_the_share_of_a_processor_that_it_is_given(share, rests, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "SLICE_BYTES", 512)
-    folder = worlds.job_folder(tmp_path / "job", list(worlds.storm(total=300, deaths=4)))
+    folder = job_events.job_folder(tmp_path / "job", list(job_events.storm(total=300, deaths=4)))
     slept, sleep = [], asyncio.sleep
 
     async def sleeping(seconds):
@@ -136,7 +136,7 @@ def test_the_past_is_read_in_the_share_of_a_processor_that_it_is_given(share, re
 
 
 def test_nobody_scrapes_counts_of_which_a_part_is_still_being_read(tmp_path):
-    folder = worlds.job_folder(tmp_path / "job", list(worlds.beginning()))
+    folder = job_events.job_folder(tmp_path / "job", list(job_events.beginning()))
 
     async def scenario():
         page = Page(folder, "token", share=1e-9)  # it rests for ever after the first slice
@@ -156,8 +156,8 @@ def test_nobody_scrapes_counts_of_which_a_part_is_still_being_read(tmp_path):
 
 
 def test_a_job_that_ends_before_its_page_opens_again_leaves_a_page_with_its_whole_story(tmp_path):
-    told = list(worlds.failure())
-    folder = worlds.job_folder(tmp_path / "job", told[:-1])
+    told = list(job_events.failure())
+    folder = job_events.job_folder(tmp_path / "job", told[:-1])
 
     async def scenario():
         page = Page(folder, "token", share=0.2)  # of a successor, which opens its page a second later
@@ -171,8 +171,8 @@ def test_a_job_that_ends_before_its_page_opens_again_leaves_a_page_with_its_whol
 
 def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "INTERVAL_S", 300.0)  # so that only the end itself can be the reason for a second state
-    folder = worlds.job_folder(tmp_path / "job", [])
-    told = list(worlds.failure())
+    folder = job_events.job_folder(tmp_path / "job", [])
+    told = list(job_events.failure())
 
     async def scenario():
         async with opened(folder) as (page, client):
@@ -197,7 +197,7 @@ def test_a_reason_with_markup_in_it_stays_text(tmp_path):
 
 
 def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
-    folder = worlds.job_folder(tmp_path / "job", [])
+    folder = job_events.job_folder(tmp_path / "job", [])
     said = []
 
     async def scenario(port):
@@ -205,7 +205,7 @@ def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
         with events.listening(lambda name, fields: said.append((name, fields))):
             url = await page.open(port, events.emit)
         await page._tasks[0]
-        for event in worlds.failure():
+        for event in job_events.failure():
             page.hear(*event)
         await page.close()
         return url
@@ -223,9 +223,9 @@ def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
 
 def test_the_page_of_a_folder_follows_what_another_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "INTERVAL_S", 0.01)
-    told = list(worlds.failure())
-    folder = worlds.job_folder(tmp_path / "job", told[:50])
-    later = worlds.job_folder(tmp_path / "all", told) / "events.jsonl"
+    told = list(job_events.failure())
+    folder = job_events.job_folder(tmp_path / "job", told[:50])
+    later = job_events.job_folder(tmp_path / "all", told) / "events.jsonl"
 
     async def scenario():
         async with opened(folder) as (page, _):
@@ -245,9 +245,11 @@ def test_the_page_of_a_folder_follows_what_another_process_writes(tmp_path, monk
     assert asyncio.run(asyncio.wait_for(scenario(), 200)) == len(told)
 
 
-@pytest.mark.parametrize("told", [[], list(worlds.beginning()), list(worlds.storm(total=300, deaths=4, end=False))])
+@pytest.mark.parametrize(
+    "told", [[], list(job_events.beginning()), list(job_events.storm(total=300, deaths=4, end=False))]
+)
 def test_every_state_of_a_job_can_be_shown(told, tmp_path):
-    folder = worlds.job_folder(tmp_path / "job", told)
+    folder = job_events.job_folder(tmp_path / "job", told)
 
     async def scenario():
         async with opened(folder) as (page, client):

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from pairs import together
 from torch.utils.data import TensorDataset
 
 from trueline.data.source import as_source
@@ -23,6 +22,7 @@ from trueline.train.elastic import Elastic
 from trueline.train.options import Options
 from trueline.train.replica import Reduced
 from trueline.train.validation import Rule, Validation
+from worlds.groups import together
 
 pytestmark = pytest.mark.slow
 

@@ -1,17 +1,16 @@
 """Promises of gradients that are summed over a plane: NCCL's protocol, without its hardware."""
 
 import gc
+import os
 import signal
 import threading
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from job_worlds import STEPS, TINY, plain_loop, seen_counts
 from torch._C._distributed_c10d import HashStore
 
 from trueline.errors import TrainError, UsageError
@@ -21,6 +20,8 @@ from trueline.train import nccl, plane
 from trueline.train.api import train
 from trueline.train.group import PLANE_TRIES, GlooGroup, start_store
 from trueline.train.settings import Fault
+from worlds import TESTS
+from worlds.jobs import STEPS, TINY, plain_loop, seen_counts
 
 CPU = torch.device("cpu")
 DEADLINE_S = 60
@@ -194,7 +195,7 @@ def test_a_plane_that_cannot_be_made_ends_the_job_after_some_tries_and_says_what
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
-    [("nccl", "built without it"), ("nowhere.at_all:connect", "nowhere"), ("planes:disconnect", "disconnect")],
+    [("nccl", "built without it"), ("nowhere.at_all:connect", "nowhere"), ("worlds.planes:disconnect", "disconnect")],
 )
 def test_a_backend_that_is_not_there_is_named(wanted, said, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
@@ -297,14 +298,14 @@ def test_two_workers_of_one_device_are_told_so_before_nccl_is_asked(hardware):
 
 @pytest.mark.jobs
 def test_a_job_whose_gradients_go_over_a_plane_counts_each_record_once_through_kills(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     monkeypatch.setenv("TRUELINE_PLANES", str(tmp_path))
     faults = (  # the last worker lives, so that there is always somebody who has the state
         Fault(step=5, slot=0, phase="backward"),
         Fault(step=12, slot=1, phase="allreduced"),
         Fault(step=28, slot=1, incarnation=1, phase="backward", signal=signal.SIGSTOP),
     )
-    result = train(TINY, job_dir=tmp_path / "job", workers=3, backend="planes:connect", faults=faults)
+    result = train(TINY, job_dir=tmp_path / "job", workers=3, backend="worlds.planes:connect", faults=faults)
     assert result.summary.exactly_once
     assert seen_counts(result.checkpoint) == [6.0]
     found = checkpoint.read(result.checkpoint).state["model"]
@@ -317,6 +318,6 @@ def test_a_job_whose_gradients_go_over_a_plane_counts_each_record_once_through_k
 
 @pytest.mark.jobs
 def test_a_job_whose_members_cannot_connect_over_their_backend_ends_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     with pytest.raises(TrainError, match="no cable"):
-        train(TINY, job_dir=tmp_path / "job", workers=2, backend="planes:alone")
+        train(TINY, job_dir=tmp_path / "job", workers=2, backend="worlds.planes:alone")

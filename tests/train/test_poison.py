@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from job_worlds import TINY, seen_counts
 
 from trueline import errors, events
 from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
+from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 

@@ -22,17 +22,14 @@ from trueline.state import checkpoint
 from trueline.train import pool
 from trueline.train.evaluate import evaluate
 from trueline.train.predict import predict
+from worlds.jobs import MEASURED, checkpoint_of
 
 pytestmark = pytest.mark.jobs
-
-MEASURED = Path(__file__).parent / "recipes" / "measured.py"
 
 
 @pytest.fixture
 def trained(tmp_path):
-    torch.manual_seed(1)
-    model = load_recipe(MEASURED).model()
-    return checkpoint.write(tmp_path / "checkpoints", step=3, state={"model": model.state_dict()}, facts={})
+    return checkpoint_of(MEASURED, tmp_path / "checkpoints")
 
 
 @pytest.fixture(autouse=True)

@@ -14,22 +14,13 @@ import torch
 from trueline import events
 from trueline.data.open import open_records
 from trueline.errors import DataError, UsageError
-from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.predict import predict
-
-MEASURED = Path(__file__).parent / "recipes" / "measured.py"
+from worlds.jobs import MEASURED, checkpoint_of
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    return made(tmp_path, seed=1)
-
-
-def made(tmp_path: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    state = {"model": load_recipe(MEASURED).model().state_dict()}
-    return Path(checkpoint.write(tmp_path / f"checkpoints-{seed}", step=3, state=state, facts={}))
+    return checkpoint_of(MEASURED, tmp_path / "checkpoints")
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +74,9 @@ def test_a_run_that_was_cut_short_goes_on_where_it_ended(
 def test_a_folder_of_other_predictions_is_refused_and_left_as_it_is(trained: Path, tmp_path: Path) -> None:
     predict(MEASURED, trained, tmp_path / "parts", batch=32, part_records=64)
     before = contents(tmp_path / "parts")
+    others = checkpoint_of(MEASURED, tmp_path / "others", seed=2)
     with pytest.raises(DataError, match="holds what was made of something else"):
-        predict(MEASURED, made(tmp_path, seed=2), tmp_path / "parts", batch=32, part_records=64)
+        predict(MEASURED, others, tmp_path / "parts", batch=32, part_records=64)
     with pytest.raises(DataError, match="holds what was made of something else"):
         predict(MEASURED, trained, tmp_path / "parts", batch=32, part_records=64, mode="evaluation")
     assert contents(tmp_path / "parts") == before

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 import torch
-from job_worlds import TINY, seen_counts
 
 from trueline import errors, events
 from trueline.state import checkpoint
 from trueline.train import api, jobs
 from trueline.train import settings as job_settings
+from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 

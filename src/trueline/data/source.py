@@ -2,7 +2,7 @@
 
 A Source knows how many records it has, in which units they lie (a row group, a file, a tar slice), and reads
 any of them by index. It knows nothing of epochs, workers or order: `order` says which records form step k, a
-Source only fetches them. Implementations share one conformance suite, `tests/data/conformance.py`.
+Source only fetches them. Implementations share one conformance suite, `tests/conformance/source.py`.
 """
 
 from __future__ import annotations

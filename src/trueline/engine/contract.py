@@ -1,6 +1,6 @@
 """The Engine: start a process of a role, kill it, watch exits. Everything elastic is above it.
 
-Laws, one conformance test each (`tests/engine/engine_conformance.py`): an engine never restarts anything; `add` and
+Laws, one conformance test each (`tests/conformance/engine.py`): an engine never restarts anything; `add` and
 `kill` are idempotent; an incarnation ends with exactly one EXITED or LOST; `list` is enough for a restarted master to
 adopt what runs; the log of a dead process stays readable. An engine's events are hints: the master's own lease
 decides who is alive.

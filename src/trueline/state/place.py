@@ -5,7 +5,7 @@
     part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal: it comes last)
 
 A local name is whole or absent by rename. Stores cannot rename a folder, so there a name exists once its seal does;
-parts without a seal are what a dead writer left. Implementations share `tests/state/place_conformance.py`.
+parts without a seal are what a dead writer left. Implementations share `tests/conformance/place.py`.
 Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's PUT of one object is atomic.
 """
 

@@ -17,7 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from loopback import free_ports, until_listening
+
+from worlds.loopback import free_ports, until_listening
 
 _RINGS = """
 import json, sys

@@ -67,6 +67,14 @@ def samples(count: int) -> Rows:
     ]
 
 
+def rows_of(records: Records) -> Rows:
+    return [row for number, unit in enumerate(records.units) for row in records.load(number, 0, unit.count).to_pylist()]
+
+
+def no_feed(records: Any, mode: str) -> Any:
+    raise AssertionError("these tests read tables")
+
+
 @dataclass(frozen=True)
 class World:
     name: str

@@ -1,25 +1,155 @@
-"""Small models with control flow that depends on the request. Their lines are found by the marks in their comments."""
+"""Small models, well- and ill-behaved. Tests find their lines by the marks in their comments.
+
+Those whose loops decode, select and remember are in `loops`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from worlds import marks
 
-def line_of(mark: str) -> int:
-    """Number of the line that carries `# mark`."""
-    for number, line in enumerate(Path(__file__).read_text().splitlines(), 1):
-        if line.endswith(f"# {mark}"):
-            return number
-    raise AssertionError(f"no line is marked {mark}")
+line_of = functools.partial(marks.line_of, __file__)
+place_of = functools.partial(marks.place_of, __file__)
+
+
+class Mlp(nn.Module):
+    """Batch norm and dropout: right only in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
 
 
 class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # data branch
+            return x * 2
+        return x - 1
+
+
+class Ternary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.mean().item() > 0 else x - 1  # ternary
+
+
+class ShapeBranch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 6:  # shape branch
+            x = x * 2
+        return x + 1
+
+
+class OnlyMany(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 3:
+            return x * 2
+        return x + 1
+
+
+class Counter(nn.Module):
+    """Remembers in a Python attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # counter
+        return x + self.calls
+
+
+class Running(nn.Module):
+    """Remembers in a buffer, which answers depend on."""
+
+    total: Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum(0)
+        return x + self.total
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)  # noise
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x * 2
+
+
+class Pair(nn.Module):
+    """Positional inputs, a dict out, one of whose values is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+
+    def forward(self, x: Tensor, ids: Tensor, scale: float = 2.0) -> dict[str, Tensor | None]:
+        hidden = x * scale + self.embed(ids).sum(1)
+        return {"hidden": hidden, "score": hidden.sum(1), "attention": None}
+
+
+class Nested(nn.Module):
+    """Keyword inputs in a dict and a tuple, nested outputs."""
+
+    def forward(self, features: dict[str, Tensor], pair: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return features["a"] + pair[0], [features["b"] * pair[1], pair[1].repeat(2, 1)]
+
+
+class Recurrent(nn.Module):
+    """Its state has the batch in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        steps, (state, _) = self.lstm(x)
+        return {"last": steps[:, -1], "state": state}
+
+
+class Identity(nn.Module):
+    """The output has the input's name."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x + 0}
+
+
+class Text(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x, "done"
+
+
+class Eigen(nn.Module):
+    """torch.export follows it, ONNX has no such operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.eigvals(x.unsqueeze(-1) * x.unsqueeze(-2)).real.sum(-1)
+        return found
+
+
+# What follows has control flow or state that depends on the request: the doctor rewrites most of it.
+
+
+class BranchThenMore(nn.Module):
+    """Assigns in both arms and goes on."""
+
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # value branch
             y = x * 2
@@ -38,13 +168,6 @@ class EarlyReturn(nn.Module):
             return x
         x = self.layer(x)
         return torch.relu(x)
-
-
-class SizeBranch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 6:  # size branch
-            x = x * 2
-        return x + 1
 
 
 class Number(nn.Module):
@@ -137,16 +260,6 @@ class Chosen(nn.Module):
         return x - centre
 
 
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1  # counter
-        return x / self.calls
-
-
 class Remembered(nn.Module):
     """All rows so far in a list, a decaying number, and a tensor in an attribute."""
 
@@ -176,26 +289,12 @@ class Diary(nn.Module):
         return x + torch.stack(list(self.days.values())).sum()
 
 
-class Mean(nn.Module):
-    """A state in buffers, which answers depend on."""
-
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total += x.mean(0)
-        return x + self.total
-
-
 class Halves(nn.Module):
     """A counter in one submodule, a branch on values in the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counter, self.branch = Counter(), Branch()
+        self.counter, self.branch = Counter(), BranchThenMore()
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.branch(self.counter(x))
@@ -272,7 +371,7 @@ class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = Plain()
-        self.middle = Branch()
+        self.middle = BranchThenMore()
         self.last = Plain()
 
     def forward(self, x: Tensor) -> Tensor:

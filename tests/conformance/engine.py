@@ -1,6 +1,6 @@
 """The laws of an Engine, for every engine there is: import the tests and provide the fixture `engine`.
 
-The fixture yields an Engine; processes run the functions of `tests/engine/roles.py`.
+The fixture yields an Engine; processes run the functions of `tests/worlds/roles.py`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from trueline.engine.contract import Kind, ProcessSpec
 
 def spec(entry: str, tmp_path: Path, *, slot: int = 0, incarnation: int = 0, **env: str) -> ProcessSpec:
     log = str(tmp_path / f"{entry}-{slot}.{incarnation}.log")
-    return ProcessSpec(role="role", slot=slot, incarnation=incarnation, entry=f"roles:{entry}", log=log, env=env)
+    return ProcessSpec(role="role", slot=slot, incarnation=incarnation, entry=f"worlds.roles:{entry}", log=log, env=env)
 
 
 async def until(engine, ref: str, kind: Kind):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
+from worlds import TESTS
 
-TINY = Path(__file__).parent / "recipes" / "tiny.py"
+TINY, MEASURED = (TESTS / "train" / "recipes" / name for name in ("tiny.py", "measured.py"))
 RECORDS, STEPS = 240, 48
 
 
@@ -16,6 +18,13 @@ def seen_counts(path: Path) -> list[float]:
     """How often each record was applied, as the model's own parameter counted it: the distinct counts."""
     state = checkpoint.read(path).state["model"]
     return sorted(set(state["seen"].round(decimals=6).tolist()))
+
+
+def checkpoint_of(recipe: Path, folder: Path, *, seed: int = 1) -> Path:
+    """A checkpoint of step 3 that holds the recipe's model as `seed` makes it."""
+    torch.manual_seed(seed)
+    state = {"model": load_recipe(recipe).model().state_dict()}
+    return Path(checkpoint.write(folder, step=3, state=state, facts={}))
 
 
 def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:

@@ -1,11 +1,12 @@
-"""Small models whose loops decode, select and remember. Their lines are found by the marks in their comments."""
+"""Small models whose loops decode, select and remember."""
 
 from __future__ import annotations
 
-import dynamic_models
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from worlds import models
 
 
 class Viterbi(nn.Module):
@@ -316,7 +317,7 @@ class Spared(nn.Module):
         self.spare = Filled()
 
     def forward(self, x: Tensor) -> Tensor:
-        return dynamic_models.Opaque.forward(self, x)  # type: ignore[arg-type]
+        return models.Opaque.forward(self, x)  # type: ignore[arg-type]
 
 
 class FilledForward(nn.Module):

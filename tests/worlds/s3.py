@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-import swift_world
-from loopback import free_ports, until_listening
+
+from worlds import swift as swift_server
+from worlds.loopback import free_ports, until_listening
 
 KEY, SECRET = "trueline:tests-key", "trueline-tests-secret"
 CHECKING = ("rclone", "swift")
@@ -61,7 +62,7 @@ def rclone(folder: Path) -> Iterator[str]:
 
 def swift(folder: Path) -> AbstractContextManager[str]:
     """The URL of Swift's proxy; see `swift_world`."""
-    return swift_world.serving(folder, KEY, SECRET)
+    return swift_server.serving(folder, KEY, SECRET)
 
 
 SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"moto": moto, "rclone": rclone, "swift": swift}

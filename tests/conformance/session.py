@@ -1,6 +1,6 @@
 """The laws of a Session, for every runtime there is: import the tests and provide the fixture `mlp`.
 
-The fixture yields a session of `small_models.Mlp` on eight features with a free batch, and the eager one that it has
+The fixture yields a session of `worlds.models.Mlp` on eight features with a free batch, and the eager one that it has
 to answer like.
 """
 

@@ -1,0 +1,41 @@
+"""Recipes: the smallest that trains, and one that is captured and never trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
+
+
+class _Blanks:
+    name = "small"
+
+    def model(self):
+        return torch.nn.Linear(2, 2)
+
+    def loss(self, outputs, labels):
+        return outputs.sum()
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self, mode):
+        return []
+
+
+def small() -> Recipe:
+    return load_recipe(_Blanks())
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("capture has no use for this blank")
+
+
+def untrained(model: Callable[[], torch.nn.Module], *, name: str = "small", **blanks: Any) -> Recipe:
+    """A recipe of which `capture` needs `model` and those `blanks`; any other that it calls raises."""
+    given = {"loss": never, "optimizer": never, "dataset": never} | blanks
+    return Recipe(name=name, digest="d" * 64, path=None, model=model, **given)

@@ -1,0 +1,158 @@
+"""Servers for tests: processes over bundles and stores, apps without a socket, requests on connections of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from trueline import serve
+from trueline.serve import RunningServer
+from trueline.serve.batcher import Policy
+from trueline.serve.fleet import Fleet, Found, How
+from trueline.serve.http import Request, Response
+from trueline.serve.loading import Way, load
+from trueline.serve.management import Management
+from trueline.serve.models import Models
+from trueline.serve.repository import Repository
+from trueline.serve.routes import Routes
+from trueline.serve.store import Store
+from trueline.serve.version import Loaded
+from worlds import bundles
+
+_OWN = {"verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "timeout": 250.0}
+"""To read all authorities of the web is more work than a request. Nothing ends by waiting; a machine may be slow."""
+
+request = partial(httpx.request, **_OWN)
+get, post, put = (partial(one, **_OWN) for one in (httpx.get, httpx.post, httpx.put))
+delete, options = (partial(one, **_OWN) for one in (httpx.delete, httpx.options))
+
+
+@contextmanager
+def running(source: Path | None = None, *, store: Path | None = None, **settings: Any) -> Iterator[RunningServer]:
+    """A process that serves a bundle or an archive, or what `load` names of the folder `store`; paths may be Paths."""
+    told = settings | ({} if store is None else {"model_store": store})
+    told = {name: str(value) if isinstance(value, Path) else value for name, value in told.items()}
+    with serve.start(source, **told) as server:
+        yield server
+
+
+def keys_in(key_file: Path) -> dict[str, str]:
+    """The tokens that a server wrote to its `key_file`, by kind: management, inference, API."""
+    return {kind: one["key"] for kind, one in json.loads(key_file.read_text()).items()}
+
+
+def eventually(true: Callable[[], object]) -> None:
+    """Returns once `true` holds; the suite's own limit ends what never does."""
+
+    async def until() -> None:
+        while True:
+            try:
+                if true():
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(until(), 120))
+
+
+class Answers:
+    """An App that answers what it was made with."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def answer(self, request: Request) -> Any:
+        return self._answer
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        return Response(status, message.encode())
+
+
+class _WithoutSocket:
+    """Apps on a loop that runs while one of them is asked."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        async def waited() -> Any:
+            return await work
+
+        return self.loop.run_until_complete(waited())
+
+    def respond(self, app: Any, method: str, path: str, body: bytes, headers: dict[str, str]) -> Response:
+        named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+        found = app.answer(Request(method, path.encode(), named, body))
+        response: Response = found if isinstance(found, Response) else self.run(found)
+        return response
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TinyApp(_WithoutSocket):
+    """Routes over one ready model `tiny`, in rows of three: y = 2x + 1. Not `inline`: never run on the loop itself."""
+
+    def __init__(self, folder: Path, *, inline: bool = True, policy: Policy | None = None) -> None:
+        super().__init__()
+        self.pool = ThreadPoolExecutor(1)
+        self.models = Models()
+        loaded = load(bundles.double_plus(folder / "b", max_rows=8), Way(threads=1), max_batch=64)
+        if not inline:
+            loaded = replace(loaded, plan=replace(loaded.plan, inline_values=0))
+        self.tiny = self.models.add("tiny", "1")
+        self.tiny.make_ready(loaded, policy or Policy(), self.pool, self.loop)
+        self.routes = Routes(self.models, self.loop)
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
+        return self.respond(self.routes, method, path, body, headers)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        super().close()
+
+
+class StoreApp(_WithoutSocket):
+    """A fleet over a store with nothing loaded, and the apps of both its ports."""
+
+    def __init__(self, folder: Path, *, state: Path | None = None) -> None:
+        super().__init__()
+        self.store = Store(folder)
+        self.models = Models()
+        self.fleet = Fleet(self.models, self.loop, self._thread, how=How(way=Way(threads=1)), state=state)
+        self.management = Management(self.fleet, self.store, self.find, self.loop)
+        self.routes = Routes(self.models, self.loop, loader=Repository(self.fleet, self.store, self.loop))
+
+    async def _thread(self, work: Callable[[], Loaded]) -> Loaded:
+        return await self.loop.run_in_executor(None, work)
+
+    async def find(self, url: str) -> Found:
+        return Found(path=self.store.find(url))
+
+    def manage(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+        return self._ask(self.management, method, path, body, headers)
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+        return self._ask(self.routes, method, path, body, headers)
+
+    def _ask(self, app: Any, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+        response = self.respond(app, method, path, body, headers)
+        return response.status, json.loads(response.body) if response.body else None
