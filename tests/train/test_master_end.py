@@ -112,10 +112,11 @@ def test_all_rows_of_a_decision_are_written_before_anything_of_it_is_shown(tmp_p
         master = witnessed(tmp_path)
         at_work(master, steps=1)
         await asyncio.gather(*master._tasks)
-        futures = {ref: asyncio.get_running_loop().create_future() for ref in (A, B)}
-        master.entries.update(futures)
+        entering, finishing = (asyncio.get_running_loop().create_future() for _ in range(2))
+        master.entries[A], master.finishing[B] = entering, finishing
         master.happen(h.GroupBroken(A, 1, "reset by peer"))
-        return master, [future.result() for future in futures.values()]
+        assert (master.entries, master.finishing) == ({}, {})
+        return master, [entering.result(), finishing.result()]
 
     master, answers = asyncio.run(scenario())
     assert master.view.generation == 2

@@ -17,8 +17,6 @@ HELLO = pb.Hello(ref=A, store="a:1", state="a:2", num_records=RECORDS, total_ste
 def calls(ref: str) -> dict[str, tuple[str, object]]:
     """Each call that a worker can make, as `ref` makes it."""
     return {
-        "Enter": pb.Entry(ref=ref, generation=1, step=1, progress=pb.Progress(ref=ref, applied=[STEP])),
-        "Finish": pb.Entry(ref=ref, generation=1, step=1),
         "Report": pb.Progress(ref=ref, generation=1, step=1, applied=[STEP]),
         "Leave": pb.Worker(ref=ref),
         "Broken": pb.Fault(ref=ref, generation=1, what="reset by peer"),
@@ -26,6 +24,8 @@ def calls(ref: str) -> dict[str, tuple[str, object]]:
         "Saved": pb.Checkpoint(ref=ref, step=1, path="/elsewhere"),
         "Suspect": pb.Suspicion(ref=ref, records=[3], why="odd"),
         "Try": pb.Trial(ref=ref, record=3),
+        "Enter": pb.Entry(ref=ref, generation=1, step=1, progress=pb.Progress(ref=ref, applied=[STEP])),
+        "Finish": pb.Entry(ref=ref, generation=1, step=1),
     }
 
 
