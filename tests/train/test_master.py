@@ -7,7 +7,7 @@ import json
 import grpc
 import msgspec
 import pytest
-from master_worlds import JOB, SECRET, NoEngine, said, serving
+from master_worlds import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
 
 from trueline.errors import StorageError
 from trueline.train import happenings as h
@@ -243,3 +243,55 @@ def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
         (2, "the job has 2 steps"),
         (7, "the job has 2 steps"),
     ]
+
+
+def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
+    """What autoscaling was asked in three looks at a job, and what it made of the answer."""
+    asked, looks = [], []
+
+    class Room(NoEngine):
+        async def capacity(self):
+            looks.append(None)
+            return 5
+
+    def decide(scaling, workers, records, now, bounds):
+        asked.append((workers, records, bounds.low, bounds.high, bounds.capacity))
+        return wants, "more pays"
+
+    monkeypatch.setattr("trueline.train.master.TICK_S", 0.0)
+    monkeypatch.setattr("trueline.train.master.CAPACITY_S", -1.0)
+    monkeypatch.setattr("trueline.train.master.decide", decide)
+
+    async def scenario():
+        master = master_of(tmp_path, msgspec.structs.replace(JOB, min_workers=2), engine=Room())
+        at_work(master, steps=1)
+        master.job = msgspec.structs.replace(master.job, workers=6)
+        prepare(master)
+        scaling = master.keep(master.run_scaling())
+        while len(looks) < 4:
+            await asyncio.sleep(0)
+        scaling.cancel()
+        return master
+
+    master = asyncio.run(scenario())
+    return asked, [body["workers"] for kind, body in rows(master) if kind == "SCALE"]
+
+
+def test_autoscaling_looks_at_a_group_at_work_and_keeps_slots_in_quarantine_beside_it(monkeypatch, tmp_path):
+    def shut(master):
+        master.state.workers, master.state.quarantined = 3, {2: "died"}
+
+    asked, scaled = asked_to_scale(monkeypatch, tmp_path, shut)
+    assert asked[0] == (2, 4, 2, 6, 5)
+    assert scaled[0] == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"released": False}, {"finishing": True}, {"phase": "gathering"}, {"workers": 4}], ids=str
+)
+def test_autoscaling_asks_nothing_of_a_job_that_is_not_at_work_with_all_that_it_wants(monkeypatch, tmp_path, change):
+    def prepare(master):
+        for name, value in change.items():
+            setattr(master.state, name, value)
+
+    assert asked_to_scale(monkeypatch, tmp_path, prepare) == ([], [])
