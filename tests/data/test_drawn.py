@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trueline.data.dataset import DatasetSource
-from trueline.data.drawn import Drawn, DrawnSource, Joined, bucketed, mixed, weighted
+from trueline.data.drawn import Drawn, DrawnSource, Joined, bucketed, drawn_by, mixed, place_of, weighted
 from trueline.data.readers import Readers, reader_of
 from trueline.data.seeded import SeededReader
 from trueline.data.source import as_source
@@ -173,3 +173,40 @@ def test_a_database_is_read_by_processes_each_with_connections_of_its_own(tmp_pa
     readers = reader_of(whole, 0, readers=1)
     assert isinstance(readers, Readers)
     readers.close()
+
+
+def test_parts_of_one_size_are_shuffled_each_in_its_own_way(tmp_path: Path) -> None:
+    parts = [str(numbers(tmp_path / f"{start}.parquet", start, start + 500)) for start in (0, 500)]
+    drawn = opened(mixed(parts, [1, 1], seed=4)).order.at(np.arange(1000), epoch=0)
+    assert [int(one) for one in drawn if one < 500] != [int(one) - 500 for one in drawn if one >= 500]
+
+
+def test_what_stands_at_a_position_is_asked_of_the_epoch(tmp_path: Path) -> None:
+    source = opened(weighted(str(numbers(tmp_path / "a.parquet", 0, 50)), np.arange(50.0), seed=2))
+    by = drawn_by(source)
+    assert by is not None
+    for epoch in (0, 3):
+        assert by(np.arange(50), epoch).tolist() == source.order.at(np.arange(50), epoch=epoch).tolist()
+    assert by(np.arange(50), 0).tolist() != by(np.arange(50), 3).tolist()
+    assert drawn_by(source.records.parts[0]) is None
+
+
+def test_a_record_is_placed_in_its_part_and_its_file(tmp_path: Path) -> None:
+    one, two = (str(numbers(tmp_path / f"{start}.parquet", start, start + 100)) for start in (0, 100))
+    both = opened(mixed([one, two], [1, 1], seed=1))
+    assert place_of(both, 3).endswith("0.parquet#0, part 1 of 2")
+    assert place_of(both, 165).startswith("record 1 of ")
+    assert place_of(both, 165).endswith("100.parquet#1, part 2 of 2")
+    assert ", part" not in place_of(opened(weighted(one, np.ones(100))), 3)
+
+
+def test_another_order_or_other_records_are_another_source(tmp_path: Path) -> None:
+    one, two = (str(numbers(tmp_path / f"{start}.parquet", start, start + 100)) for start in (0, 100))
+    made = [
+        weighted(one, np.ones(100)), weighted(one, np.arange(100.0)), weighted(one, np.ones(100), seed=1),
+        weighted(one, np.ones(100), num_draws=7), weighted(two, np.ones(100)), bucketed(one, np.ones(100), batch=4),
+        bucketed(one, np.ones(100), batch=5), bucketed(one, np.arange(100), batch=4), mixed([one, two], [1, 1]),
+        mixed([one, two], [1, 2]), mixed([two, one], [1, 1]), mixed([one, two], [1, 1], num_records=50),
+    ]  # fmt: skip
+    assert len({opened(drawn).fingerprint() for drawn in made}) == len(made)
+    assert opened(made[0]).fingerprint() == opened(weighted(one, np.ones(100))).fingerprint()

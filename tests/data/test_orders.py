@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.data.orders import Bucketed, InFileOrder, Mixed, Permuted, Weighted
+from trueline.data.orders import Bucketed, InFileOrder, Mixed, Order, Permuted, Weighted
 from trueline.data.source import Unit
 from trueline.data.windows import WindowOrder, blocks_of
 from trueline.errors import DataError
@@ -137,3 +137,88 @@ def test_positions_outside_and_orders_of_nothing_are_refused() -> None:
     ):
         with pytest.raises(DataError):
             make()
+
+
+LENGTHS = np.array([5, 1, 9, 3, 7, 2, 8, 4, 6, 0, 11, 10, 13, 12])
+
+
+def drawn_order(kind: str, seed: int = 7) -> Order:
+    """Of each kind one that is small enough to be written down."""
+    if kind == "weighted":
+        return Weighted([1, 0, 2, 5, 2], seed=seed, num_draws=12)
+    if kind == "bucketed":
+        return Bucketed(Permuted(14, seed=seed), LENGTHS.__getitem__, batch=2, seed=seed, pool_batches=4)
+    return Mixed([Permuted(9, seed=seed), InFileOrder(5)], [2, 1], seed=seed, num_records=12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "third"),
+    [
+        ("weighted", [4, 2, 2, 0, 3, 4, 3, 3, 0, 3, 3, 3], [4, 3, 3, 2, 3, 3, 3, 3, 2, 4, 0, 2]),
+        ("bucketed", [8, 4, 3, 7, 6, 2, 11, 10, 9, 1, 13, 12, 5, 0], [2, 11, 4, 6, 10, 13, 9, 7, 3, 0, 1, 5, 8, 12]),
+        ("mixed", [2, 9, 0, 3, 5, 7, 1, 4, 6, 10, 8, 2], [8, 0, 6, 13, 4, 7, 9, 5, 10, 3, 4, 11]),
+    ],
+)
+def test_these_orders_are_those_of_all_earlier_versions(kind: str, first: list[int], third: list[int]) -> None:
+    order = drawn_order(kind)
+    for epoch, expected in ((0, first), (2, third)):
+        assert order.at(np.arange(order.num_records), epoch=epoch).tolist() == expected
+        assert order.at([3], epoch=epoch).tolist() == expected[3:4]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "bucketed", "mixed"])
+def test_other_epochs_and_other_seeds_are_other_orders_of_these_too(kind: str) -> None:
+    orders = [drawn_order(kind, seed) for seed in (7, 8, 9)]
+    found = {
+        tuple(order.at(np.arange(order.num_records), epoch=epoch).tolist()) for order in orders for epoch in range(4)
+    }
+    assert len(found) >= 11
+
+
+def test_each_pool_of_batches_has_an_order_of_its_own_and_the_short_batch_stays_at_its_end() -> None:
+    order = Bucketed(InFileOrder(43), lambda records: records % 10, batch=2, seed=1, pool_batches=5)
+    for epoch in range(3):
+        whole = order.at(np.arange(43), epoch=epoch)
+        pools = [whole[at : at + 10] - at for at in range(0, 40, 10)]
+        assert all(sorted(pool.tolist()) == list(range(10)) for pool in pools)
+        assert len({tuple(pool.tolist()) for pool in pools}) > 1
+        assert whole[42] == 42, "the longest of the last pool, in a batch of one"
+
+
+def test_a_part_that_begins_again_comes_in_another_order_and_so_do_parts_of_one_size() -> None:
+    order = Mixed([Permuted(500, seed=1)], [1], seed=3, num_records=500)
+    first, second = (order.at(np.arange(500), epoch=epoch).tolist() for epoch in range(2))
+    assert sorted(first) == sorted(second) == list(range(500))
+    assert first != second
+
+
+def test_blocks_of_a_mixture_have_orders_of_their_own() -> None:
+    order = Mixed([InFileOrder(4000), InFileOrder(4000)], [1, 1], seed=3, num_records=4000)
+    whose = order.at(np.arange(4000), epoch=0) < 4000
+    blocks = [tuple(whose[at : at + 1000].tolist()) for at in range(0, 4000, 1000)]
+    assert len(set(blocks)) == 4
+    assert {sum(block) for block in blocks} == {500}
+
+
+@pytest.mark.parametrize("weights", [[1.0, -0.5], [-1.0, -1.0], [[1.0]], [], [1.0, float("inf")]])
+def test_weights_that_choose_nothing_in_particular_are_refused(weights: list[float]) -> None:
+    with pytest.raises(DataError, match="choose no records"):
+        Weighted(weights, seed=0)
+
+
+def test_a_draw_that_rounds_to_the_very_end_is_of_the_last_record_that_has_a_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trueline.data.orders.key_of", lambda *parts: (1 << 64) - 1)
+    found = Weighted([1.0, 1.0, 0.0], seed=0, num_draws=3).at(np.arange(3), epoch=0)
+    assert set(found.tolist()) == {0, 1}
+
+
+def test_windows_refuse_positions_outside_and_units_without_records() -> None:
+    order = WindowOrder(units_of([10] * 30), seed=0, window_records=8)
+    for wrong in ([-1], [300], [5, 301]):
+        with pytest.raises(DataError, match="outside"):
+            order.at(wrong, epoch=0)
+    for counts in ([5, 0], [0], [5, -1]):
+        with pytest.raises(DataError, match="empty unit"):
+            WindowOrder(units_of(counts), seed=0)

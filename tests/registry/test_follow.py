@@ -116,6 +116,72 @@ def test_how_a_job_ended_stays_when_its_launcher_tidies_up() -> None:
     assert (curves.end, curves.tags["trueline.why"]) == ("KILLED", "SIGHUP")
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "status"),
+    [
+        ("job.finished", {}, "FINISHED"),
+        ("job.failed", {"why": "state lost"}, "FAILED"),
+        ("job.stopping", {"why": "halt"}, "KILLED"),
+        ("launcher.ended", {"outcome": "stopped", "why": "SIGHUP"}, "KILLED"),
+        ("launcher.ended", {"outcome": "failed", "why": "its master died 11 times"}, "FAILED"),
+        ("launcher.ended", {"outcome": "finished", "why": ""}, "FINISHED"),
+        ("launcher.ended", {}, "KILLED"),
+    ],
+    ids=str,
+)
+def test_each_end_of_a_job_is_the_end_of_its_run(name: str, fields: dict[str, Any], status: str) -> None:
+    curves = Curves()
+    curves.hear(name, fields, 1.0)
+    state = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}[status]
+    assert (curves.end, curves.tags) == (status, {"trueline.state": state, "trueline.why": fields.get("why", "")})
+    curves.hear("worker.started", {"worker": "worker-0.1"}, 2.0)
+    assert (curves.end, curves.tags["trueline.state"]) == ("", "running"), "it was resumed"
+
+
+class Client:
+    """MLflow's client as far as a follower of a known run needs it: what was set last."""
+
+    tracking_uri = "sqlite:////mlflow.db"
+
+    def __init__(self) -> None:
+        self.status, self.tags, self.files = "", dict[str, str](), list[str]()
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.status = status
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self.tags[key] = value
+
+    def log_batch(self, run_id: str, metrics: Any, tags: Any) -> None:
+        self.tags |= {tag.key: tag.value for tag in tags}
+
+    def log_artifact(self, run_id: str, path: str) -> None:
+        self.files.append(Path(path).name)
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.status = status
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+@pytest.mark.parametrize("most", [1, -1, 2])
+def test_a_run_is_closed_as_its_job_ended_and_only_a_finished_one_says_exactly_once(
+    tmp_path: Path, status: str, most: int
+) -> None:
+    folder = job(tmp_path / "digits-1", *steps(0, 2, total=2))
+    (folder / "summary.json").write_text(json.dumps({"certificates": [{"tally_max": 1}, {"tally_max": most}]}))
+    (folder / "mlflow.json").write_text(json.dumps({"run_id": "r", "tracking_uri": Client.tracking_uri, "offset": 0}))
+    client: Any = Client()
+    follower = follow._Follower(folder, client, None)
+    assert (follower.run_id, client.status) == ("r", "RUNNING")
+    follower.close(status)
+    once = {"trueline.exactly_once": "false" if most == 2 else "true"} if status == "FINISHED" else {}
+    assert client.tags == {
+        "trueline.state": {"FINISHED": "finished", "FAILED": "failed"}.get(status, "stopped"),
+        **once,
+    }
+    assert (client.status, "events.jsonl" in client.files) == (status, True)
+
+
 @pytest.mark.slow
 def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_twice(
     registry: Path, tmp_path: Path

@@ -5,10 +5,12 @@ import os
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
+from trueline import files
 from trueline.errors import CheckpointError, StorageError
-from trueline.state import checkpoint, tree
+from trueline.state import checkpoint, tensorfile, tree
 from worlds.recipes import small
 
 
@@ -85,8 +87,6 @@ def test_a_torn_file_is_passed_over_for_the_next_older_checkpoint(tmp_path):
 
 def test_an_unknown_schema_is_refused(tmp_path):
     path = checkpoint.write(tmp_path, step=1, state={}, facts={})
-    from trueline import files
-
     text = json.dumps({**json.loads(json.loads((path / checkpoint.MANIFEST).read_text())["body"]), "schema": 99})
     envelope = {"digest": files.sha256_bytes(text.encode()), "body": text}
     (path / checkpoint.MANIFEST).write_text(json.dumps(envelope))
@@ -120,3 +120,122 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     path = checkpoint.write(tmp_path, step=1, state=state, facts={"recipe": {"name": "large"}})
     with pytest.raises(CheckpointError, match="is of recipe 'large' and does not fit the model of recipe 'small'"):
         checkpoint.load_model(recipe, path)
+
+
+@pytest.mark.parametrize("where", [-1, -20, -36])
+def test_a_changed_number_is_found_though_the_file_can_still_be_read(tmp_path, where):
+    path = checkpoint.write(tmp_path, step=1, state={"model": {"w": torch.arange(9.0)}}, facts={})
+    data = bytearray((path / checkpoint.TENSORS).read_bytes())
+    data[where] ^= 1
+    (path / checkpoint.TENSORS).write_bytes(bytes(data))
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"state\.safetensors was changed or torn"):
+        checkpoint.read(path)
+
+
+def test_tensors_whose_digest_the_manifest_does_not_name_are_not_taken_on_trust(tmp_path):
+    path = checkpoint.write(tmp_path, step=1, state={"w": torch.ones(3)}, facts={})
+    body = json.loads(json.loads((path / checkpoint.MANIFEST).read_text())["body"])
+    text = json.dumps({**body, "files": {}})
+    envelope = {"digest": files.sha256_bytes(text.encode()), "body": text}
+    (path / checkpoint.MANIFEST).write_text(json.dumps(envelope))
+    with pytest.raises(CheckpointError, match=r"state\.safetensors was changed or torn"):
+        checkpoint.read(path)
+
+
+def test_a_manifest_says_what_was_given_and_its_own_digest(tmp_path):
+    path = checkpoint.write(tmp_path, step=3, state={"w": torch.ones(3)}, facts={"seed": 1, "certificates": []})
+    manifest = checkpoint.read_manifest(path)
+    assert (manifest["step"], manifest["seed"], manifest["certificates"]) == (3, 1, [])
+    assert manifest["digest"] == checkpoint.read(path).manifest["digest"]
+    assert "state" not in manifest
+    assert (checkpoint.exists(path), checkpoint.exists(tmp_path / "step-00000004")) == (True, False)
+
+
+def test_a_checkpoint_is_sealed_when_all_its_tensors_are_there_and_not_before(tmp_path):
+    seen = []
+
+    def sealing():
+        (partial,) = tmp_path.iterdir()
+        seen.append({file.name: file.stat().st_size > 4000 for file in partial.iterdir()})
+
+    checkpoint.write(tmp_path, step=1, state={"w": torch.ones(1000)}, facts={}, sealing=sealing)
+    assert seen == [{checkpoint.TENSORS: True}]
+
+
+def evaluated(*bests):
+    return [{"step": step, "loss": 1.0, "metrics": {}, "best": best} for step, best in bests]
+
+
+def test_the_best_checkpoint_is_the_last_one_that_was_the_best_so_far_and_is_there(tmp_path):
+    history = evaluated((1, True), (2, True), (3, False), (4, True))
+    for step in (1, 2, 3):
+        checkpoint.write(tmp_path, step=step, state={}, facts={"evaluations": history[:step]})
+    assert checkpoint.best(tmp_path).name == "step-00000002"
+    checkpoint.write(tmp_path, step=5, state={}, facts={"evaluations": history})
+    assert checkpoint.best(tmp_path).name == "step-00000002", "that of step 4 is not there"
+    assert checkpoint.best_step(history) == 4
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "doomed"),
+    [(1, None, [10, 20, 30]), (2, None, [10, 20]), (3, 10, []), (2, 10, [20]), (2, 30, [10, 20]), (4, None, []),
+     (0, None, [10, 20, 30]), (9, None, [])],
+)  # fmt: skip
+def test_so_many_of_the_newest_checkpoints_stay_and_the_best_one(keep, best, doomed):
+    assert checkpoint.doomed([30, 10, 40, 20, 90], newest=40, keep=keep, best=best) == doomed
+
+
+def test_pruning_removes_what_dead_writers_left_before_the_newest_and_leaves_later_writers_alone(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.write(tmp_path, step=step, state={}, facts={})
+    checkpoint.prune(tmp_path, newest=3, keep=1, best=1)
+    assert checkpoint.steps(tmp_path) == [1, 3]
+
+
+def test_a_model_from_a_checkpoint_is_in_evaluation_mode(tmp_path):
+    recipe = small()
+    state = {"model": dict(recipe.model().state_dict())}
+    path = checkpoint.write(tmp_path, step=1, state=state, facts={})
+    assert not checkpoint.load_model(recipe, path).training
+    assert not checkpoint.load_model(recipe, None).training
+
+
+def test_states_of_all_kinds_come_back_as_they_were():
+    state = {
+        "betas": (0.9, [1, (2,)], {}), 3: None, "flag": True, "name": "x", "w": torch.ones(2),
+        "counts": np.arange(3, dtype=np.int32), "one": np.float64(0.5), "nothing": [], "pair": ((), []),
+    }  # fmt: skip
+    skeleton, tensors = tree.encode(state)
+    found = tree.decode(json.loads(json.dumps(skeleton)), tensors)
+    same({name: value for name, value in found.items() if name != "counts"},
+         {**{name: value for name, value in state.items() if name != "counts"}, "one": 0.5})  # fmt: skip
+    assert type(found["counts"]) is np.ndarray
+    assert found["counts"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("index", [-1, 1, 7])
+def test_a_state_that_names_a_tensor_that_is_not_there_is_refused(index):
+    for kind in ("t", "n"):
+        with pytest.raises(CheckpointError, match=f"names tensor {index}, but there are 1"):
+            tree.decode({"l": [{kind: index}]}, [torch.ones(1)])
+    with pytest.raises(CheckpointError, match="unknown kind 'x'"):
+        tree.decode({"x": 0}, [])
+
+
+@pytest.mark.parametrize("key", [True, 0.5, None, (1, 2)])
+def test_a_key_that_json_would_change_is_refused(key):
+    with pytest.raises(CheckpointError, match="expected a string or an integer"):
+        tree.encode({"optimizer": {key: 1}})
+
+
+def test_a_tensor_of_many_pieces_is_whole_and_each_lies_at_a_multiple_of_its_items_size(monkeypatch):
+    monkeypatch.setattr(tensorfile, "PIECE_BYTES", 16)
+    tensors = [torch.arange(7, dtype=torch.uint8), torch.arange(9.0), torch.ones(1, dtype=torch.bool),
+               torch.arange(11, dtype=torch.float64), torch.arange(6.0).reshape(2, 3).T, torch.empty(0)]  # fmt: skip
+    data = b"".join(bytes(piece) for piece in tensorfile.pieces(tensors))
+    found = safetensors.torch.load(data)
+    assert all(torch.equal(found[str(number)], value) for number, value in enumerate(tensors))
+    length = int.from_bytes(data[:8], "little")
+    begins = {name: one["data_offsets"][0] for name, one in json.loads(data[8 : 8 + length]).items()}
+    assert all((8 + length + begins[str(number)]) % value.element_size() == 0 for number, value in enumerate(tensors))

@@ -42,5 +42,6 @@ def test_tensors_of_another_shape_or_kind_get_memory_of_their_own():
     copies.take({"w": torch.ones(5), "v": torch.ones(2)}).release()
     later = copies.take({"w": torch.ones(5), "v": torch.ones(2, dtype=torch.float64), "new": torch.ones(4)})
     assert [tensor.tolist() for tensor in later.state.values()] == [[1.0] * 5, [1.0] * 2, [1.0] * 4]
+    assert later.state["v"].dtype is torch.float64
     later.release()
     assert list(copies.take({"w": torch.ones(5)}).state) == ["w"]

@@ -3,9 +3,25 @@
 import pytest
 
 from conformance.place import *  # noqa: F403  the shared tests
+from conformance.place import PARTS
+from trueline.state import place as places
 from trueline.state.place import place_of
 
 
 @pytest.fixture
 def place(tmp_path):
     return place_of(tmp_path / "checkpoints", seal="seal")
+
+
+def test_a_name_is_gone_before_its_parts_are_removed_one_by_one(place, tmp_path, monkeypatch):
+    remove, there = places.shutil.rmtree, []
+
+    def watched(path, **how):
+        there.append(sorted(file.name for file in (tmp_path / "checkpoints").glob("step-1/*")))
+        remove(path, **how)
+
+    place.put("step-1", PARTS)
+    monkeypatch.setattr(places.shutil, "rmtree", watched)
+    place.remove("step-1")
+    assert there[-1] == []
+    assert place.names() == place.names(unfinished=True) == []

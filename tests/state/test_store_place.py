@@ -54,6 +54,31 @@ def test_the_seal_is_gone_before_anything_of_a_name_is_written_again(place, url)
     assert place.names() == ["step-1"]
 
 
+def test_the_seal_goes_first_when_a_name_is_removed(place, url, monkeypatch):
+    place.put("step-1", PARTS)
+    fs, root = fsspec.url_to_fs(url)
+    remove, sealed = type(fs).rm, []
+
+    def watched(self, path, **how):
+        sealed.append(self.exists(f"{root}/step-1/seal"))
+        remove(self, path, **how)
+
+    monkeypatch.setattr(type(fs), "rm", watched)
+    place.remove("step-1")
+    assert (sealed, place.names()) == ([False], [])
+
+
+def test_what_another_process_has_written_is_seen_though_a_store_keeps_its_listings(place, url, monkeypatch):
+    fs, _ = fsspec.url_to_fs(url)
+    kept: dict[str, list[str]] = {}
+    find = type(fs).find
+    monkeypatch.setattr(type(fs), "find", lambda self, path: kept.setdefault(path, find(self, path)))
+    monkeypatch.setattr(type(fs), "invalidate_cache", lambda self, path=None: kept.clear())
+    assert place.names() == []
+    place_of(url, seal="seal").put("step-1", PARTS)
+    assert place.names() == ["step-1"]
+
+
 class NoCredentialsError(Exception):
     """As botocore's, which is no OSError."""
 

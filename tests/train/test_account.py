@@ -2,12 +2,13 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
 from trueline.data import order
 from trueline.train import ledger
-from trueline.train.account import Account
+from trueline.train.account import Account, Planned, certificate_faults, planned_records
 from trueline.train.api import Summary
 from trueline.train.plan import DRAWN, IN_ORDER, order_of
 from trueline.train.roster import State
@@ -200,3 +201,157 @@ def test_the_summary_claims_of_each_epoch_what_its_certificate_shows():
         ([part], "none of the 10 records was applied twice in the one epoch, stopped after 2 steps"),
     ]:
         assert Summary({**facts, "certificates": certificates})._claim() == claim
+
+
+GOOD = {"epoch": 0, "steps": 3, "records": 10, "digest": ledger.digest_of_all(10), "tally_min": 1, "tally_max": 1}
+WHOLE = Planned(10, ledger.digest_of_all(10), True)
+PART = Planned(8, ledger.digest(np.arange(8)), False)
+WRONG = (GOOD["digest"] + 1) & ledger.MASK
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"records": 9}, "9 records were applied, planned were 10"),
+        ({"records": 11}, "11 records were applied, planned were 10"),
+        ({"steps": 2}, "2 steps were applied, the epoch has 3"),
+        ({"steps": 4}, "4 steps were applied, the epoch has 3"),
+        ({"digest": WRONG}, f"the digest of the applied records is {WRONG:06x}, not {GOOD['digest']:06x}"),
+        ({"tally_min": 0}, "records were applied 0 to 1 times"),
+        ({"tally_max": 2}, "records were applied 1 to 2 times"),
+        ({"tally_min": 0, "tally_max": 2}, "records were applied 0 to 2 times"),
+        ({"tally_min": 2, "tally_max": 2}, "records were applied 2 to 2 times"),
+        ({"tally_min": 0, "tally_max": 0}, "records were applied 0 to 0 times"),
+        ({"tally_min": -1, "tally_max": 2}, "records were applied 0 to 2 times"),
+    ],
+    ids=str,
+)
+def test_each_figure_of_a_certificate_alone_tells_that_an_epoch_was_not_applied_exactly_once(changes, fault):
+    assert certificate_faults(GOOD, steps=3, planned=WHOLE) == []
+    assert certificate_faults({**GOOD, **changes}, steps=3, planned=WHOLE) == [fault]
+
+
+def test_an_epoch_without_a_tally_is_judged_by_its_sums():
+    plain = {**GOOD, "tally_min": -1, "tally_max": -1}
+    assert certificate_faults(plain, steps=3, planned=WHOLE) == []
+    assert len(certificate_faults({**plain, "records": 9, "digest": WRONG}, steps=3, planned=WHOLE)) == 2
+
+
+@pytest.mark.parametrize("fewest", [-1, 0, 1])
+def test_in_a_part_of_an_epoch_records_may_be_applied_no_time_but_never_twice(fewest):
+    part = {**GOOD, "steps": 2, "records": 8, "digest": PART.digest, "tally_min": fewest}
+    assert certificate_faults(part, steps=2, planned=PART) == []
+    assert certificate_faults({**part, "tally_max": 2}, steps=2, planned=PART) == [
+        f"records were applied {max(fewest, 0)} to 2 times"
+    ]
+
+
+def test_what_a_certificate_leaves_out_is_taken_off_the_planned_digest_modulo_its_bits():
+    out = next(one for one in range(10) if ledger.digest(np.array([one])) > WHOLE.digest)
+    kept = np.setdiff1d(np.arange(10), [out])
+    named = {**GOOD, "records": 9, "digest": ledger.digest(kept), "set_aside": [out]}
+    planned = Planned(10, WHOLE.digest, True, (out,))
+    assert certificate_faults(named, steps=3, planned=planned, set_aside={out}) == []
+    twice = {**named, "tally_max": 2}
+    assert certificate_faults(twice, steps=3, planned=planned, set_aside={out}) == ["records were applied 1 to 2 times"]
+
+
+def test_the_digest_of_a_part_of_an_epoch_is_within_its_bits_however_many_records_it_has():
+    many, batch = 3000, 8
+    job = msgspec.structs.replace(JOB, global_batch=batch)
+    ids = order.record_at(np.arange(250 * batch), seed=job.seed, epoch=0, num_records=many)
+    found = planned_records(job, many, epoch=0, steps=250, named=ids[:2].tolist())
+    assert found == Planned(2000, ledger.digest(ids), False, tuple(sorted(ids[:2].tolist())))
+
+
+def test_a_certificate_that_is_signed_anew_after_the_job_went_back_takes_the_place_of_the_first():
+    books = account(signed(0, low=0))
+    assert books.faults(JOB)[0] == "epoch 0: records were applied 0 to 1 times"
+    report = books.report(pb.Progress(ref="v", certificates=[signed(0), signed(1), signed(2)]))
+    assert [(kind, body["epoch"]) for kind, body in report.rows] == [("EPOCH", 0), ("EPOCH", 1), ("EPOCH", 2)]
+    assert books.faults(JOB) == []
+    assert books.report(pb.Progress(ref="w", certificates=[signed(1)])).rows == [], "the same again is no news"
+
+
+def applied(*steps: int, digest: int = 7, **fields) -> pb.Progress:
+    """The report of a worker that has applied `steps`."""
+    told = [pb.Applied(step=step, generation=1, records=4, digest=digest, workers=2, **fields) for step in steps]
+    return pb.Progress(ref="w", applied=told)
+
+
+def logged(books: Account, report: pb.Progress) -> list[int]:
+    return [body["step"] for kind, body in books.report(report).rows if kind == "COMMIT"]
+
+
+def test_steps_enter_the_log_in_order_and_without_a_gap():
+    books = account()
+    assert [logged(books, applied(*steps)) for steps in ((1,), (0, 1), (3,), (1, 2, 3))] == [[], [0, 1], [], [2, 3]]
+
+
+def test_a_log_that_is_behind_the_survivors_goes_on_at_their_step_and_one_ahead_of_them_goes_back():
+    books = account()
+    assert logged(books, applied(0, 1, 2)) == [0, 1, 2]
+    books.truncate(5)
+    assert books.logged == 3, "it is no further than what was reported"
+    books.reconstruct(5)
+    assert (logged(books, applied(3, 4)), logged(books, applied(5))) == ([], [5])
+    books.truncate(4)
+    books.reconstruct(4)
+    assert logged(books, applied(4, digest=8)) == [4], "done again, perhaps with other records"
+
+
+def test_a_step_that_was_taken_back_is_compared_with_no_later_report():
+    books = account()
+    books.report(applied(0, 1, 2, 3))
+    books.truncate(2)
+    books.reconstruct(4)
+    assert [books.report(applied(step, digest=8)).fault for step in (1, 2, 3)] == [
+        "two workers report different records for step 1", "", "",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_of_the_surviving_state_itself_stays():
+    books = account(evaluations=[evaluation(3), evaluation(5, stop=True), evaluation(6, stop=True)])
+    books.truncate(5)
+    assert ([found["step"] for found in books.evaluated()], books.last_step) == ([3, 5], 5)
+
+
+def test_of_two_stops_the_first_one_counts_and_of_two_best_the_last():
+    books = account(evaluations=[evaluation(7, stop=True), evaluation(3, best=True), evaluation(5, best=True)])
+    assert (books.last_step, books.best()["step"]) == (7, 5)
+    books.report(pb.Progress(ref="w", evaluations=[evaluation(6, stop=True)]))
+    assert books.last_step == 6
+    facts = books.summary(JOB, State(workers=2, incarnations={0: 2, 1: 3}))
+    assert (facts["workers_started"], facts["stopped_early"]) == (5, True)
+    assert account().summary(JOB, State(workers=2))["stopped_early"] is False
+
+
+@pytest.mark.parametrize("seen", [(RECORDS, 10), (11, 9), (9, 9)])
+def test_a_worker_that_sees_other_records_or_another_number_of_steps_is_found_out(seen):
+    assert account().accept(*seen, 0)[0].startswith(f"a worker sees {seen[0]} records ({seen[1]} steps), the others")
+
+
+def test_a_master_that_comes_back_judges_as_the_one_before(tmp_path):
+    books = Account()
+    rows = [*books.accept(RECORDS, STEPS * JOB.epochs, 4, (5, 5))[1], ("VIEW", {"generation": 1, "reason": "begun"})]
+    books.regrouping(1, "begun")
+    for report in (
+        applied(0, 1, gap_ms=80.0),
+        pb.Progress(ref="w", certificates=[signed(0, out=(3,), low=0)], evaluations=[evaluation(1, best=True)]),
+        applied(2, gap_ms=30.0),
+    ):
+        rows += books.report(report).rows
+    back = Account(rows)
+    for fact in ("num_records", "total_steps", "shard_records", "blocks", "logged", "loss", "digests", "certificates",
+                 "evaluations", "regroups", "_formed"):  # fmt: skip
+        assert getattr(back, fact) == getattr(books, fact), fact
+    assert (back.faults(JOB, {3: "odd"}), back.best()) == (books.faults(JOB, {3: "odd"}), books.best())
+    assert back.regroups[1] == {"generation": 1, "reason": "begun", "gap_ms": 80.0, "workers": 2}
+    assert back.certificates[0]["set_aside"] == [3]
+
+
+def test_the_rate_counts_the_records_between_the_first_report_and_the_last():
+    books = Account()
+    for step, now in enumerate((10.0, 11.0, 13.0)):
+        books.report(applied(step), now)
+    assert books.records_per_s(13.0) == pytest.approx(8 / 3)

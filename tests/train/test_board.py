@@ -5,6 +5,7 @@ import json
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -161,6 +162,22 @@ def test_an_event_of_another_version_becomes_a_line_and_never_an_error():
     board.hear("evaluation.done", {"step": 1, "loss": 1.0, "metrics": "[1]"}, 4)
     board.hear("worker.lost", {"worker": "nobody", "why": "y"}, 5)
     assert [text for _, _, text, _ in board.said] == ["worker.lost", "moon.landed craft=eagle", "nobody died: y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "phase"),
+    [
+        ("job.finished", {}, "finished"),
+        ("job.failed", {"why": "state lost", "hint": "look"}, "failed"),
+        ("job.stopping", {"why": "state lost"}, "stopped"),
+        ("launcher.ended", {"outcome": "failed", "why": "state lost"}, "failed"),
+        ("launcher.ended", {"outcome": "stopped", "why": "state lost"}, "stopped"),
+    ],
+    ids=str,
+)
+def test_a_page_says_of_an_end_what_it_was(name, fields, phase):
+    board = board_of([(*step(0), 1), (name, fields, 2)])
+    assert (board.phase, board.ended, board.why) == (phase, True, fields.get("why", ""))
 
 
 def test_the_end_stays_the_end_until_the_job_is_resumed():

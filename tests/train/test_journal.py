@@ -163,3 +163,124 @@ def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_a
     assert replay(journal)[0].quarantined == {3: "died"}
     journal.append(("LAUNCH", {"workers": 3}))
     assert (replay(journal)[0].workers, replay(journal)[0].quarantined) == (3, {})
+
+
+ROWS = {
+    "LAUNCH": {"workers": 2}, "START": {"ref": "worker-0.0"}, "VIEW": VIEW, "TRUNCATE": {"steps": 3},
+    "CKPT": {"step": 2, "path": "/c"}, "SCALE": {"workers": 5, "again": True}, "QUARANTINE": {"slot": 3, "why": "died"},
+    "SUSPECT": {"record": 7, "worker": "worker-0.0", "why": "odd"}, "POISON": {"record": 9, "why": "odd"},
+    "FACTS": {"num_records": 8, "total_steps": 2, "shard_records": 0}, "EPOCH": {"epoch": 0}, "EVAL": {"step": 2},
+    "END": {"summary": {}}, "FAIL": {"code": "train", "why": "x"}, "LEASES": {"epoch": 0}, "DONE": {"epoch": 0},
+}  # fmt: skip
+STEPS = [("COMMIT", commit(0)), ("FORMED", {"generation": 3, "step": 0, "gap_ms": 1.0, "workers": 2})]
+
+
+class Durability:
+    """How SQLite was set at each commit of a journal: FULL waits for the disk, NORMAL does not."""
+
+    def __init__(self, journal):
+        self.level, self.commits = "", []
+        journal._db.set_trace_callback(self.see)
+
+    def see(self, statement):
+        if statement.startswith("PRAGMA synchronous"):
+            self.level = statement.rpartition("=")[2]
+        if statement == "COMMIT":
+            self.commits.append(self.level)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_row_is_on_the_disk_when_it_is_written_but_those_of_steps(tmp_path, kind):
+    journal = Journal(tmp_path / "log")
+    seen = Durability(journal)
+    journal.append(*STEPS)
+    journal.append((kind, ROWS[kind]))
+    journal.append(STEPS[0])
+    journal.append(STEPS[0], (kind, ROWS[kind]), STEPS[1])
+    assert seen.commits == ["NORMAL", "FULL", "NORMAL", "FULL"]
+    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,), "as SQLite took it"
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    journal.close()
+
+
+def test_the_rows_of_a_decision_are_there_together_or_not_at_all(tmp_path):
+    journal, reader = Journal(tmp_path / "log"), Journal(tmp_path / "log")
+    journal.append(("START", {"ref": "worker-0.0"}))
+    with pytest.raises(StorageError, match="cannot be written"):
+        journal.append(("VIEW", VIEW), (object(), {}))  # SQLite takes the first of them only
+    assert [kind for kind, _ in reader.rows()] == ["START"]
+    journal.append(("VIEW", VIEW))
+    assert [kind for kind, _ in reader.rows()] == ["START", "VIEW"]
+
+
+def test_a_journal_that_was_full_can_be_written_again_when_there_is_room(tmp_path):
+    journal = Journal(tmp_path / "log")
+    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count={pages + 1}")
+    with pytest.raises(StorageError, match="database or disk is full"):
+        journal.append(("VIEW", {**VIEW, "reason": "x" * 100_000}))
+    journal._db.execute("PRAGMA max_page_count=100000")
+    journal.append(("FAIL", {"code": "storage", "why": "full"}))
+    assert [kind for kind, _ in journal.rows()] == ["FAIL"]
+
+
+def applied_to(*rows, now=5.0):
+    """The state of a master that comes back at `now` and finds these rows."""
+    state = State(workers=2)
+    for kind, body in rows:
+        apply(state, kind, body, now)
+    return state
+
+
+def test_a_worker_whose_start_is_in_the_log_is_on_its_way_instead_of_the_one_before_it():
+    started = applied_to(("START", {"ref": "worker-1.0"}), ("START", {"ref": "worker-1.1"}))
+    assert (started.pending, started.incarnations) == ({"worker-1.1": 5.0}, {1: 2})
+
+
+def test_the_log_knows_the_steps_of_a_group_by_its_first_one_and_never_fewer_than_before():
+    formed = ("FORMED", {"step": 6, "generation": 3})
+    assert applied_to(("COMMIT", commit(3)), formed).committed == 7
+    assert applied_to(formed, ("COMMIT", commit(3))).committed == 7
+
+
+def test_a_view_that_was_published_is_in_force_for_a_master_that_comes_back():
+    view = {"generation": 4, "members": ["worker-1.0", "worker-0.2"], "cut_below": 3, "rotation": 2, "careful": False}
+    state = applied_to(("START", {"ref": "worker-0.2"}), ("VIEW", view))
+    members = {ref: (member.rank, member.slot, member.joined) for ref, member in state.members.items()}
+    assert members == {"worker-1.0": (0, 1, True), "worker-0.2": (1, 0, True)}
+    assert {member.seen_at for member in state.members.values()} == {5.0}, "each has a whole lease before it"
+    assert (state.generation, state.cut_below, state.rotation) == (4, 3, 2)
+    assert (state.phase, state.released, state.pending) == ("running", True, {})
+    assert state.awaited == state.unfinished == {"worker-1.0", "worker-0.2"}
+    assert applied_to(("VIEW", {**view, "members": []})).phase == "gathering"
+
+
+def test_who_leaves_by_a_planned_view_is_known_until_a_step_of_that_view_is():
+    before = ("VIEW", {"generation": 1, "members": ["worker-0.0", "worker-1.0"], "cut_below": 1})
+    planned = ("VIEW", {"generation": 2, "members": ["worker-0.0"], "cut_below": 1})
+    left = applied_to(before, planned)
+    assert left.members["worker-1.0"].rank == -1
+    assert left.members["worker-1.0"].left
+    assert applied_to(before, planned, ("COMMIT", commit(0, generation=1))).members.keys() == left.members.keys()
+    for step in (("COMMIT", commit(0, generation=2)), ("FORMED", {"step": 0, "generation": 2})):
+        assert applied_to(before, planned, step).members.keys() == {"worker-0.0"}
+    forced = ("VIEW", {"generation": 2, "members": ["worker-0.0"], "cut_below": 2})
+    assert applied_to(before, forced).members.keys() == {"worker-0.0"}
+
+
+def test_care_begins_where_the_log_says_that_the_job_was():
+    view = {"generation": 4, "members": ["worker-0.0"], "cut_below": 4, "careful": True}
+    assert applied_to(("COMMIT", commit(8)), ("VIEW", view)).died_at == 9
+    assert applied_to(("COMMIT", commit(8)), ("VIEW", {**view, "careful": False})).died_at == -1
+
+
+def test_the_place_of_a_suspected_record_is_kept_until_it_is_set_aside():
+    vote = ("SUSPECT", {"record": 7, "worker": "worker-0.0", "why": "odd", "where": "record 7 of x"})
+    assert applied_to(vote).places == {7: "record 7 of x"}
+
+
+def test_a_scale_lifts_quarantine_where_it_tries_the_slots_again():
+    shut = ("QUARANTINE", {"slot": 1, "why": "died"})
+    for again, kept in ((True, {}), (False, {1: "died"})):
+        state = applied_to(shut, ("SCALE", {"workers": 3, "again": again}))
+        assert (state.quarantined, state.workers) == (kept, 3)

@@ -185,3 +185,33 @@ def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_t
         job.step()
     job.complete()
     assert [step for step, _, _ in job.told] == [3, 5]  # the last one is the job's own
+
+
+def test_two_states_are_copied_at_most_and_a_third_waits_for_the_first(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    take, join, busy = job.keeper._copies.take, job.keeper._join, []
+
+    def watched(state):
+        busy.append(sum(one.busy for one in job.keeper._copies._sets))
+        return take(state)
+
+    def joined():
+        slow.gate.set()
+        join()
+
+    monkeypatch.setattr(job.keeper._copies, "take", watched)
+    monkeypatch.setattr(job.keeper, "_join", joined)
+    job.step()
+    job.step(best=True)
+    job.step(due=True)
+    job.complete()
+    assert busy == [0, 1, 0]
+
+
+def test_the_memory_of_a_written_copy_is_used_for_the_next_one(tmp_path):
+    job = Job(Keeper(tmp_path, {}, every=1))
+    for _ in range(4):
+        job.step()
+        job.keeper._join()
+    assert [one.busy for one in job.keeper._copies._sets] == [False]

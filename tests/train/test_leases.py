@@ -161,3 +161,135 @@ def test_a_ledger_that_has_a_record_twice_is_refused():
         replayed(rows, epoch=0, num_records=20)
     with pytest.raises(UsageError, match="no records"):
         Leases(epoch=0, num_records=0)
+
+
+KNOWN = {"a": 1000.0, "b": 1000.0}
+SIZE = 1666
+"""Of the first lease of a worker that does half of the work, of 10,000 records."""
+
+
+def epoch(**fields) -> Leases:
+    """Two workers of the same speed."""
+    return Leases(**{"epoch": 1, "num_records": 10_000, "rates": dict(KNOWN), **fields})
+
+
+def done(start: int, stop: int, of: int = 1) -> tuple:
+    return ("DONE", {"epoch": of, "start": start, "stop": stop})
+
+
+def free(leases: Leases, worker: str = "c") -> list[tuple[int, int]]:
+    """What `worker` gets until nothing is left; it may take all at once."""
+    leases.rates[worker], found = 1e12, []
+    while (lease := leases.lease(worker, 100.0)) is not None:
+        found.append((lease.start, lease.stop))
+    return found
+
+
+def test_a_commit_has_to_lie_within_its_lease_and_beyond_what_was_committed_of_it():
+    leases = epoch()
+    leases.lease("a", 0.0)
+    mine = leases.lease("b", 0.0)
+    assert mine.start == SIZE
+    refused = [leases.commit(mine.token, upto, 1.0) for upto in (0, mine.start - 1, mine.stop + 1, 10_000)]
+    assert (refused, leases.committed) == ([None] * 4, 0)
+    rows = [leases.commit(mine.token, mine.start + part, 1.0) for part in (0, 7, 7, 9)]
+    assert rows == [[], [done(SIZE, SIZE + 7)], [], [done(SIZE + 7, SIZE + 9)]]
+    assert leases.commit(mine.token, mine.start + 8, 1.0) is None, "it was committed before"
+    assert leases.commit(mine.token, mine.stop, 1.0) == [done(SIZE + 9, mine.stop)]
+    assert leases.commit(mine.token, mine.stop, 1.0) is None, "a lease that is done is nobody's"
+    assert leases.committed == mine.stop - mine.start
+
+
+def test_a_lease_ends_at_its_deadline_and_not_before_and_its_rest_is_free():
+    leases = epoch(lease_s=10.0)
+    mine = leases.lease("a", 0.0)
+    leases.commit(mine.token, 400, 2.0)
+    assert leases.expire(11.99) == []
+    assert leases.expire(12.0) == ["a"]
+    assert leases.commit(mine.token, mine.stop, 12.0) is None, "it comes too late"
+    assert (leases.expire(1e9), leases.committed, free(leases)) == ([], 400, [(400, 10_000)])
+
+
+def test_a_worker_that_is_heard_keeps_its_own_leases_and_only_these():
+    leases = epoch(lease_s=10.0)
+    first, second, other = leases.lease("a", 0.0), leases.lease("a", 0.0), leases.lease("b", 0.0)
+    leases.beat("a", 9.0)
+    assert leases.expire(10.0) == ["b"]
+    assert leases.commit(other.token, other.stop, 10.0) is None
+    assert leases.expire(18.99) == []
+    assert leases.commit(first.token, first.stop, 18.99) == [done(first.start, first.stop)]
+    assert leases.expire(19.0) == ["a"]
+    assert leases.commit(second.token, second.stop, 19.0) is None
+
+
+def test_a_worker_that_is_gone_loses_all_its_leases_and_its_speed_and_takes_nobody_elses():
+    leases = epoch()
+    one, two, other = leases.lease("a", 0.0), leases.lease("a", 0.0), leases.lease("b", 0.0)
+    leases.commit(one.token, 100, 0.0)
+    assert leases.lost("a") == two.stop - 100
+    assert leases.rates == {"b": 1000.0}
+    assert leases.lost("a") == 0
+    assert leases.commit(other.token, other.stop, 0.0) == [done(other.start, other.stop)]
+    assert free(leases) == [(100, two.stop), (other.stop, 10_000)], "what lies together is one range again"
+
+
+def test_ranges_that_come_back_apart_stay_apart():
+    leases = epoch()
+    one, two, three = (leases.lease(worker, 0.0) for worker in ("a", "b", "a"))
+    leases.lost("a")
+    assert free(leases) == [(one.start, one.stop), (three.start, 10_000)]
+    assert two.stop == three.start
+
+
+def test_the_last_range_leaves_nothing_and_an_epoch_is_finished_when_it_is_committed():
+    leases = Leases(epoch=1, num_records=1)
+    last = leases.lease("a", 0.0)
+    assert (leases.lease("b", 0.0), leases.finished) == (None, False)
+    leases.commit(last.token, 1, 0.0)
+    assert (leases.lease("b", 0.0), leases.finished) == (None, True)
+
+
+def test_speed_is_measured_from_commit_to_commit_and_smoothed():
+    leases = epoch(rates={})
+    mine = leases.lease("a", 0.0)
+    assert mine.stop == 9, "one in 1024: nobody knows its speed"
+    leases.commit(mine.token, 4, 2.0)
+    assert leases.rates == {"a": 2.0}
+    leases.commit(mine.token, 4, 3.0)  # it lives
+    leases.commit(mine.token, 9, 4.0)
+    assert leases.rates == {"a": pytest.approx(0.7 * 2.0 + 0.3 * 5.0)}
+
+
+def test_no_lease_is_larger_than_what_a_death_may_cost():
+    many = 100_000_000
+    assert epoch(num_records=many, rates={}).lease("a", 0.0).stop == 4096
+    assert epoch(num_records=many, rates={}, most=50).lease("a", 0.0).stop == 50
+    assert epoch(num_records=many, most=700).lease("a", 0.0).stop == 700
+    assert epoch(num_records=100_000, rates={"a": 1.0, "b": 1e6}).lease("a", 0.0).stop == 1
+
+
+def test_a_master_that_comes_back_frees_what_was_not_committed_in_this_epoch():
+    rows = [
+        ("LEASES", {"epoch": 1, "incarnation": 4, "num_records": 100}), done(60, 80), done(10, 20), done(0, 50, of=0),
+        ("LEASES", {"epoch": 1, "incarnation": 2, "num_records": 100}), ("LEASES", {"epoch": 2, "num_records": 7}),
+        ("VIEW", {"generation": 3}),
+    ]  # fmt: skip
+    back = replayed(rows, epoch=1, num_records=100, lease_s=3.0)
+    assert back.begun() == [("LEASES", {"epoch": 1, "incarnation": 5, "num_records": 100})]
+    assert (back.committed, back.lease_s, back.finished) == (30, 3.0, False)
+    assert free(back) == [(0, 10), (20, 60), (80, 100)]
+    whole = replayed([done(50, 100), done(0, 50)], epoch=1, num_records=100)
+    assert (whole.finished, whole.lease("a", 0.0)) == (True, None)
+    for other in (99, 101):
+        with pytest.raises(UsageError, match=f"begun with 100 records, and there are {other} now"):
+            replayed(rows, epoch=1, num_records=other)
+
+
+def test_a_token_is_given_out_once_over_all_masters():
+    tokens = set()
+    rows: list = []
+    for _ in range(3):
+        leases = replayed(rows, epoch=1, num_records=10_000)
+        rows += leases.begun()
+        tokens |= {leases.lease(worker, 0.0).token for worker in "abc"}
+    assert len(tokens) == 9

@@ -151,3 +151,249 @@ def test_a_master_that_takes_its_time_to_greet_is_reached_all_the_same(line):
     asyncio.run(scenario())
     while master.reports.get(timeout=WAIT_S).ref != "worker-7.0":
         pass
+
+
+class Refused(grpc.RpcError):
+    def __init__(self, code):
+        self._code = code
+
+    def code(self):
+        return self._code
+
+    def details(self):
+        return "fenced: worker-0.0 is not of this job any more"
+
+
+class Ended(BaseException):
+    """The process has ended."""
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A line that has met no master; the end of its process is an exception."""
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(master_link.os, "_exit", end)
+    link = MasterLink("127.0.0.1:1", "secret", "worker-0.0", lambda _: None)
+    yield link
+    link.close()
+
+
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code not in AWAY])
+def test_a_worker_that_the_master_refuses_ends_at_once(alone, capfd, code):
+    with pytest.raises(Ended) as ended:
+        alone._fence_or_wait(Refused(code))
+    assert ended.value.args == (76,)
+    assert f"worker.fenced ref=worker-0.0 code={code.name}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", AWAY)
+def test_a_worker_whose_master_is_away_waits_for_the_next_one(alone, monkeypatch, code):
+    answers = iter([Refused(code), Refused(code), pb.Ack(committed=7)])
+
+    def report(request, metadata, wait_for_ready):
+        found = next(answers)
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    monkeypatch.setattr(master_link, "RETRY_S", 0.0)
+    assert alone._call(report, pb.Progress()).committed == 7
+
+
+def test_a_refusal_after_the_end_of_the_line_is_none(alone):
+    alone._closed = True
+    alone._fence_or_wait(Refused(grpc.StatusCode.FAILED_PRECONDITION))
+
+
+def fenced(self, request, context):
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, "fenced: worker-0.0 is not of this job any more")
+
+
+CALLS = {
+    "Enter": lambda link: link.enter(1, 5, 0.0), "Finish": lambda link: link.finish(1, 5), "Report": MasterLink.flush,
+    "Suspect": lambda link: link.suspect(1, 2, "odd", ""), "Try": lambda link: link.trying(1, 2, ""),
+    "Saved": lambda link: link.saved(1, "/c", "d"), "Leave": MasterLink.leave, "Fail": lambda link: link.fail("x", "y"),
+    "Broken": lambda link: link.broken(1, "x"),
+    "Watch": lambda link: link._watch(pb.Hello(ref="worker-0.0")),  # what a thread of its own does
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fenced_worker_ends_at_whatever_it_says(monkeypatch, name):
+    class Fencing(pb_grpc.MasterServicer):
+        """Refuses this call."""
+
+    def end(code):
+        raise Ended(code)
+
+    setattr(Fencing, name, fenced)
+    monkeypatch.setattr(master_link.os, "_exit", end)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    pb_grpc.add_MasterServicer_to_server(Fencing(), server)
+    link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None)
+    server.start()
+    with pytest.raises(Ended, match="76"):
+        CALLS[name](link)
+    link.close()
+    server.stop(None).wait()
+
+
+def test_what_a_worker_says_arrives_as_it_was_said_with_the_jobs_secret():
+    heard, secrets = [], set()
+
+    class Hearing(pb_grpc.MasterServicer):
+        """Keeps what it hears."""
+
+    def hear(self, request, context):
+        secrets.update(value for name, value in context.invocation_metadata() if name == "authorization")
+        heard.append(request)
+        return pb.Ack()
+
+    for name in ("Suspect", "Try", "Saved", "Leave", "Broken", "Fail"):
+        setattr(Hearing, name, hear)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    pb_grpc.add_MasterServicer_to_server(Hearing(), server)
+    link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None)
+    server.start()
+    link.suspect(3, 17, "odd", "record 17 of x")
+    link.trying(3, 18, "record 18 of x")
+    link.saved(4, "/job/step-4", "digest")
+    link.broken(2, "reset by peer")
+    link.fail("data|none", "look")
+    link.leave()
+    link.close()
+    server.stop(None).wait()
+    ref = "worker-0.0"
+    assert heard == [
+        pb.Suspicion(ref=ref, step=3, records=[17], why="odd", where="record 17 of x"),
+        pb.Trial(ref=ref, step=3, record=18, where="record 18 of x"),
+        pb.Checkpoint(ref=ref, step=4, path="/job/step-4", digest="digest"),
+        pb.Fault(ref=ref, generation=2, what="reset by peer"),
+        pb.Fault(ref=ref, what="data|none", detail="look"),
+        pb.Worker(ref=ref),
+    ]
+    assert secrets == {"Bearer secret"}
+
+
+def test_a_view_is_waited_for_until_it_is_newer_and_cuts_what_has_to_be_cut(alone):
+    found = []
+    for generation, cut_below in ((3, 2), (4, 2), (5, 4)):
+        alone._view = pb.View(generation=generation, cut_below=cut_below)
+        found.append([alone.wait_view(3, 0.0), alone.wait_view(3, 0.0, cuts=1), alone.wait_view(3, 0.0, cuts=2),
+                      alone.wait_view(3, 0.0, cuts=4)])  # fmt: skip
+    views = [[None if view is None else view.generation for view in row] for row in found]
+    assert views == [[None] * 4, [4, 4, None, None], [5, 5, 5, None]]
+    assert alone.newest().generation == 5
+
+
+def test_each_view_cuts_the_groups_below_it(monkeypatch):
+    cuts: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    class Viewing(pb_grpc.MasterServicer):
+        def Watch(self, request, context):
+            yield pb.View(generation=7, cut_below=6)
+            yield pb.View(generation=8, cut_below=6)
+
+    monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)
+    monkeypatch.setattr(master_link, "gathering_s", lambda age_s: 10.0 * WAIT_S)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    pb_grpc.add_MasterServicer_to_server(Viewing(), server)
+    link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", cuts.put)
+    server.start()
+    link.ready("a:1", state="b:1", num_records=8, total_steps=9, shard_records=0)
+    assert [cuts.get(timeout=WAIT_S), cuts.get(timeout=WAIT_S)] == [6, 6]
+    assert link.newest().generation == 8
+    link.close()
+    server.stop(None).wait()
+
+
+class Answering:
+    """A master's stub that acknowledges so many steps, and keeps what it was sent."""
+
+    def __init__(self, committed=0, save_from=0):
+        self.ack, self.sent = pb.Ack(committed=committed, save_from=save_from), []
+
+    def Report(self, request, **_):
+        self.sent.append(request)
+        return self.ack
+
+    def Enter(self, request, **_):
+        self.sent.append(request)
+        return pb.Plan(source=3)
+
+
+def steps_of(message):
+    return [one.step for one in message.applied]
+
+
+def test_who_leads_sends_each_step_certificate_and_evaluation_once(alone):
+    master = alone._master = Answering(save_from=5)
+    for step in range(2):
+        alone.progress(1, step + 1, stepped(step), pb.Certificate(epoch=step))
+    alone.evaluated(pb.Evaluation(step=2))
+    alone._send()
+    alone.certify([pb.Certificate(epoch=0)])
+    alone._send()
+    first, second = master.sent
+    assert (steps_of(first), steps_of(second)) == ([0, 1], [])
+    assert [[one.epoch for one in sent.certificates] for sent in master.sent] == [[0, 1], [0]]
+    assert [[one.step for one in sent.evaluations] for sent in master.sent] == [[2], []]
+    assert (first.generation, first.step, alone.save_from) == (1, 2, 5)
+
+
+def test_what_comes_while_a_report_is_on_its_way_is_sent_with_the_next_one(alone):
+    class Busy(Answering):
+        def Report(self, request, **how):
+            if not self.sent:
+                alone.progress(1, 2, stepped(1), pb.Certificate(epoch=7))
+                alone.evaluated(pb.Evaluation(step=2))
+            return super().Report(request, **how)
+
+    master = alone._master = Busy()
+    alone.progress(1, 1, stepped(0), None)
+    alone._send()
+    alone._send()
+    assert [steps_of(sent) for sent in master.sent] == [[0], [1]]
+    assert [[one.epoch for one in sent.certificates] for sent in master.sent] == [[], [7]]
+    assert [[one.step for one in sent.evaluations] for sent in master.sent] == [[], [2]]
+
+
+def test_who_does_not_lead_drops_what_the_log_has_and_sends_the_rest_when_it_is_overdue(alone, monkeypatch):
+    master = alone._master = Answering(committed=2)
+    alone.leads = False
+    for step in range(4):
+        alone.progress(1, step + 1, stepped(step), None)
+    alone._send()
+    monkeypatch.setattr(master_link.time, "monotonic_ns", lambda: (1 << 62) + master_link.OVERDUE_NS + 1)
+    alone._send()
+    assert [steps_of(sent) for sent in master.sent] == [[], [2, 3]]
+
+
+def test_who_enters_a_view_brings_all_that_was_not_reported_and_its_own_count_of_steps(alone):
+    master = alone._master = Answering()
+    alone.leads = False
+    alone.progress(1, 1, stepped(0), pb.Certificate(epoch=0))
+    assert alone.enter(2, 4, 7.5).source == 3
+    (entry,) = master.sent
+    assert (entry.ref, entry.generation, entry.step, entry.rate) == ("worker-0.0", 2, 4, 7.5)
+    assert (steps_of(entry.progress), len(entry.progress.certificates)) == ([0], 1)
+    alone.flush()
+    assert steps_of(master.sent[1]) == []
+
+
+def test_a_heartbeat_says_for_how_long_a_worker_has_been_at_what_it_does(alone, monkeypatch):
+    master, now = Answering(), [100.0]
+    alone._master = master
+    monkeypatch.setattr(master_link.time, "monotonic", lambda: now[0])
+    alone.doing("computing")
+    now[0] = 103.0
+    alone._send()
+    alone.doing("waiting")
+    alone._send()
+    assert [(sent.phase, sent.phase_s) for sent in master.sent] == [("computing", 3.0), ("waiting", 0.0)]

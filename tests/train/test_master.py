@@ -7,35 +7,20 @@ import json
 import grpc
 import msgspec
 import pytest
+from master_worlds import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
 
 from trueline.errors import StorageError
 from trueline.train import happenings as h
 from trueline.train.journal import Journal
 from trueline.train.master import Master
-from trueline.train.service import Door, Service
-from trueline.train.settings import Fault, JobSettings
+from trueline.train.settings import Fault
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
-from trueline.wire import train_pb2_grpc as pb_grpc
 
 
-class NoEngine:
-    """Starts nothing and remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.started, self.killed = [], []
-
-    async def add(self, specs):
-        self.started += [spec.ref for spec in specs]
-
-    async def kill(self, ref, *, grace_s=0.0):
-        self.killed.append(ref)
-
-    async def list(self):
-        return []
-
-    async def capacity(self):
-        return 2
+@pytest.fixture
+def job():
+    return JOB
 
 
 class FullDisk(Journal):
@@ -43,35 +28,6 @@ class FullDisk(Journal):
         if any(kind == "COMMIT" for kind, _ in rows):
             raise StorageError("the journal cannot be written: database or disk is full")
         super().append(*rows)
-
-
-@pytest.fixture
-def job():
-    return JobSettings(
-        name="x", recipe="x.py", recipe_digest="", workers=2, epochs=1, global_batch=4, seed=0, min_workers=1
-    )
-
-
-def said(master):
-    return [(event.name, json.loads(event.fields)) for event in master.teller.said]
-
-
-@contextlib.asynccontextmanager
-async def serving(job, job_dir):
-    """A master with an engine that starts nothing, and a client's stub."""
-    master = Master(job, job_dir, Journal(job_dir / "log"), NoEngine(), "secret", asyncio.get_running_loop().time)
-    server = grpc.aio.server(interceptors=[Door("secret", master.crashed)])
-    pb_grpc.add_MasterServicer_to_server(Service(master), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await master.adopt()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield master, pb_grpc.MasterStub(channel)
-    await server.stop(None)
-    master.journal.close()
-
-
-SECRET = (("authorization", "Bearer secret"),)
 
 
 def test_a_journal_that_cannot_be_written_ends_the_job_with_its_reason(job, tmp_path):
@@ -287,3 +243,55 @@ def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
         (2, "the job has 2 steps"),
         (7, "the job has 2 steps"),
     ]
+
+
+def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
+    """What autoscaling was asked in three looks at a job, and what it made of the answer."""
+    asked, looks = [], []
+
+    class Room(NoEngine):
+        async def capacity(self):
+            looks.append(None)
+            return 5
+
+    def decide(scaling, workers, records, now, bounds):
+        asked.append((workers, records, bounds.low, bounds.high, bounds.capacity))
+        return wants, "more pays"
+
+    monkeypatch.setattr("trueline.train.master.TICK_S", 0.0)
+    monkeypatch.setattr("trueline.train.master.CAPACITY_S", -1.0)
+    monkeypatch.setattr("trueline.train.master.decide", decide)
+
+    async def scenario():
+        master = master_of(tmp_path, msgspec.structs.replace(JOB, min_workers=2), engine=Room())
+        at_work(master, steps=1)
+        master.job = msgspec.structs.replace(master.job, workers=6)
+        prepare(master)
+        scaling = master.keep(master.run_scaling())
+        while len(looks) < 4:
+            await asyncio.sleep(0)
+        scaling.cancel()
+        return master
+
+    master = asyncio.run(scenario())
+    return asked, [body["workers"] for kind, body in rows(master) if kind == "SCALE"]
+
+
+def test_autoscaling_looks_at_a_group_at_work_and_keeps_slots_in_quarantine_beside_it(monkeypatch, tmp_path):
+    def shut(master):
+        master.state.workers, master.state.quarantined = 3, {2: "died"}
+
+    asked, scaled = asked_to_scale(monkeypatch, tmp_path, shut)
+    assert asked[0] == (2, 4, 2, 6, 5)
+    assert scaled[0] == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"released": False}, {"finishing": True}, {"phase": "gathering"}, {"workers": 4}], ids=str
+)
+def test_autoscaling_asks_nothing_of_a_job_that_is_not_at_work_with_all_that_it_wants(monkeypatch, tmp_path, change):
+    def prepare(master):
+        for name, value in change.items():
+            setattr(master.state, name, value)
+
+    assert asked_to_scale(monkeypatch, tmp_path, prepare) == ([], [])

@@ -1,9 +1,11 @@
 """Promises of the plan: the records of a step depend on nothing but the seed and the batch."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trueline.train import ledger
 from trueline.train.plan import DRAWN, JobPlan
 
 
@@ -118,3 +120,72 @@ def test_a_window_has_eight_blocks_or_more_however_large_they_are():
     first = {record // 100_000 for step in range(700) for record in plan.records(step)}
     assert len(first) == 8
     assert len({record // 100_000 for record in plan.records(0)}) == 8, "a step mixes all blocks of its window"
+
+
+def test_steps_and_epochs_are_counted_from_zero_and_the_last_step_of_an_epoch_is_known():
+    plan = JobPlan(num_records=10, global_batch=4, epochs=2, seed=0)
+    assert (plan.epoch_steps, plan.total_steps) == (3, 6)
+    assert [plan.epoch_of(step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [plan.ends_epoch(step) for step in range(6)] == [False, False, True] * 2
+
+
+def test_parts_are_those_of_the_weights_and_the_place_that_are_asked_for_now():
+    plan = JobPlan(num_records=40, global_batch=8, epochs=1, seed=0)
+
+    def count(rank, *weights):
+        return sum(len(piece.records) for piece in plan.pieces(1, rank=rank, weights=weights))
+
+    assert [count(0, 1.0, 1.0), count(0, 3.0, 1.0), count(1, 3.0, 1.0), count(1, 1.0, 1.0)] == [4, 6, 2, 4]
+    plan.leave_out([int(plan.records(1)[0])])
+    assert count(1, 1.0, 1.0) + count(0, 1.0, 1.0) == 7
+    plan.leave_out([])
+    assert count(1, 1.0, 1.0) + count(0, 1.0, 1.0) == 8
+
+
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_the_digests_of_the_parts_are_those_of_their_records_also_when_some_were_set_aside(micro_batch):
+    plan = JobPlan(num_records=100, global_batch=8, epochs=1, seed=0, micro_batch=micro_batch)
+    plan.leave_out(range(0, 100, 3))
+    for step in range(plan.total_steps):
+        pieces = [piece for rank in range(3) for piece in plan.pieces(step, rank=rank, weights=(1.0, 2.0, 1.0))]
+        assert [piece.digest for piece in pieces] == [ledger.digest(piece.records) for piece in pieces]
+        assert plan.digest(step) == ledger.digest(plan.records(step))
+        assert np.concatenate([piece.records for piece in pieces]).tolist() == plan.records(step).tolist()
+
+
+def test_a_step_of_which_nothing_is_left_has_no_parts():
+    for micro_batch in (0, 2):
+        plan = JobPlan(num_records=10, global_batch=4, epochs=1, seed=0, micro_batch=micro_batch)
+        plan.leave_out(plan.records(1).tolist())
+        assert [plan.pieces(1, rank=rank, weights=(1.0, 1.0)) for rank in range(2)] == [[], []]
+        assert (plan.digest(1), plan.share_counts(1, (1.0, 1.0))) == (0, [0, 0])
+        assert sum(plan.share_counts(0, (1.0, 1.0))) == 4
+
+
+def test_shards_are_numbered_through_the_step_whoever_has_them():
+    plan = JobPlan(num_records=20, global_batch=10, epochs=1, seed=0, micro_batch=3)
+    shards = [[piece.shard for piece in plan.pieces(0, rank=rank, weights=(1.0, 1.0))] for rank in range(2)]
+    assert shards == [[0, 1], [2, 3]]
+    assert plan.shard_counts(0, (3.0, 1.0)) == [3, 1]
+
+
+def test_in_windows_the_slices_of_a_step_are_sorted_and_its_shards_stay_as_they_were_drawn():
+    blocks = (50,) * 4
+    sliced = JobPlan(num_records=200, global_batch=50, epochs=1, seed=0, blocks=blocks)
+    drawn = JobPlan(num_records=200, global_batch=50, epochs=1, seed=0, blocks=blocks, micro_batch=10)
+    assert sliced.records(1).tolist() == sorted(drawn.records(1).tolist()) != drawn.records(1).tolist()
+
+
+def test_another_seed_is_another_order_of_the_job():
+    first, second = (
+        JobPlan(num_records=50, global_batch=8, epochs=1, seed=seed).records(0).tolist() for seed in (0, 1)
+    )
+    assert first != second
+
+
+def test_what_is_set_aside_of_a_source_with_an_order_of_its_own_is_looked_up_in_its_epoch():
+    plan = JobPlan(
+        num_records=9, global_batch=3, epochs=2, seed=0, blocks=DRAWN, drawn=lambda ids, epoch: ids + 100 * epoch
+    )
+    plan.leave_out([104])
+    assert [plan.left_out(step).ids for step in range(6)] == [(), (), (), (), (4,), ()]

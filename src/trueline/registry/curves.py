@@ -12,7 +12,9 @@ MAX_POINTS = 2000
 """Of one curve; each point is the mean of the steps up to it."""
 _MAX_TAGS = 100
 """Certificates of the first epochs that become tags; all of them are in summary.json."""
-_ENDS = {"job.finished": "FINISHED", "job.failed": "FAILED", "job.stopping": "KILLED", "launcher.ended": "KILLED"}
+_ENDS = {"job.finished": "FINISHED", "job.failed": "FAILED", "job.stopping": "KILLED"}
+_OUTCOMES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+"""How a launcher says that it ended, where no event of the master says how the job did."""
 STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _MEANS = {"loss": "train/loss", "workers": "members", "data_ms": "step/data_ms", "compute_ms": "step/compute_ms",
           "wait_ms": "step/wait_ms", "commit_ms": "step/commit_ms"}  # fmt: skip
@@ -63,7 +65,7 @@ class Curves:
                 if self.end:  # how it ended stays; what follows is tidying up
                     return
                 self._close(at)
-                self.end = _ENDS[name]
+                self.end = _ENDS.get(name) or _OUTCOMES.get(fields.get("outcome", ""), "KILLED")
                 self.tags |= {"trueline.state": STATES[self.end], "trueline.why": str(fields.get("why", ""))[:4000]}
             case "worker.started" if self.end or self.former:  # the job was resumed
                 self.end = self.former = ""

@@ -99,7 +99,7 @@ class Board:
             "epoch.certified": self._certified, "evaluation.done": self._evaluated, "checkpoint.saved": self._saved,
             "record.suspected": self._suspected, "record.set_aside": self._set_aside, "log.truncated": self._truncated,
             "job.scaled": self._scaled, "job.finished": self._finished, "job.failed": self._failed,
-            "job.stopping": self._stopping, "launcher.ended": self._stopping,
+            "job.stopping": self._stopping, "launcher.ended": self._launcher_ended,
         }  # fmt: skip
 
     def hear(self, name: str, fields: Fields, at: float) -> None:
@@ -288,6 +288,9 @@ class Board:
         self.lanes.ended(at, "stopped")
         if not self.ended:
             self.phase, self.why = "stopped", str(fields.get("why", ""))
+
+    def _launcher_ended(self, fields: Fields, at: float) -> None:
+        (self._failed if fields.get("outcome") == "failed" else self._stopping)(fields, at)
 
     # For whoever looks. ----------------------------------------------------------------------------------------------
 

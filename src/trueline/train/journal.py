@@ -9,6 +9,7 @@ that a power cut lost costs nothing but the master's memory of it: the workers h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -59,6 +60,8 @@ class Journal:
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):  # the transaction may be over, or the file closed
+                self._db.execute("ROLLBACK")
             raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
 
     def rows(self) -> Iterator[Row]:

@@ -209,17 +209,3 @@ class Ledger:
         if found["tally"] is not None:
             found["tally"] = np.array(found["tally"], dtype=np.int32)
         return cls(**found)
-
-
-def certificate_faults(certificate: dict[str, int], *, num_records: int, steps: int, expected_digest: int) -> list[str]:
-    """What a certificate shows to be wrong with an epoch: nothing, when every record was applied exactly once."""
-    faults = []
-    if certificate["records"] != num_records:
-        faults.append(f"{certificate['records']} records were applied, the data set has {num_records}")
-    if certificate["steps"] != steps:
-        faults.append(f"{certificate['steps']} steps were applied, the epoch has {steps}")
-    if certificate["digest"] != expected_digest:
-        faults.append(f"the digest of the applied records is {certificate['digest']:06x}, not {expected_digest:06x}")
-    if certificate["tally_min"] != -1 and (certificate["tally_min"], certificate["tally_max"]) != (1, 1):
-        faults.append(f"records were applied {certificate['tally_min']} to {certificate['tally_max']} times")
-    return faults

@@ -128,6 +128,8 @@ class Master:
             return True
         rows = [(action.kind, action.body) for action in actions if isinstance(action, h.Log)]
         self.log(*rows)
+        if self.failed:
+            return True  # what the journal could not take does not happen
         specs = [self._spec(action) for action in actions if isinstance(action, h.Start)]
         for action in actions:
             self._act(action)

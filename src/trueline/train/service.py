@@ -72,7 +72,7 @@ class Service(pb_grpc.MasterServicer):
                 await changed.wait()
 
     async def Enter(self, request: pb.Entry, context: Context) -> pb.Plan:
-        if request.HasField("progress"):
+        if request.HasField("progress") and request.ref in self.master.state.members:
             self.master.enter(request.progress)
         happened = h.Entered(request.ref, request.generation, request.step, request.rate)
         return await self._wait(self.master.entries, happened, request, context)

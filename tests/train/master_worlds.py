@@ -1,0 +1,108 @@
+"""A master without workers: an engine that starts nothing, a door for gRPC, and a job of two steps."""
+
+import asyncio
+import contextlib
+import json
+
+import grpc
+import numpy as np
+
+from trueline.train import happenings as h
+from trueline.train import ledger
+from trueline.train.journal import Journal
+from trueline.train.master import Master
+from trueline.train.service import Door, Service
+from trueline.train.settings import JobSettings
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=1, global_batch=4, seed=0, min_workers=1)
+RECORDS, STEPS = 8, 2
+A, B = "worker-0.0", "worker-1.0"
+SECRET = (("authorization", "Bearer secret"),)
+CERTIFICATE = pb.Certificate(
+    epoch=0, steps=STEPS, records=RECORDS, digest=ledger.digest_of_all(RECORDS), tally_min=1, tally_max=1
+)
+
+
+class NoEngine:
+    """Starts nothing and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.started, self.killed = [], []
+
+    async def add(self, specs):
+        self.started += [spec.ref for spec in specs]
+
+    async def kill(self, ref, *, grace_s=0.0):
+        self.killed.append(ref)
+
+    async def list(self):
+        return []
+
+    async def capacity(self):
+        return 2
+
+
+def said(master):
+    return [(event.name, json.loads(event.fields)) for event in master.teller.said]
+
+
+def rows(master):
+    """What is in its journal: kind and body."""
+    text = "SELECT kind, body FROM log ORDER BY seq"
+    return [(kind, json.loads(body)) for kind, body in master.journal._db.execute(text)]
+
+
+def master_of(job_dir, job=JOB, *, journal=Journal, engine=None):
+    """A master in `job_dir` whose clock stands still."""
+    return Master(job, job_dir, journal(job_dir / "log"), engine or NoEngine(), "secret", lambda: 0.0)
+
+
+@contextlib.asynccontextmanager
+async def serving(job, job_dir):
+    """A master with an engine that starts nothing, and a client's stub."""
+    master = Master(job, job_dir, Journal(job_dir / "log"), NoEngine(), "secret", asyncio.get_running_loop().time)
+    server = grpc.aio.server(interceptors=[Door("secret", master.crashed)])
+    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await master.adopt()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield master, pb_grpc.MasterStub(channel)
+    await server.stop(None)
+    master.journal.close()
+
+
+def at_work(master, *, steps=0):
+    """Two workers in one group that have applied `steps` steps and have reported them."""
+    if not master.state.pending:
+        master.happen(h.Begin())
+    master.account.accept(RECORDS, STEPS, 0)
+    for ref in (A, B):
+        master.happen(h.Ready(ref, f"{ref}:1"))
+    for ref in (A, B):
+        master.happen(h.Entered(ref, master.state.generation, -1))
+    applied = [pb.Applied(step=step, generation=1, records=4, digest=step, workers=2) for step in range(steps)]
+    master.enter(pb.Progress(ref=A, generation=1, step=steps, applied=applied))
+    for ref in (A, B):
+        master.happen(h.Heard(ref, steps))
+
+
+def finish(master, *, certificate=CERTIFICATE, checkpoint_step=STEPS):
+    """Brings the job to its end; returns what the two workers are answered."""
+    at_work(master, steps=STEPS)
+    if certificate is not None:
+        master.enter(pb.Progress(ref=A, certificates=[certificate]))
+    if checkpoint_step is not None:
+        master.happen(h.Saved(A, checkpoint_step, f"/job/step-{checkpoint_step}"))
+    futures = {ref: asyncio.get_running_loop().create_future() for ref in (A, B)}
+    master.finishing.update(futures)
+    for ref in (A, B):
+        master.happen(h.Done(ref, master.state.generation))
+    return futures
+
+
+def other_digest():
+    return pb.Certificate(epoch=0, steps=STEPS, records=RECORDS, digest=ledger.digest(np.arange(1, RECORDS + 1)),
+                          tally_min=1, tally_max=1)  # fmt: skip

@@ -1,0 +1,155 @@
+"""Promises of a state on its way to a joiner: who may have it, of which generation it is, whole or not at all."""
+
+import json
+import socket
+import struct
+import threading
+
+import pytest
+import torch
+
+from trueline.train import carry
+from trueline.train.carry import Fetch, Offer
+
+STATE = {"model": {"w": torch.arange(5.0), "half": torch.ones(3, dtype=torch.bfloat16)}, "ledger": {"steps": 7}}
+NEWER = {**STATE, "ledger": {"steps": 8}}
+
+
+@pytest.fixture
+def offer(monkeypatch):
+    monkeypatch.setenv("TRUELINE_SECRET", "secret")
+    found = Offer()
+    yield found
+    found.close()
+
+
+def fetched(fetch):
+    """What came, and in a word why nothing did."""
+    fetch.join(lambda: False)
+    assert fetch.over
+    return fetch.state, fetch.trouble
+
+
+def ledger_of(found):
+    state, trouble = found
+    assert trouble == ""
+    return state["ledger"]["steps"]
+
+
+def refused(found, address):
+    state, trouble = found
+    return state is None and trouble.startswith(f"the state was not received from {address}: ")
+
+
+def test_a_joiner_gets_the_state_as_it_is_with_tensors_of_its_own(offer):
+    offer.put(3, STATE)
+    state, trouble = fetched(Fetch(offer.address, 3))
+    assert (trouble, state["ledger"]) == ("", {"steps": 7})
+    assert state["model"]["half"].dtype is torch.bfloat16
+    for name, value in STATE["model"].items():
+        assert torch.equal(state["model"][name], value)
+        assert state["model"][name].untyped_storage().nbytes() == value.nbytes, "it keeps no larger buffer alive"
+
+
+@pytest.mark.parametrize("secret", ["", "other", "secret "])
+def test_without_the_jobs_secret_no_state_is_given(offer, monkeypatch, secret):
+    offer.put(3, STATE)
+    monkeypatch.setenv("TRUELINE_SECRET", secret)
+    assert refused(fetched(Fetch(offer.address, 3)), offer.address)
+
+
+def test_a_state_of_a_newer_generation_is_not_given_to_a_joiner_of_an_older_one(offer):
+    offer.put(4, STATE)
+    assert refused(fetched(Fetch(offer.address, 3)), offer.address)
+
+
+def test_a_state_of_an_older_generation_is_not_given_to_a_joiner_of_a_newer_one(offer, monkeypatch):
+    monkeypatch.setattr(carry, "PATIENCE_S", 0.05)
+    offer.put(3, STATE)
+    assert refused(fetched(Fetch(offer.address, 4)), offer.address)
+
+
+def test_a_joiner_that_is_early_waits_for_the_state_of_its_generation(offer):
+    offer.put(3, STATE)
+    early = Fetch(offer.address, 4)
+    assert ledger_of(fetched(Fetch(offer.address, 3))) == 7  # the early one has been heard, or will be now
+    offer.put(4, NEWER)
+    assert ledger_of(fetched(early)) == 8
+
+
+def test_a_state_that_was_withdrawn_is_given_to_nobody(offer, monkeypatch):
+    monkeypatch.setattr(carry, "PATIENCE_S", 0.05)
+    offer.put(3, STATE)
+    offer.withdraw()
+    assert refused(fetched(Fetch(offer.address, 3)), offer.address)
+
+
+def answering(data):
+    """The address of a member that answers with `data` and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(data)
+        listener.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def message(body):
+    return struct.pack("!Q", len(body)) + body
+
+
+HEADER = json.dumps([{"t": 0}, [["float32", [4]]]]).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        message(HEADER)[:20],
+        message(HEADER),
+        message(HEADER) + bytes(15),
+        message(b"{"),
+        struct.pack("!Q", 1 << 40),
+    ],
+    ids=["nothing", "half a header", "no tensor", "a torn tensor", "no JSON", "a length beyond all bounds"],
+)
+def test_a_transfer_that_breaks_off_gives_no_state_and_says_so(data):
+    address = answering(data)
+    assert refused(fetched(Fetch(address, 3)), address)
+
+
+def test_a_member_that_is_gone_gives_no_state(offer):
+    offer.close()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    assert refused(fetched(Fetch(address, 3)), address)
+
+
+def test_a_question_of_any_length_or_kind_does_no_harm(offer):
+    offer.put(3, STATE)
+    host, _, port = offer.address.rpartition(":")
+    for said in (struct.pack("!Q", 1 << 40), message(b"[]"[:1]), message(b"not json"), b"\0"):
+        with socket.create_connection((host, int(port)), timeout=100) as connection:
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    assert ledger_of(fetched(Fetch(offer.address, 3))) == 7
+
+
+def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkeypatch):
+    monkeypatch.setattr(carry, "PATIENCE_S", 0.2)
+    fetch = Fetch(offer.address, 3)
+    asked = iter([False, True])
+    fetch.join(lambda: next(asked))
+    assert fetch.state is None
+    fetched(fetch)
+
+
+def test_the_size_of_a_state_is_that_of_all_its_tensors():
+    assert carry.size_of(STATE) == 5 * 4 + 3 * 2

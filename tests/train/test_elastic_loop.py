@@ -1,0 +1,358 @@
+"""Promises of a worker's loop, with a master that the test plays: one process, a group of one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from trueline.train import elastic
+from trueline.train import ledger as books
+from trueline.train.elastic import Elastic
+from trueline.train.options import Options
+from trueline.train.plan import JobPlan
+from trueline.train.solo import Solo
+from trueline.train.validation import Rule, Validation
+from trueline.wire import train_pb2 as pb
+
+ME = "worker-0.0"
+RECORDS, BATCH, STEPS = 10, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Line(Solo):
+    """A line whose views and answers the test gives, and what the worker says on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[Any] = []
+        self.entered: list[tuple[int, int]] = []
+        self.unfinished = 0
+
+    def view(self, *, forced: bool = False, **fields: Any) -> None:
+        """The next view, of this worker alone."""
+        last = self._view
+        assert last is not None
+        generation = last.generation + 1
+        cut_below = generation if forced else last.cut_below
+        self._view = pb.View(generation=generation, members=[self.ref], cut_below=cut_below, **fields)
+
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        self.entered.append((generation, step))
+        return super().enter(generation, step, rate)
+
+    def finish(self, generation: int, step: int) -> pb.Plan:
+        self.said.append(("finish", generation, step))
+        if self.unfinished:
+            self.unfinished -= 1
+            self.view(forced=True)
+            return pb.Plan(superseded=True)
+        return super().finish(generation, step)
+
+    def certify(self, certificates: list[pb.Certificate]) -> None:
+        self.said.append(("certify", [one.epoch for one in certificates]))
+
+    def flush(self) -> None:
+        self.said.append("flush")
+
+    def trying(self, step: int, record: int, where: str) -> None:
+        self.said.append(("trying", step, record))
+
+
+class Keeper:
+    """Where a keeper would write, it notes on the line that it was asked to."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+    def after_step(self, replica: Any, link: Any, *, ends_epoch: bool, best: bool = False, due: bool = False) -> None:
+        asked = [name for name, is_so in (("epoch", ends_epoch), ("best", best), ("due", due)) if is_so]
+        self.line.said.append(("keep", replica.ledger.steps, *asked))
+
+    def complete(self, replica: Any, link: Any) -> None:
+        self.line.said.append(("complete", replica.ledger.steps))
+
+
+def data() -> TensorDataset:
+    made = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(RECORDS, 4, generator=made), torch.randn(RECORDS, 1, generator=made))
+
+
+def model_of() -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(4, 1)
+
+
+def job_of(
+    monkeypatch: pytest.MonkeyPatch, *, model: Any = None, epochs: int = 2, keep: bool = False, **kind: Any
+) -> tuple[Elastic, Line]:
+    line = Line()
+    monkeypatch.setattr(elastic, "connect", lambda _: line)
+    model = model or model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
+    keeper: Any = Keeper(line) if keep else None
+    return Elastic(model, optimizer, data(), global_batch=BATCH, epochs=epochs, options=Options(**options),
+                   keeper=keeper, **kind), line  # fmt: skip
+
+
+def loss_of(job: Elastic, batch: Any) -> torch.Tensor:
+    return ((job.model(batch.inputs) - batch.labels) ** 2).mean()
+
+
+def trained(job: Elastic, at: Any = lambda step: None) -> list[tuple[int, list[int]]]:
+    """Runs the loop; the batches that it gave out, and `at` is called before each."""
+    given = []
+    for batch in job:
+        at(batch.step)
+        given.append((batch.step, batch.records.tolist()))
+        job.step(loss_of(job, batch))
+    return given
+
+
+def expected(epochs: int = 2) -> torch.nn.Linear:
+    """The model after plain training: the mean loss of each step's records."""
+    model, plan = model_of(), JobPlan(num_records=RECORDS, global_batch=BATCH, epochs=epochs, seed=0)
+    optimizer, tensors = torch.optim.SGD(model.parameters(), lr=0.1), data().tensors
+    for step in range(plan.total_steps):
+        at = torch.from_numpy(plan.records(step))
+        optimizer.zero_grad()
+        ((model(tensors[0][at]) - tensors[1][at]) ** 2).mean().backward()
+        optimizer.step()
+    return model
+
+
+def expect_the_same(model: Any, other: Any) -> None:
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+@pytest.mark.parametrize("kind", [{}, {"micro_batch": 3}, {"micro_batch": 1}, {"bitwise": True}], ids=str)
+def test_a_step_is_one_of_the_mean_loss_of_its_records_however_it_is_cut(monkeypatch, kind):
+    job, line = job_of(monkeypatch, **kind)
+    given = trained(job)
+    expect_the_same(job.model, expected())
+    for epoch in range(2):
+        of_epoch = [record for step, records in given if step // STEPS == epoch for record in records]
+        assert sorted(of_epoch) == list(range(RECORDS))
+    whole = {"steps": STEPS, "records": RECORDS, "digest": books.digest_of_all(RECORDS), "tally_min": 1,
+             "tally_max": 1, "set_aside": [], "set_aside_of": []}  # fmt: skip
+    assert job.certificates == [{"epoch": epoch, **whole} for epoch in range(2)]
+    assert [one.step for one in line.steps] == list(range(2 * STEPS))
+    assert [one.records for one in line.steps] == [4, 4, 2] * 2
+
+
+def test_the_end_of_a_job_is_certified_reported_and_written_before_it_is_said(monkeypatch):
+    job, line = job_of(monkeypatch, keep=True)
+    trained(job)
+    assert line.said == [
+        ("keep", 1), ("keep", 2), ("keep", 3, "epoch"), ("keep", 4), ("keep", 5), ("keep", 6, "epoch"),
+        ("certify", [0, 1]), "flush", ("complete", 6), ("finish", 1, 6),
+    ]  # fmt: skip
+    assert line.entered == [(1, -1)]
+
+
+def test_a_worker_that_is_done_stays_for_the_others_until_all_are(monkeypatch):
+    job, line = job_of(monkeypatch)
+    line.unfinished = 2
+    trained(job)
+    assert [one for one in line.said if one[0] == "finish"] == [("finish", 1, 6), ("finish", 2, 6), ("finish", 3, 6)]
+    assert line.entered == [(1, -1), (2, 6), (3, 6)]
+    assert job.steps == 6
+
+
+def test_a_planned_view_is_entered_between_two_steps_with_all_that_was_applied(monkeypatch):
+    job, line = job_of(monkeypatch)
+    given = trained(job, lambda step: line.view() if step == 2 else None)
+    assert line.entered == [(1, -1), (2, 3)]
+    assert [step for step, _ in given] == list(range(6))
+    expect_the_same(job.model, expected())
+
+
+def test_a_forced_view_takes_the_step_at_hand_back_and_gives_its_records_out_again(monkeypatch):
+    job, line = job_of(monkeypatch, micro_batch=2)
+    forced = iter([True])
+    given = trained(job, lambda step: line.view(forced=True) if step == 1 and next(forced, False) else None)
+    assert line.entered == [(1, -1), (2, 1)]
+    assert [step for step, _ in given] == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 5]
+    assert (job.certificates[0]["tally_min"], job.certificates[0]["tally_max"]) == (1, 1)
+    expect_the_same(job.model, expected())
+
+
+class Norm(torch.nn.Module):
+    """A normalization layer before a linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.line = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.line(self.norm(inputs))
+
+
+def failing(job: Elastic, *steps: int) -> None:
+    """The sums of these steps fail once, as when a peer dies."""
+    reduce, left = job._replica.reduce, list(steps)
+
+    def broken(*how: Any) -> list[float]:
+        summed = reduce(*how)
+        if left and job.steps == left[0]:
+            left.pop(0)
+            raise RuntimeError("gloo: Connection closed by peer")
+        return summed
+
+    job._replica.reduce = broken  # type: ignore[method-assign]
+
+
+def complain(line: Line) -> None:
+    """A worker whose step failed waits for a view that cuts its group, and gets one."""
+    waits, wait = [], line.wait_view
+
+    def wait_view(after: int, timeout_s: float, *, cuts: int = -1) -> Any:
+        waits.append(cuts)
+        if cuts > 0:
+            line.view(forced=True)
+        return wait(after, timeout_s, cuts=cuts)
+
+    line.wait_view = wait_view  # type: ignore[method-assign]
+    line.waits = waits  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [{}, {"micro_batch": 2}], ids=str)
+def test_a_step_whose_sums_failed_leaves_no_trace_and_is_done_again(monkeypatch, kind):
+    calm, _ = job_of(monkeypatch, model=Norm(), **kind)
+    trained(calm)
+    job, line = job_of(monkeypatch, model=Norm(), **kind)
+    failing(job, 1, 4)
+    complain(line)
+    trained(job)
+    assert line.waits == [-1, 1, 2]  # type: ignore[attr-defined]
+    assert line.entered == [(1, -1), (2, 1), (3, 4)]
+    assert job.certificates == calm.certificates
+    for name, value in calm.model.state_dict().items():
+        assert torch.equal(job.model.state_dict()[name], value), name
+    assert [one.step for one in line.steps] == list(range(6))
+
+
+def test_records_that_a_view_sets_aside_are_in_no_later_step(monkeypatch):
+    job, line = job_of(monkeypatch)
+    given = trained(job, lambda step: line.view(set_aside=[3, 8]) if step == 2 else None)
+    later = [record for step, records in given if step > 2 for record in records]
+    assert sorted(later) == [0, 1, 2, 4, 5, 6, 7, 9]
+    assert [one["set_aside"] for one in job.certificates] == [[], [3, 8]]
+
+
+def test_in_a_careful_view_each_record_is_announced_before_it_is_trained_in_a_step(monkeypatch):
+    job, line = job_of(monkeypatch, epochs=1)
+
+    def at(step):
+        line.said.append(("given", step))
+        if step == 0:
+            line.view(careful=True)
+
+    given = dict(trained(job, at))
+    said = [one for one in line.said if one[0] in ("given", "trying")]
+    assert said == [("given", 0)] + [
+        one
+        for step in (1, 2)
+        for one in [*(("trying", step, record) for record in given[step]), ("trying", step, -1), ("given", step)]
+    ]
+    expect_the_same(job.model, expected(1))
+
+
+def stopping(stop_at: int) -> Validation:
+    """The evaluation after step `stop_at` is the first that is no better."""
+    values = iter([10.0 - at if at < stop_at else 99.0 for at in range(1, 99)])
+    return Validation(rule=Rule(every=1, monitor="loss", patience=1), num_records=1, names=(),
+                      measure=lambda start, stop: [next(values)])  # fmt: skip
+
+
+@pytest.mark.parametrize(("stop_at", "certified"), [(2, [2]), (3, [3]), (4, [3, 1])])
+def test_a_job_that_an_evaluation_stops_ends_there_with_what_it_has_certified_and_written(
+    monkeypatch, stop_at, certified
+):
+    job, line = job_of(monkeypatch, keep=True, validation=stopping(stop_at))
+    trained(job)
+    assert job.steps == stop_at
+    assert [one["steps"] for one in job.certificates] == certified
+    part = [] if stop_at == 3 else [("keep", stop_at, "due")]
+    assert line.said[-4 - len(part) :] == [
+        *part, ("certify", list(range(len(certified)))), "flush", ("complete", stop_at), ("finish", 1, stop_at),
+    ]  # fmt: skip
+    best = [one for one in line.said if one[0] == "keep" and "best" in one]
+    assert best == [("keep", step, "best") for step in range(1, stop_at)]
+
+
+def test_after_a_regroup_the_evaluation_of_the_step_at_hand_is_made_again_and_counts_once(monkeypatch):
+    measured: list[int] = []
+    checked = Validation(rule=Rule(every=2, monitor="loss"), num_records=1, names=(),
+                         measure=lambda start, stop: [float(measured.append(job.steps) or 1.0)])  # fmt: skip
+    job, line = job_of(monkeypatch, validation=checked)
+    trained(job, lambda step: line.view() if step == 1 else None)
+    assert measured == [2, 4, 6]
+    assert [one["step"] for one in job.evaluations] == [2, 4, 6]
+    job, line = job_of(monkeypatch, validation=checked)
+    measured.clear()
+    failing(job, 2, 3)
+    complain(line)
+    trained(job)
+    assert measured == [2, 2, 4, 6], "not all members need have entered the first one"
+    assert [one["step"] for one in job.evaluations] == [2, 4, 6]
+
+
+def test_who_has_no_state_yet_says_nothing_but_its_wish(monkeypatch):
+    job, line = job_of(monkeypatch)
+    batch = next(iter(job))
+    job._part.add(batch.records, 0.5)
+    holding, observing = job._words(0, holds=True), job._words(0, holds=False)
+    assert (books.counted(holding), holding[7], holding[9] > 0) == (4, 1.0, True)
+    assert observing == [0.0] * 10
+    line.view()
+    assert job._words(0, holds=False) == [0.0] * 6 + [1.0] + [0.0] * 3
+
+
+def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):
+    job, _ = job_of(monkeypatch)
+    next(iter(job))
+    fellows = job._fellows
+    fellows.view, fellows.rank = pb.View(generation=1, members=["a", "b", ME], cut_below=1), 2
+    job._pace.rate, fellows.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
+    assert job._words(0, holds=True)[books.WORDS :] == [0.0, 0.0, 7.0]
+
+
+def test_random_numbers_of_a_shard_are_its_own_whatever_was_drawn_before(monkeypatch):
+    class Drawing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.drop = torch.nn.Linear(4, 1), torch.nn.Dropout(0.5)
+            self.drawn: list[tuple[int, float]] = []
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.line(self.drop(inputs))
+
+    def masks(seed: int, disturb: bool) -> list[list[float]]:
+        job, _ = job_of(monkeypatch, model=Drawing(), micro_batch=2, seed=seed, epochs=1)
+        found = []
+        for batch in job:
+            found.append(torch.rand(3).tolist() + np.random.rand(2).tolist())
+            if disturb:
+                torch.rand(17), np.random.rand(5)
+            job.step(loss_of(job, batch))
+        return found
+
+    calm = masks(0, False)
+    assert masks(0, True) == calm
+    assert len({tuple(one) for one in calm + masks(1, False)}) == 10, "each shard of each step and seed has others"

@@ -1,0 +1,261 @@
+"""Promises of how members are brought to the state that is furthest ahead; what a broadcast brings is given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trueline.errors import CheckpointError
+from trueline.state import checkpoint
+from trueline.train import carry
+from trueline.train.faults import Faults
+from trueline.train.healing import Healing
+from trueline.train.ledger import Ledger
+from trueline.wire import train_pb2 as pb
+
+BROADCAST = {"name": "of the source"}
+
+
+class Replica:
+    """A replica as far as healing knows it: its state is a name."""
+
+    def __init__(self, *, large=False, scaler=False, unused=False):
+        self.model = SimpleNamespace(parameters=lambda: [SimpleNamespace(nbytes=carry.STREAM_BYTES if large else 4)])
+        self.options = SimpleNamespace(find_unused_parameters=unused)
+        self.advance = SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: scaler))
+        self.ledger = Ledger(num_records=4)
+        self.taken = []
+
+    def state(self):
+        return {"name": "mine"}
+
+    def snapshot(self):
+        return {"name": "a copy of mine"}
+
+    def restore(self, state):
+        self.taken.append(state["name"])
+
+    def keep(self, words):
+        overflowed = torch.tensor([1.0, torch.inf])
+        return SimpleNamespace(words=words, gradients=[None, overflowed if words[8] == 100.0 else torch.ones(2)])
+
+
+class Member:
+    """One member of a group whose plan is given: what it takes, what it sends, what it offers and fetches."""
+
+    def __init__(self, monkeypatch, steps, rank, *, source=0, checkpoint="", **kind):
+        self.replica, self.sent, self.offered, self.asked = Replica(**kind), [], [], []
+        plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1")
+        self.behind = None
+        self.fellows = SimpleNamespace(plan=plan, rank=rank, size=len(steps), generation=3, group=None,
+                                       start_shares=lambda behind: setattr(self, "behind", behind),
+                                       overtaken=lambda: False)  # fmt: skip
+        self.withdrawn = 0
+
+        def broadcast(group, state, *, source):
+            self.sent.append((None if state is None else state["name"], source))
+            return BROADCAST if state is None else state
+
+        def fetch(address, generation):
+            self.asked.append((address, generation))
+            return SimpleNamespace(state=None, trouble="", over=False)
+
+        monkeypatch.setattr(carry, "broadcast", broadcast)
+        monkeypatch.setattr(carry, "Fetch", fetch)
+        self.healing = Healing(self.replica, self.fellows, Faults((), "worker-0.0"))
+        self.healing._offer.close()
+        self.healing._offer = SimpleNamespace(put=lambda *what: self.offered.append(what), withdraw=self._withdraw)
+
+    def _withdraw(self):
+        self.withdrawn += 1
+
+    def heal(self):
+        self.healing.heal()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("steps", "rank", "taken", "sent"),
+    [
+        ([5, 5], 0, [], []),
+        ([5, 4], 0, [], [("mine", 0)]),
+        ([5, 4], 1, ["of the source"], [(None, 0)]),
+        ([5, 5, 4], 1, [], [(None, 0)]),
+        ([5, 1], 1, ["of the source"], [(None, 0)]),
+        ([5, -1], 1, ["of the source"], [(None, 0)]),
+        ([-1, -1], 0, [], [("mine", 0)]),
+        ([-1, -1], 1, ["of the source"], [(None, 0)]),
+        ([0, 0], 1, [], []),
+        ([0, -1], 1, ["of the source"], [(None, 0)]),
+    ],
+    ids=str,
+)
+def test_whoever_is_behind_by_a_step_or_more_takes_the_state_of_the_source_and_nobody_else_does(
+    monkeypatch, steps, rank, taken, sent
+):
+    member = Member(monkeypatch, steps, rank).heal()
+    assert (member.replica.taken, member.sent) == (taken, sent)
+    assert (member.healing.held, member.healing.holds) == (True, True)
+    assert member.behind == [False] * len(steps), "the state is there: all have a part in the next step"
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, [(None, 1)]), (1, [("mine", 1)])])
+def test_the_source_is_the_member_that_the_plan_names(monkeypatch, rank, sent):
+    member = Member(monkeypatch, [4, 5], rank, source=1).heal()
+    assert member.sent == sent
+    assert member.replica.taken == (["of the source"] if rank == 0 else [])
+
+
+def checkpoints(folder, *steps):
+    for step in steps:
+        checkpoint.write(folder, step=step, state={"name": f"of step {step}"}, facts={})
+    return str(folder / checkpoint.folder_name(steps[-1]))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_where_all_died_the_source_takes_the_checkpoint_and_the_others_take_it_from_the_source(
+    monkeypatch, tmp_path, large
+):
+    newest = checkpoints(tmp_path, 4, 8)
+    source = Member(monkeypatch, [-1, -1], 0, checkpoint=newest, large=large).heal()
+    assert (source.replica.taken, source.sent) == (["of step 8"], [("mine", 0)])
+    other = Member(monkeypatch, [-1, -1], 1, checkpoint=newest, large=large).heal()
+    assert (other.replica.taken, other.sent) == (["of the source"], [(None, 0)])
+    assert (source.offered, other.asked) == ([], []), "nobody could go on anyway"
+
+
+def test_a_torn_checkpoint_gives_way_to_an_older_one_and_the_only_one_to_its_error(monkeypatch, tmp_path):
+    newest = checkpoints(tmp_path, 4, 8)
+    manifest = tmp_path / "step-00000008" / checkpoint.MANIFEST
+    manifest.write_text(manifest.read_text()[:-9])
+    assert Member(monkeypatch, [-1, -1], 0, checkpoint=newest).heal().replica.taken == ["of step 4"]
+    (tmp_path / "step-00000004" / checkpoint.MANIFEST).unlink()
+    with pytest.raises(CheckpointError):
+        Member(monkeypatch, [-1, -1], 0, checkpoint=newest).heal()
+
+
+def test_a_large_state_is_offered_by_its_source_and_fetched_beside_the_steps(monkeypatch):
+    source, joiner, third = (Member(monkeypatch, [5, -1, 5], rank, large=True).heal() for rank in range(3))
+    assert [member.sent for member in (source, joiner, third)] == [[], [], []]
+    assert (source.offered, joiner.offered, third.offered) == ([(3, {"name": "a copy of mine"})], [], [])
+    assert (source.asked, joiner.asked, third.asked) == ([], [("there:1", 3)], [])
+    assert [(member.healing.held, member.healing.holds) for member in (source, joiner, third)] == [
+        (True, True), (False, False), (True, True),
+    ]  # fmt: skip
+    assert joiner.healing.observed == 5, "it stands at the step of the source"
+    assert joiner.behind == [False, True, False], "it has no part in the steps yet"
+
+
+@pytest.mark.parametrize("how", [{"steps": [0, -1]}, {"steps": [-1, -1]}, {"steps": [5, 4], "unused": True}], ids=str)
+def test_a_large_state_is_broadcast_where_the_others_have_no_step_to_go_on_with(monkeypatch, how):
+    member = Member(monkeypatch, how.pop("steps"), 1, large=True, **how).heal()
+    assert (member.replica.taken, member.asked) == (["of the source"], [])
+
+
+def test_who_held_a_state_and_is_one_step_behind_a_large_one_still_says_so_when_the_group_breaks(monkeypatch):
+    member = Member(monkeypatch, [5, 4], 1, large=True)
+    member.healing.held = True
+    member.heal()
+    assert (member.healing.held, member.healing.holds) == (True, False)
+    member.healing.forget()
+    assert member.healing.holds, "with what it held before"
+
+
+def observing(monkeypatch, **kind):
+    return Member(monkeypatch, [5, -1], 1, large=True, **kind).heal()
+
+
+def words(loss):
+    return [0.0] * 8 + [loss]
+
+
+def test_an_observer_stands_at_the_step_that_the_others_have_applied(monkeypatch):
+    healing = observing(monkeypatch).healing
+    for loss, at in ((1.0, 6), (float("nan"), 6), (float("inf"), 6), (2.0, 7)):
+        healing.keep(words(loss))
+        assert healing.observed == at
+    scaled = observing(monkeypatch)
+    scaled.replica.advance.scaler.is_enabled = lambda: True
+    for loss, at in ((1.0, 6), (100.0, 6), (2.0, 7)):  # at 100 the gradients have overflowed
+        scaled.healing.keep(words(loss))
+        assert scaled.healing.observed == at
+
+
+def test_an_observer_that_keeps_eight_steps_lets_the_others_wait(monkeypatch):
+    healing = observing(monkeypatch).healing
+    crowded = []
+    for _ in range(8):
+        healing.keep(words(1.0))
+        crowded.append(healing.crowded)
+    assert crowded == [False] * 7 + [True]
+
+
+def test_a_state_that_has_arrived_is_taken_with_what_is_to_be_applied_to_it_in_order(monkeypatch):
+    member = observing(monkeypatch)
+    healing = member.healing
+    healing.keep(words(1.0))
+    healing.keep_evaluation([0.5])
+    healing.keep(words(2.0))
+    assert not healing.arrived()
+    healing._fetch = SimpleNamespace(state={"name": "fetched"}, trouble="", over=True)
+    assert healing.arrived()
+    missed = healing.take()
+    assert [one if isinstance(one, list) else one.words[8] for one in missed] == [1.0, [0.5], 2.0]
+    assert (member.replica.taken, healing.held, healing.holds, healing.arrived()) == (["fetched"], True, True, False)
+    assert not healing.crowded
+    assert healing._kept == []
+
+
+def test_a_state_that_did_not_come_is_the_failure_of_a_peer(monkeypatch):
+    member = observing(monkeypatch)
+    member.healing._fetch = SimpleNamespace(state=None, trouble="reset by peer", over=True)
+    with pytest.raises(RuntimeError, match="ProcessGroup: reset by peer"):
+        member.healing.take()
+    assert (member.replica.taken, member.healing.held) == ([], False)
+
+
+def test_leaving_a_group_voids_what_was_on_its_way(monkeypatch):
+    member = observing(monkeypatch)
+    member.healing.keep(words(1.0))
+    member.healing.forget()
+    assert (member.withdrawn, member.healing.arrived(), member.healing._kept) == (1, False, [])
+    member.healing.wait()  # there is nothing to wait for
+    assert member.healing._fetch is None
+
+
+@pytest.mark.parametrize(("holders", "withdrawn"), [(1, 0), (2, 1)])
+def test_the_copy_for_joiners_goes_when_all_members_hold_the_state(monkeypatch, holders, withdrawn):
+    member = Member(monkeypatch, [5, -1], 0, large=True).heal()
+    member.healing.heard(holders)
+    assert member.withdrawn == withdrawn
+
+
+def evaluated(member, *steps):
+    member.replica.ledger.steps = 5
+    member.replica.ledger.evaluations = [{"step": step} for step in steps]
+    return member
+
+
+def test_an_evaluation_of_the_step_at_hand_is_made_again_by_all_who_hold_the_state(monkeypatch):
+    member = evaluated(Member(monkeypatch, [5, 5], 0), 3, 5).heal()
+    assert [one["step"] for one in member.replica.ledger.evaluations] == [3]
+    assert len(evaluated(Member(monkeypatch, [5, 5], 0), 3, 4).heal().replica.ledger.evaluations) == 2
+    observer = evaluated(Member(monkeypatch, [5, -1], 1, large=True), 3, 5).heal()
+    assert len(observer.replica.ledger.evaluations) == 2, "what it holds is of another step"
+
+
+def test_all_members_take_the_scale_of_the_source(monkeypatch):
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    scaler.scale(torch.zeros(()))
+    scaler.update(new_scale=128.0)
+    member = Member(monkeypatch, [5, 5], 1)
+    member.replica.advance.scaler = scaler
+
+    def broadcast(row, source, *, async_op):
+        assert (source, async_op, row[0].item()) == (0, True, 128.0)
+        row.copy_(torch.tensor([512.0, 3.0]))
+
+    monkeypatch.setattr("trueline.train.healing.dist.broadcast", broadcast)
+    member.fellows.group = SimpleNamespace(wait=lambda work: None)
+    member.heal()
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 3)
