@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -358,3 +360,30 @@ def test_whatever_a_lineage_says_of_attempts_is_shown_and_breaks_nothing(tmp_pat
 def test_the_bundle_room_imports_no_torch() -> None:
     code = "import sys, trueline.bundle, trueline.bundle.describe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_packed_bundle_and_a_sealed_one_are_on_the_disk_before_their_names(
+    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def recording(call: str, name: Callable[..., Any]) -> None:
+        real = getattr(os, call)
+
+        def recorded(*args: Any, **more: Any) -> Any:
+            asked.append(f"{call} {Path(name(*args)).name}")
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, call, recorded)
+
+    recording("fsync", lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    recording("replace", lambda _, target: target)
+    recording("rename", lambda _, target: target)
+    pack(sealed, tmp_path / "packed" / "digits.zip")
+    assert [one.partition(files.PARTIAL)[0] for one in asked] == ["fsync ", "replace digits.zip", "fsync packed"]
+
+    asked.clear()
+    seal(tmp_path / "again" / "digits.bundle", contents(tmp_path / "work-again"))
+    named = asked.index("rename digits.bundle")
+    assert {Path(name).name for name in ALL_FILES} | {"programs", "golden"} <= {one[6:] for one in asked[:named]}
+    assert asked[named + 1 :] == ["fsync again"]

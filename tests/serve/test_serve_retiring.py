@@ -1,4 +1,4 @@
-"""A version that leaves answers first what it was asked: each run waits until it is let go, and no clock is looked at."""
+"""A version that leaves answers first what it was asked. Each run waits at a gate, and no clock is looked at."""
 
 from __future__ import annotations
 
