@@ -428,7 +428,7 @@ def test_a_file_that_is_a_byte_shorter_or_longer_is_torn(weighty: Path, name: st
     content = (weighty / name).read_bytes()
     for changed in (content[:-1] if name != "bundle.json" else content[:-2], content + b"x"):
         (weighty / name).write_bytes(changed)
-        with pytest.raises(BundleError, match=name.replace(".", r"\.")):
+        with pytest.raises(BundleError, match=name.replace(".", r"\.") + ".*torn"):
             open_bundle(weighty)
 
 
@@ -598,4 +598,10 @@ def test_a_manifest_that_is_a_link_is_refused(sealed: Path, tmp_path: Path) -> N
     (sealed / "bundle.json").rename(tmp_path / "elsewhere.json")
     (sealed / "bundle.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(BundleError, match="not a regular file"):
+        open_bundle(sealed)
+
+
+def test_a_manifest_without_a_golden_example_is_refused_though_its_digest_is_right(sealed: Path) -> None:
+    reseal(sealed, {"golden": []})
+    with pytest.raises(BundleError, match="names no golden example"):
         open_bundle(sealed)
