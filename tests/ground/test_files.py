@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -218,3 +219,49 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_content_and_nothing_besid
         file.write(b"new")
     assert target.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_all_bytes_are_in_the_file_when_it_is_sent_to_the_disk(tmp_path, monkeypatch, replace):
+    real, sizes = os.fsync, []
+
+    def measured(handle):
+        if not os.path.isdir(f"/proc/self/fd/{handle}"):
+            sizes.append(os.fstat(handle).st_size)
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", measured)
+    files.write_atomic(tmp_path / "a", b"x" * 1000, replace=replace)
+    with files.atomic_file(tmp_path / "b") as file:
+        file.write(b"y" * 1000)
+    assert sizes == [1000, 1000]
+
+
+def test_a_file_is_for_all_to_read_unless_another_mode_is_asked_for(tmp_path):
+    files.write_atomic(tmp_path / "usual", b"")
+    files.write_atomic(tmp_path / "usual", b"again")
+    files.write_atomic(tmp_path / "kept", b"", mode=0o600)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("usual", "kept")] == [0o644, 0o600]
+
+
+def test_the_digest_of_a_file_is_of_all_of_it(tmp_path):
+    content = bytes(range(256)) * 8200  # more than two mebibytes, and lines in it
+    (tmp_path / "file").write_bytes(content)
+    assert files.sha256_file(tmp_path / "file") == files.sha256_bytes(content)
+    assert files.sha256_bytes(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_tree_is_taken_apart_only_when_another_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "old").write_text("")
+    seen = []
+    real = shutil.rmtree
+
+    def watched(path, **more):
+        seen.append(sorted(entry.name for entry in (tmp_path / "tree").iterdir()))
+        return real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
+        (partial / "new").write_text("")
+    assert seen == [["new"]]

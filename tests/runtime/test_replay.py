@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trueline.bundle import Dim, Golden, Signature, TensorSpec
-from trueline.errors import NotProven
-from trueline.runtime.session import replay
+from trueline.errors import BundleError, NotProven, UsageError
+from trueline.runtime.session import open_session, replay
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
 OUT = tuple(TensorSpec(name=name, datatype="FP32", shape=("batch",)) for name in ("mean", "spread"))
@@ -97,3 +98,13 @@ def test_an_output_that_is_missing_or_too_much_or_of_another_kind_is_refused(cha
 def test_a_bundle_without_a_golden_example_is_not_proven_here() -> None:
     with pytest.raises(NotProven, match="'small' has no golden example"):
         asked(Kept(), right)
+
+
+def test_machine_code_is_opened_only_by_who_allows_it_and_an_unknown_format_by_none(tmp_path: Path) -> None:
+    (tmp_path / "model.so.pt2").write_bytes(b"machine code")
+    with pytest.raises(UsageError, match="is machine code, and opening it runs it"):
+        open_session("aotinductor", tmp_path / "model.so.pt2", SIGNATURE)
+    with pytest.raises(UsageError, match="no runtime here runs format 'pickle'"):
+        open_session("pickle", tmp_path / "model.so.pt2", SIGNATURE, native=True)
+    with pytest.raises(BundleError, match="there is no program at"):
+        open_session("onnx", tmp_path / "absent.onnx", SIGNATURE)
