@@ -344,3 +344,57 @@ def test_a_request_that_is_gone_while_it_runs_hurts_none_that_runs_with_it() -> 
         assert (await batcher.submit(rows(4), 1, "k"))["y"].tolist() == [5]
 
     assert play(scene, Policy()).rows == [2, 1]
+
+
+def test_only_who_is_more_urgent_than_the_last_of_a_full_queue_has_room() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        asked = [batcher.submit(rows(1), 1, "k")]
+        await entered(gate)
+        asked.append(batcher.submit(rows(1), 1, "k", None, 3))
+        assert batcher.no_room(5) is None, "there is room for one more"
+        asked.append(batcher.submit(rows(1), 1, "k", None, 3))
+        assert batcher.full
+        assert [batcher.no_room(level) is None for level in (1, 2, 3, 4, 5)] == [True, True, False, False, False]
+        gate.opened.set()
+        await asyncio.gather(*asked)
+        assert not batcher.full
+        assert batcher.no_room(5) is None
+
+    play(scene, Policy(max_requests=2))
+
+
+def test_what_was_answered_or_withdrawn_counts_no_more_for_the_bytes_that_wait() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        for _ in range(5):
+            gate.opened.clear()
+            gate.entered.clear()
+            asked = [batcher.submit(rows(0), 1, "k")]
+            await entered(gate)
+            asked += [batcher.submit(rows(1), 1, "k"), batcher.submit(rows(2), 1, "k")]  # sixteen bytes
+            with pytest.raises(Overloaded, match="16 bytes wait"):
+                batcher.submit(rows(3), 1, "k")
+            asked.pop().cancel()
+            asked.append(batcher.submit(rows(4), 1, "k"))
+            gate.opened.set()
+            assert [one["y"].tolist() for one in await asyncio.gather(*asked)] == [[1], [2], [5]]
+
+    play(scene, Policy(max_bytes=16))
+
+
+def test_a_run_that_breaks_its_thread_fails_all_that_were_in_it_and_the_next_is_answered() -> None:
+    async def main() -> None:
+        broken = [True]
+
+        def run(inputs: Any) -> dict[str, Any]:
+            if broken:
+                raise SystemExit
+            return {"y": inputs["x"]}
+
+        with ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(run, Policy(), pool, asyncio.get_running_loop())
+            found = await asyncio.gather(*(batcher.submit(rows(n), 1, "k") for n in (1, 2)), return_exceptions=True)
+            assert [str(one) for one in found] == ["the run was abandoned"] * 2
+            broken.clear()
+            assert (await batcher.submit(rows(3), 1, "k"))["y"].tolist() == [3]
+
+    asyncio.run(main())
