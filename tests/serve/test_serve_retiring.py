@@ -14,7 +14,7 @@ import pytest
 
 from trueline import events
 from trueline.bundle import Dim, Signature, TensorSpec
-from trueline.errors import NotReady
+from trueline.errors import NotReady, Overloaded
 from trueline.serve import machine
 from trueline.serve.canary import Rule
 from trueline.serve.fleet import Fleet, Found
@@ -338,6 +338,7 @@ class FakeWorker:
         self.ready = True
 
     def ask(self, asks: list[Ask]) -> asyncio.Future[list[Answer]]:
+        assert self.ready
         self.asked.append(asks)
         self._answering = self._loop.create_future()
         return self._answering
@@ -348,6 +349,7 @@ class FakeWorker:
         self._answering.set_result([Answer(body=one.request_id.encode()) for one in self.asked[-1]])
 
     def kill(self, why: str) -> None:
+        self.ready = False
         if self._answering is not None and not self._answering.done():
             self._answering.set_exception(NotReady("its process was ended"))
         if not self.ended.done():
@@ -446,5 +448,103 @@ def test_a_pool_that_is_closed_refuses_what_waits_and_leaves_no_process(monkeypa
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(one) for one in found] == [NotReady, NotReady]
         assert [one.ended.done() for one in workers] == [True]
+
+    play_handler(monkeypatch, scene)
+
+
+def planned(**plan: Any) -> Pool:
+    """A pool whose plan says otherwise than the usual."""
+    given = HandlerPlan(handler="noop.py", **plan)
+    launch = Launch(model="noop", version="1.0", folder=Path(), config_file="", plan=given)
+    return Pool(launch, asyncio.get_running_loop())
+
+
+def test_a_handlers_queue_holds_what_its_plan_says_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned(queue_size=2)
+        await pool.begin(1)
+        asked = [pool.submit(request("runs"))]
+        await turns()
+        asked += [pool.submit(request("a")), pool.submit(request("b"))]
+        with pytest.raises(Overloaded, match="2 requests"):
+            pool.submit(request("c"))
+        workers[0].answer()
+        await turns()
+        asked.append(pool.submit(request("d")))
+        for _ in range(3):
+            workers[0].answer()
+            await turns()
+        assert [one.result().body for one in asked] == [b"runs", b"a", b"b", b"d"]
+
+    play_handler(monkeypatch, scene)
+
+
+def test_a_handlers_request_that_is_withdrawn_is_not_run_and_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned(queue_size=1)
+        await pool.begin(1)
+        running = pool.submit(request("runs"))
+        await turns()
+        gone = pool.submit(request("gone"))
+        gone.cancel()
+        await turns()
+        assert pool.num_waiting == 0
+        last = pool.submit(request("last"))
+        for _ in range(2):
+            workers[0].answer()
+            await turns()
+        assert [one.request_id for asks in workers[0].asked for one in asks] == ["runs", "last"]
+        assert (running.result().body, last.result().body) == (b"runs", b"last")
+        await asyncio.wait_for(pool.emptied(), 100)
+
+    play_handler(monkeypatch, scene)
+
+
+def test_a_worker_that_dies_is_replaced_and_what_waits_is_answered_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned()
+        await pool.begin(1)
+        dying, waiting = pool.submit(request("dies")), pool.submit(request("waits"))
+        await turns()
+        workers[0].kill("it crashed")
+        await turns()
+        with pytest.raises(NotReady, match="ended"):
+            await dying
+        assert len(workers) == 2
+        assert not pool.sick
+        workers[1].answer()
+        assert (await waiting).body == b"waits"
+
+    play_handler(monkeypatch, scene)
+
+
+def test_a_worker_that_only_dies_is_given_up_and_what_waits_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned(max_retry_s=0.0)
+        await pool.begin(1)
+        waiting = pool.submit(request("waits"))
+        workers[0].kill("it crashed")
+        await turns()
+        assert not pool.sick
+        workers[1].kill("it crashed again")
+        await turns()
+        assert (pool.sick, pool.num_workers, len(workers)) == (True, 0, 2)
+        with pytest.raises(NotReady):
+            await waiting
+        pool.scale(1)
+        await turns()
+        assert (pool.sick, len(workers)) == (False, 3)
+
+    play_handler(monkeypatch, scene)
+
+
+def test_no_model_has_more_workers_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned()
+        pool.scale(1000)
+        assert pool.num_workers == 64
+        await turns()
+        assert len(workers) == 64
+        await pool.close()
 
     play_handler(monkeypatch, scene)
