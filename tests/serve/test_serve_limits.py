@@ -181,3 +181,20 @@ def test_the_newest_version_is_the_highest_number_and_among_names_the_last(
         (tmp_path / "digits" / f"{version}.bundle").mkdir(parents=True)
         (tmp_path / "digits" / f"{version}.bundle" / "bundle.json").write_text("{}")
     assert [entry.version for entry in Store(tmp_path).of("digits")] == order
+
+
+@pytest.mark.parametrize("name", ["a/../b", "a/..", "..", "a/b/../../c"])
+def test_an_entry_goes_no_way_back_not_even_inside(tmp_path: Path, name: str) -> None:
+    path = mar(tmp_path / "a.mar", **{name: b"x"})
+    with pytest.raises(ArchiveError, match="leaves the archive's folder"):
+        laid_out(path, tmp_path / "into", Caps())
+
+
+@pytest.mark.parametrize("name", ["../secret.yaml", "../../secret.yaml", "a/../../secret.yaml", "absent.yaml"])
+def test_a_manifest_names_files_of_its_archive_and_no_others(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.yaml").write_text("minWorkers: 64")
+    manifest = {"model": {"modelName": "m", "handler": "h.py", "configFile": name}}
+    with zipfile.ZipFile(tmp_path / "a.mar", "w") as made:
+        made.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+    with pytest.raises(ArchiveError, match="which the archive does not hold"):
+        laid_out(tmp_path / "a.mar", tmp_path / "into", Caps())

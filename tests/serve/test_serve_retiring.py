@@ -14,10 +14,10 @@ import pytest
 
 from trueline import events
 from trueline.bundle import Dim, Signature, TensorSpec
-from trueline.errors import NotReady, Overloaded
+from trueline.errors import NotReady, Overloaded, StorageError
 from trueline.serve import machine
 from trueline.serve.canary import Rule
-from trueline.serve.fleet import Fleet, Found
+from trueline.serve.fleet import Fleet, Found, Refused
 from trueline.serve.following import AliasFollower
 from trueline.serve.handlers import pool as pools
 from trueline.serve.handlers.outcome import Answer
@@ -548,3 +548,32 @@ def test_no_model_has_more_workers_than_the_bound(monkeypatch: pytest.MonkeyPatc
         await pool.close()
 
     play_handler(monkeypatch, scene)
+
+
+def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(house: House) -> None:
+        first, second = Gated(1), Gated(100)
+        first.gate.set()
+        second.gate.set()
+        old = await house.load("1", first)
+        before = house.fleet.wanted()
+
+        def full() -> None:
+            raise StorageError("no space left on the device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(house.fleet, "_keep", full)
+            with pytest.raises(Refused):
+                await house.load("1", second)
+        assert house.models.find("tiny") is old
+        assert house.fleet.wanted() == before
+        assert await answers([ask(old, 1)]) == [2.0]
+        with monkeypatch.context() as patched:
+            patched.setattr(house.fleet, "_keep", full)
+            with pytest.raises(Refused):
+                await house.load("2", Gated(5))
+        assert house.models.versions("tiny") == ["1"]
+
+    assert play(scene) == []
