@@ -27,7 +27,10 @@ from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask, Launch
 from trueline.serve.models import Models, UnknownModel
 from trueline.serve.plan import Plan
+from trueline.serve.repository import Repository
 from trueline.serve.split import Split
+from trueline.serve.stop import Stop
+from trueline.serve.store import Store
 from trueline.serve.traffic import Traffic
 from trueline.serve.version import Loaded, Version
 
@@ -577,3 +580,30 @@ def test_a_version_whose_taking_over_cannot_be_written_down_leaves_the_old_one_w
         assert house.models.versions("tiny") == ["1"]
 
     assert play(scene) == []
+
+
+def test_a_client_that_goes_away_does_not_undo_the_load_it_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "tiny.bundle").mkdir()
+    (tmp_path / "tiny.bundle" / "bundle.json").write_text("{}")
+
+    async def scene(house: House) -> None:
+        fast = Gated(1)
+        fast.gate.set()
+        house.next.append(fast)
+        asked = Repository(house.fleet, Store(tmp_path), house.loop).load("tiny", {})
+        asked.cancel()
+        await house.turns()
+        assert await answers([ask(house.models.find("tiny"), 1)]) == [2.0]
+
+    play(scene)
+
+
+def test_a_first_word_lets_requests_end_and_a_second_one_hurries() -> None:
+    async def main() -> None:
+        stop = Stop()
+        stop.ask("SIGTERM")
+        assert (stop.asked.is_set(), stop.hurried.is_set()) == (True, False)
+        stop.ask("SIGTERM")
+        assert stop.hurried.is_set()
+
+    asyncio.run(main())

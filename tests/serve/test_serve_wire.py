@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trueline.bundle import Dim, Signature, TensorSpec
-from trueline.errors import RequestError, UsageError
+from trueline.errors import NotFound, RequestError, UsageError
 from trueline.serve import binary, oip, remote, tensors
 from trueline.serve.layouts import Layouts
+from trueline.serve.settings import Settings
+from trueline.serve.sources import Sources
+from trueline.serve.store import Store
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch", 3))
@@ -102,3 +107,15 @@ def test_a_digest_behind_a_url_is_whole_or_refused(mark: str) -> None:
     assert remote.parted("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
     with pytest.raises(UsageError, match="is no digest of a bundle"):
         remote.parted(f"s3://b/d#{mark}")
+
+
+@pytest.mark.parametrize("url", ["models:/digits@champion", "s3://bucket/digits.tlb", "file:///etc/passwd", "C:digits",
+                                 "http://host/m.mar"])  # fmt: skip
+def test_a_client_names_entries_of_the_store_and_nothing_that_lies_elsewhere(tmp_path: Path, url: str) -> None:
+    async def scene(store: Store | None) -> None:
+        sources = Sources(Settings(), store, asyncio.get_running_loop())
+        with pytest.raises(NotFound, match="does not match any allowed URL"):
+            await sources.allowed(url)
+
+    for store in (None, Store(tmp_path)):
+        asyncio.run(scene(store))
