@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trueline import events
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, Overloaded, StorageError
 from trueline.serve import machine
+from trueline.serve.batcher import Policy
 from trueline.serve.canary import Rule
 from trueline.serve.fleet import Fleet, Found, Refused
 from trueline.serve.following import AliasFollower
@@ -25,6 +27,7 @@ from trueline.serve.handlers.plan import Plan as HandlerPlan
 from trueline.serve.handlers.pool import Pool
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask, Launch
+from trueline.serve.lanes import Batcher
 from trueline.serve.models import Models, UnknownModel
 from trueline.serve.plan import Plan
 from trueline.serve.repository import Repository
@@ -607,3 +610,44 @@ def test_a_first_word_lets_requests_end_and_a_second_one_hurries() -> None:
         assert stop.hurried.is_set()
 
     asyncio.run(main())
+
+
+def test_what_waits_for_company_still_waits_and_its_version_is_not_empty() -> None:
+    async def main() -> None:
+        session = Gated(1)
+        session.gate.set()
+        with ThreadPoolExecutor(1) as threads:
+            policy = Policy(max_batch=2, max_delay_s=1000.0)
+            batcher = Batcher(session.run, policy, threads, asyncio.get_running_loop())
+            first = batcher.submit({"x": np.zeros(1, np.float32)}, 1, "k")
+            empty = batcher.emptied()
+            assert (empty.done(), batcher.idle) == (False, False)
+            await turns()
+            assert (empty.done(), batcher.num_waiting) == (False, 1)
+            second = batcher.submit({"x": np.ones(1, np.float32)}, 1, "k")
+            assert await answers([first, second]) == [1.0, 2.0]
+            await asyncio.wait_for(empty, 100)
+
+    asyncio.run(main())
+
+
+def test_a_handlers_request_that_waits_for_company_is_answered_before_its_worker_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(workers: list[FakeWorker]) -> None:
+        pool = planned(batch_size=2, max_batch_delay_s=1000.0)
+        await pool.begin(1)
+        first = pool.submit(request("a"))
+        empty = pool.emptied()
+        pool.scale(0)
+        await turns()
+        assert (empty.done(), workers[0].asked, workers[0].ended.done()) == (False, [], False)
+        second = pool.submit(request("b"))
+        await turns()
+        workers[0].answer()
+        assert [(await one).body for one in (first, second)] == [b"a", b"b"]
+        await asyncio.wait_for(empty, 100)
+        await turns()
+        assert workers[0].ended.done()
+
+    play_handler(monkeypatch, scene)
