@@ -605,3 +605,10 @@ def test_a_manifest_without_a_golden_example_is_refused_though_its_digest_is_rig
     reseal(sealed, {"golden": []})
     with pytest.raises(BundleError, match="names no golden example"):
         open_bundle(sealed)
+
+
+def test_a_packed_link_is_refused_also_where_what_it_holds_is_what_was_sealed(sealed: Path, tmp_path: Path) -> None:
+    right = (sealed / "lineage.json").read_bytes()
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", right, mode=stat.S_IFLNK | 0o777)
+    with pytest.raises(BundleError, match="no plain file of the bundle"):
+        unpack(evil, tmp_path / "out")

@@ -210,6 +210,8 @@ async def settled() -> None:
         (seen(900), seen(198, 2), "promote"),
         (seen(900), seen(0, 2), "roll back"),
         (seen(900), seen(0, 1), "watch"),
+        (seen(900), seen(148, 2), "watch"),
+        (seen(900), seen(140, 10), "roll back"),
         (seen(900), seen(500, 500), "roll back"),
         (seen(0, 900), seen(0, 900), "promote"),
     ],
