@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from trueline.errors import StorageError
 
@@ -114,6 +115,30 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = 
     except OSError as error:
         raise storage_error(error, path) from error
     return written
+
+
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """Yields a file that becomes `path` when the block ends well, and vanishes when it does not: for what is written
+    piece by piece. Raises StorageError; the old content is then untouched.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        _fsync_dir(path.parent)
+    except OSError as error:
+        raise storage_error(error, path) from error
 
 
 def _named(partial: Path, path: Path, *, replace: bool) -> bool:

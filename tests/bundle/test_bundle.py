@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib
 import json
 import os
 import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +30,7 @@ from trueline.bundle import (
     Signature,
     Summary,
     TensorSpec,
+    golden,
     open_bundle,
     pack,
     seal,
@@ -358,3 +363,252 @@ def test_whatever_a_lineage_says_of_attempts_is_shown_and_breaks_nothing(tmp_pat
 def test_the_bundle_room_imports_no_torch() -> None:
     code = "import sys, trueline.bundle, trueline.bundle.describe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_packed_bundle_and_a_sealed_one_are_on_the_disk_before_their_names(
+    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def recording(call: str, name: Callable[..., Any]) -> None:
+        real = getattr(os, call)
+
+        def recorded(*args: Any, **more: Any) -> Any:
+            asked.append(f"{call} {Path(name(*args)).name}")
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, call, recorded)
+
+    recording("fsync", lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    recording("replace", lambda _, target: target)
+    recording("rename", lambda _, target: target)
+    pack(sealed, tmp_path / "packed" / "digits.zip")
+    assert [one.partition(files.PARTIAL)[0] for one in asked] == ["fsync ", "replace digits.zip", "fsync packed"]
+
+    asked.clear()
+    seal(tmp_path / "again" / "digits.bundle", contents(tmp_path / "work-again"))
+    named = asked.index("rename digits.bundle")
+    assert {Path(name).name for name in ALL_FILES} | {"programs", "golden"} <= {one[6:] for one in asked[:named]}
+    assert asked[named + 1 :] == ["fsync again"]
+
+
+WEIGHTS = "programs/model.onnx.data"
+NESTED = "programs/parts/first.pt2"
+
+
+@pytest.fixture
+def weighty(tmp_path: Path) -> Path:
+    """A bundle whose programs have files beside them, one of more than a mebibyte."""
+    given = contents(tmp_path / "work")
+    (tmp_path / "work" / WEIGHTS).write_bytes(np.arange(300_000, dtype=np.float32).tobytes())
+    (tmp_path / "work" / NESTED).parent.mkdir()
+    (tmp_path / "work" / NESTED).write_bytes(b"line one\nline two\n")
+    return seal(tmp_path / "weighty.bundle", given).path
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, NESTED, *ALL_FILES])
+@pytest.mark.parametrize("place", [0.0, 0.001, 0.5, 0.999, 1.0])
+def test_one_changed_bit_anywhere_in_any_file_is_an_error_that_names_the_file(
+    weighty: Path, name: str, place: float
+) -> None:
+    content = bytearray((weighty / name).read_bytes())
+    at = round(place * (len(content) - 1))
+    # Of the manifest the spaces between its words are nobody's: there a letter is changed.
+    at = next(
+        at for at in [*range(at, len(content)), *range(at, -1, -1)] if name == WEIGHTS or content[at] not in b" \n"
+    )
+    content[at] ^= 1
+    (weighty / name).write_bytes(content)
+    with pytest.raises(BundleError, match=name.replace(".", r"\.")):
+        open_bundle(weighty)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, NESTED, *ALL_FILES])
+def test_a_file_that_is_a_byte_shorter_or_longer_is_torn(weighty: Path, name: str) -> None:
+    content = (weighty / name).read_bytes()
+    for changed in (content[:-1] if name != "bundle.json" else content[:-2], content + b"x"):
+        (weighty / name).write_bytes(changed)
+        with pytest.raises(BundleError, match=name.replace(".", r"\.") + ".*torn"):
+            open_bundle(weighty)
+
+
+def test_two_files_that_have_changed_places_are_an_error(weighty: Path) -> None:
+    given, answered = (weighty / "golden" / f"{name}.safetensors" for name in ("inputs", "outputs"))
+    one, other = given.read_bytes(), answered.read_bytes()
+    given.write_bytes(other)
+    answered.write_bytes(one)
+    with pytest.raises(BundleError, match=r"inputs\.safetensors|outputs\.safetensors"):
+        open_bundle(weighty)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "other"},
+        {"created": "1970-01-01T00:00:00+00:00"},
+        {"serve": "torch_export"},
+        {"golden": ["batch-1"]},
+        {"golden": []},
+        {"files": {}},
+        {"lineage": {"recipe": "digits", "recipe_digest": "cd"}},
+        {"digest": ""},
+        {"digest": "0" * 64},
+    ],
+    ids=str,
+)
+def test_each_word_of_the_manifest_is_under_its_digest(sealed: Path, change: dict[str, object]) -> None:
+    raw = json.loads((sealed / "bundle.json").read_text())
+    (sealed / "bundle.json").write_text(json.dumps(raw | change))
+    with pytest.raises(BundleError, match=r"bundle\.json was changed after it was sealed"):
+        open_bundle(sealed)
+
+
+def test_the_range_and_the_digest_of_a_file_are_under_the_manifests_digest(sealed: Path) -> None:
+    text = (sealed / "bundle.json").read_text()
+    raw = json.loads(text)
+    evil = b"a program, as far as a bundle carEs"
+    (sealed / "programs" / "model.onnx").write_bytes(evil)
+    raw["files"]["programs/model.onnx"]["sha256"] = files.sha256_bytes(evil)
+    wider = json.loads(text)
+    wider["signature"]["dims"]["batch"]["max"] = 7
+    for changed in (raw, wider):
+        (sealed / "bundle.json").write_text(json.dumps(changed))
+        with pytest.raises(BundleError, match=r"bundle\.json was changed after it was sealed"):
+            open_bundle(sealed)
+
+
+def test_a_manifest_of_an_older_schema_is_refused_as_one_of_a_newer_is(sealed: Path) -> None:
+    for schema in (0, 2):
+        (sealed / "bundle.json").write_text(json.dumps({"schema": schema}))
+        with pytest.raises(BundleError, match=f"schema {schema}"):
+            open_bundle(sealed)
+
+
+def test_what_is_sealed_is_opened_with_every_check_before_it_is_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = files.atomic_dir
+
+    @contextmanager
+    def torn(path: Path, *, replace: bool = False) -> Iterator[Path]:
+        with real(path, replace=replace) as partial:
+            yield partial
+        (path / "lineage.json").write_text("{}")
+
+    monkeypatch.setattr(files, "atomic_dir", torn)
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        seal(tmp_path / "digits.bundle", contents(tmp_path / "work"))
+
+
+def test_every_piece_of_evidence_is_sealed_in_order(tmp_path: Path) -> None:
+    made = contents(tmp_path / "work")
+    many = [msgspec.structs.replace(made.evidence[0], probe=f"batch {n}", verdict="outside") for n in range(1, 4)]
+    bundle = seal(tmp_path / "b", dataclasses.replace(made, evidence=many))
+    assert list(bundle.evidence()) == many
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("what rows of 'mask' need", {"programs": [{"rows": {"mask": "some"}}]}),
+        ("'length' may be filled up", {"signature": {"padded": ["length"]}}),
+        ("a guard that cannot be read", {"signature": {"guards": [("d0 == d0", ["batch"]), ("d0 == d1", ["batch"])]}}),
+        ("a guard that cannot be read", {"signature": {"guards": [("d0 == 1", ["other"])]}}),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused_though_its_digest_is_right(
+    sealed: Path, what: str, change: dict[str, Any]
+) -> None:
+    raw = json.loads((sealed / "bundle.json").read_text())
+    programs = [program | more for program, more in zip(raw["programs"], change.get("programs", [{}]), strict=True)]
+    signature = raw["signature"] | change.get("signature", {})
+    if "guards" in signature:
+        rules = signature["guards"]
+        signature["guards"] = [{"text": rule, "rule": rule, "symbols": symbols} for rule, symbols in rules]
+    reseal(sealed, {"programs": programs, "signature": signature})
+    with pytest.raises(BundleError, match=what):
+        open_bundle(sealed)
+
+
+@pytest.mark.parametrize("name", ["programs/" + "x" * 247, "golden/..", "programs/./model.onnx", "./a", "a/"])
+def test_a_name_that_is_too_long_or_not_plain_is_refused(sealed: Path, name: str) -> None:
+    table = json.loads((sealed / "bundle.json").read_text())["files"]
+    reseal(sealed, {"files": {**table, name: {"sha256": "0" * 64, "size": 1}}})
+    with pytest.raises(BundleError, match="not a plain path"):
+        open_bundle(sealed)
+
+
+@pytest.mark.parametrize("case", ["batch-9", "batch-", "batch-1/x"])
+def test_a_golden_example_that_the_files_do_not_hold_is_an_error(sealed: Path, case: str) -> None:
+    reseal(sealed, {"golden": ["batch-1", case]})
+    with pytest.raises(BundleError, match=f"lack case '{case}'"):
+        open_bundle(sealed).golden()
+
+
+def test_a_golden_example_has_answers_and_not_only_questions() -> None:
+    x, y = {"x": np.ones((1, 3), np.float32)}, {"y": np.ones(1, np.float32)}
+    inputs, outputs = golden.encode([Golden(case="a", inputs=x, outputs=y)])
+    without, _ = golden.encode([Golden(case="b", inputs=x, outputs=y)])
+    for given, answered in ((inputs, without), (without, outputs)):
+        with pytest.raises(BundleError, match="lack case 'a'"):
+            golden.decode(["a"], given, answered, "here")
+
+
+def test_a_packed_bundle_that_names_a_file_twice_is_refused(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(packed, "a") as archive:
+        archive.writestr("lineage.json", archive.read("lineage.json"))
+    with pytest.raises(BundleError, match="holds a name twice"):
+        unpack(packed, tmp_path / "out")
+
+
+def test_a_packed_bundle_may_not_unpack_to_more_than_the_bound_in_all(
+    sealed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    total = sum(entry.size for entry in open_bundle(sealed).manifest.files.values())
+    unpacking = importlib.import_module("trueline.bundle.unpack")  # its function has its name
+    monkeypatch.setattr(unpacking, "MAX_BYTES", total)
+    assert open_bundle(unpack(packed, tmp_path / "fits")).name == "digits"
+    monkeypatch.setattr(unpacking, "MAX_BYTES", total - 1)
+    with pytest.raises(BundleError, match=f"more than {total - 1} bytes"):
+        unpack(packed, tmp_path / "out")
+
+
+def test_a_packed_file_with_a_password_is_refused(sealed: Path, tmp_path: Path) -> None:
+    packed = pack(sealed, tmp_path / "digits.zip")
+    content = bytearray(packed.read_bytes())
+    at = content.rindex(b"PK\x01\x02")
+    content[at + 8] |= 1  # the flag of the last member, in the directory at the end
+    packed.write_bytes(content)
+    with pytest.raises(BundleError, match="no plain file of the bundle"):
+        unpack(packed, tmp_path / "out")
+
+
+def test_two_packed_bundles_of_one_file_name_have_places_of_their_own_in_a_cache(sealed: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    other = seal(tmp_path / "other.bundle", dataclasses.replace(contents(tmp_path / "more"), name="other")).path
+    one = open_bundle(pack(sealed, tmp_path / "a" / "m.zip"), cache=tmp_path / "cache")
+    two = open_bundle(pack(other, tmp_path / "b" / "m.zip"), cache=tmp_path / "cache")
+    assert (one.name, two.name) == ("digits", "other")
+
+
+def test_a_manifest_that_is_a_link_is_refused(sealed: Path, tmp_path: Path) -> None:
+    (sealed / "bundle.json").rename(tmp_path / "elsewhere.json")
+    (sealed / "bundle.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(BundleError, match="not a regular file"):
+        open_bundle(sealed)
+
+
+def test_a_manifest_without_a_golden_example_is_refused_though_its_digest_is_right(sealed: Path) -> None:
+    reseal(sealed, {"golden": []})
+    with pytest.raises(BundleError, match="names no golden example"):
+        open_bundle(sealed)
+
+
+def test_a_packed_link_is_refused_also_where_what_it_holds_is_what_was_sealed(sealed: Path, tmp_path: Path) -> None:
+    right = (sealed / "lineage.json").read_bytes()
+    evil = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", right, mode=stat.S_IFLNK | 0o777)
+    with pytest.raises(BundleError, match="no plain file of the bundle"):
+        unpack(evil, tmp_path / "out")

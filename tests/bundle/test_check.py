@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,3 +63,90 @@ def test_what_was_let_through_is_remembered_up_to_a_bound() -> None:
     for size in range(1, 1000):
         check({"x": np.zeros((1, size), np.float32)})
         assert len(check._let_through) <= 256
+
+
+def takes(signature: Signature, inputs: dict[str, Any]) -> bool:
+    """Whether the signature and what remembers for it let `inputs` through; they never differ."""
+    found = {words(check, inputs) == "" for check in (signature.check, Check(signature))}
+    assert len(found) == 1
+    return found.pop()
+
+
+DIMENSIONS = [Dim(), Dim(max=1), Dim(max=6), Dim(min=2), Dim(min=3, max=6), Dim(min=4, max=4), Dim(multiple_of=3),
+              Dim(min=4, max=8, multiple_of=4), Dim(min=0, max=2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", DIMENSIONS, ids=str)
+def test_a_size_is_let_in_from_the_first_to_the_last_that_was_proven_and_no_other(dim: Dim) -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=("batch",))
+    signature = Signature(inputs=(x,), outputs=(), dims={"batch": dim})
+    last = 12 if dim.max is None else dim.max
+    wanted = [size for size in range(13) if size in range(dim.min, last + 1) and size % dim.multiple_of == 0]
+    assert [size for size in range(13) if takes(signature, {"x": np.zeros(size, np.float32)})] == wanted
+    assert [size for size in range(13) if signature.allows({"batch": size})] == wanted
+    assert [size for size in range(13) if dim.allows(size)] == wanted
+
+
+def test_a_refused_size_is_said_with_the_range_that_was_proven() -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=(3, "length"))
+    signature = Signature(inputs=(x,), outputs=(), dims={"length": Dim(min=2, max=6, multiple_of=2)})
+    for size in (1, 5, 7, 8):
+        said = words(signature.check, {"x": np.zeros((3, size), np.float32)})
+        assert said.strip() == (
+            f"input 'x' has size {size} in dimension 1 (length), proven only for sizes of at least 2 and at most 6 and "
+            "a multiple of 2"
+        )
+
+
+@pytest.mark.parametrize(("one", "other"), [(2, 3), (3, 2)])
+def test_two_dimensions_of_one_symbol_are_equal_whichever_is_larger_and_wherever_they_stand(
+    one: int, other: int
+) -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=("n", 4))
+    y = TensorSpec(name="y", datatype="FP32", shape=(4, "n"))
+    square = TensorSpec(name="x", datatype="FP32", shape=("n", "n"))
+    apart = Signature(inputs=(x, y), outputs=(), dims={"n": Dim()})
+    within = Signature(inputs=(square,), outputs=(), dims={"n": Dim()})
+    assert takes(apart, {"x": np.zeros((one, 4), np.float32), "y": np.zeros((4, one), np.float32)})
+    assert not takes(apart, {"x": np.zeros((one, 4), np.float32), "y": np.zeros((4, other), np.float32)})
+    assert takes(within, {"x": np.zeros((one, one), np.float32)})
+    assert not takes(within, {"x": np.zeros((one, other), np.float32)})
+
+
+def test_a_fixed_dimension_a_rank_and_a_datatype_are_what_was_proven_and_nothing_near() -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=("batch", 4))
+    signature = Signature(inputs=(x,), outputs=(), dims={"batch": Dim()})
+    assert takes(signature, {"x": np.zeros((2, 4), np.float32)})
+    for shape in ((2, 3), (2, 5), (2,), (2, 4, 1), (1, 2, 4), ()):
+        assert not takes(signature, {"x": np.zeros(shape, np.float32)})
+    for dtype in (np.float64, np.float16, np.int32, np.bool_):
+        assert not takes(signature, {"x": np.zeros((2, 4), dtype)})
+    check = Check(signature)
+    check({"x": np.zeros((2, 4), np.float32)})
+    assert words(check, {"x": np.zeros((2, 4), np.float64)}) != ""
+
+
+def test_every_guard_has_to_hold_and_not_only_the_first() -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=("a", "b"))
+    guards = (
+        Guard(symbols=("a", "b"), rule="d0 <= d1", text="a <= b"),
+        Guard(symbols=("b",), rule="d0 != 5", text="b != 5"),
+    )
+    signature = Signature(inputs=(x,), outputs=(), dims={"a": Dim(), "b": Dim()}, guards=guards)
+    for a in range(1, 8):
+        for b in range(1, 8):
+            fits = a <= b and b != 5
+            assert takes(signature, {"x": np.zeros((a, b), np.float32)}) is fits
+            assert signature.allows({"a": a, "b": b}) is fits
+
+
+@pytest.mark.parametrize(("rows", "fine"), [("some", [[0, 1], [1, 0]]), ("first", [[1, 0], [1, 1]])])
+def test_a_mask_shows_in_every_row_what_the_program_needs(rows: Any, fine: list[list[int]]) -> None:
+    mask = TensorSpec(name="mask", datatype="INT64", shape=("batch", 2), rows=rows)
+    signature = Signature(inputs=(mask,), outputs=(), dims={"batch": Dim()})
+    assert takes(signature, {"mask": np.array(fine)})
+    for hidden in ([0, 0], [0, 1]) if rows == "first" else ([0, 0],):
+        for at in range(3):
+            spoilt = [*fine[:at], hidden, *fine[at:]]
+            assert not takes(signature, {"mask": np.array(spoilt)})
+            assert takes(signature, {"mask": np.array(fine)})

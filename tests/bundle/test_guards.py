@@ -79,3 +79,34 @@ def test_a_guard_over_symbols_that_are_not_there_is_refused() -> None:
         guards.check(DOUBLE, {"length": None})
     with pytest.raises(ValueError, match="d1"):
         guards.check(Guard(text="", rule="d0 == d1", symbols=("length",)), {"length": None})
+
+
+def test_a_rule_is_read_up_to_its_bound_and_not_beyond() -> None:
+    longest = "d0 == " + "1 + " * 248 + "11"
+    assert len(longest) == guards.MAX_CHARS
+    assert guards.read(longest)([259])
+    with pytest.raises(ValueError, match="longer than 1000"):
+        guards.read(longest + " ")
+
+
+@pytest.mark.parametrize(
+    ("rule", "holds"),
+    [
+        ("d0 < 3", {1, 2}),
+        ("d0 <= 3", {1, 2, 3}),
+        ("d0 > 3", {4, 5}),
+        ("d0 >= 3", {3, 4, 5}),
+        ("d0 == 3", {3}),
+        ("d0 != 3", {1, 2, 4, 5}),
+    ],
+)
+def test_a_comparison_holds_on_its_side_of_the_border(rule: str, holds: set[int]) -> None:
+    guard = Guard(text=rule, rule=rule, symbols=("a",))
+    assert {size for size in range(1, 6) if guard.holds({"a": size})} == holds
+
+
+def test_a_division_by_zero_lets_no_request_in() -> None:
+    never = Guard(text="", rule="d0 // (d0 // 4) == 4", symbols=("length",))
+    assert never.holds({"length": 4})
+    with pytest.raises(RequestError):
+        signature(never).check(request(3, 6))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -137,3 +138,130 @@ def test_a_limit_on_the_length_of_files_is_said_with_what_lifts_it(tmp_path, mon
         files.write_atomic(tmp_path / "file", b"new")
     assert "ulimit -f" in refused.value.hint
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What a writer asks of the disk, in order: (call, name), of a name under construction only that it is one."""
+    asked = []
+
+    def shown(path):
+        name = os.path.basename(os.fspath(path))
+        return "partial" if name.startswith(files.PARTIAL) else name
+
+    def recording(call, of):
+        real = getattr(os, call)
+
+        def recorded(*args, **more):
+            asked.append((call, *of(*args)))
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, call, recorded)
+
+    recording("fsync", lambda handle: [shown(os.readlink(f"/proc/self/fd/{handle}"))])
+    for call in ("replace", "rename", "link"):
+        recording(call, lambda source, target: [shown(source), shown(target)])
+    return asked
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_writer_goes_on(tmp_path, disk):
+    files.write_atomic(tmp_path / "folder" / "file", b"one")
+    assert disk == [("fsync", "partial"), ("replace", "partial", "file"), ("fsync", "folder")]
+
+
+def test_a_file_that_is_written_piece_by_piece_goes_the_same_way(tmp_path, disk):
+    with files.atomic_file(tmp_path / "folder" / "file") as file:
+        file.write(b"one")
+        assert disk == []
+    assert disk == [("fsync", "partial"), ("replace", "partial", "file"), ("fsync", "folder")]
+    assert (tmp_path / "folder" / "file").read_bytes() == b"one"
+    assert (tmp_path / "folder" / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_takes_no_others_place_is_on_the_disk_before_its_name_too(tmp_path, disk):
+    files.write_atomic(tmp_path / "folder" / "file", b"one", replace=False)
+    assert disk == [("fsync", "partial"), ("link", "partial", "file"), ("fsync", "folder")]
+
+
+def test_each_file_and_folder_of_a_tree_is_on_the_disk_before_the_trees_name(tmp_path, disk):
+    with files.atomic_dir(tmp_path / "parent" / "tree") as partial:
+        (partial / "deep" / "deeper").mkdir(parents=True)
+        for name in ("a", "deep/b", "deep/deeper/c"):
+            (partial / name).write_text(name)
+    *before, name, last = disk
+    assert (name, last) == (("rename", "partial", "tree"), ("fsync", "parent"))
+    assert sorted(before) == [("fsync", name) for name in ("a", "b", "c", "deep", "deeper", "partial")]
+    for folder, inner in (("partial", "a"), ("deep", "b"), ("deeper", "c")):
+        assert before.index(("fsync", inner)) < before.index(("fsync", folder))
+
+
+def test_a_tree_that_takes_anothers_place_is_on_the_disk_before_the_old_one_moves(tmp_path, disk):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "old").write_text("")
+    with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
+        (partial / "new").write_text("")
+    assert disk == [
+        ("fsync", "new"),
+        ("fsync", "partial"),
+        ("rename", "tree", "old"),
+        ("rename", "partial", "tree"),
+        ("fsync", tmp_path.name),
+    ]
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_content_and_nothing_beside_it(tmp_path, monkeypatch):
+    target = tmp_path / "file"
+    files.write_atomic(target, b"old")
+    with pytest.raises(AttributeError), files.atomic_file(target) as file:
+        file.write_nothing()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(errors.StorageError, match="no room left"), files.atomic_file(target) as file:
+        file.write(b"new")
+    assert target.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_all_bytes_are_in_the_file_when_it_is_sent_to_the_disk(tmp_path, monkeypatch, replace):
+    real, sizes = os.fsync, []
+
+    def measured(handle):
+        if not os.path.isdir(f"/proc/self/fd/{handle}"):
+            sizes.append(os.fstat(handle).st_size)
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", measured)
+    files.write_atomic(tmp_path / "a", b"x" * 1000, replace=replace)
+    with files.atomic_file(tmp_path / "b") as file:
+        file.write(b"y" * 1000)
+    assert sizes == [1000, 1000]
+
+
+def test_a_file_is_for_all_to_read_unless_another_mode_is_asked_for(tmp_path):
+    files.write_atomic(tmp_path / "usual", b"")
+    files.write_atomic(tmp_path / "usual", b"again")
+    files.write_atomic(tmp_path / "kept", b"", mode=0o600)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("usual", "kept")] == [0o644, 0o600]
+
+
+def test_the_digest_of_a_file_is_of_all_of_it(tmp_path):
+    content = bytes(range(256)) * 8200  # more than two mebibytes, and lines in it
+    (tmp_path / "file").write_bytes(content)
+    assert files.sha256_file(tmp_path / "file") == files.sha256_bytes(content)
+    assert files.sha256_bytes(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_tree_is_taken_apart_only_when_another_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "old").write_text("")
+    seen = []
+    real = shutil.rmtree
+
+    def watched(path, **more):
+        seen.append(sorted(entry.name for entry in (tmp_path / "tree").iterdir()))
+        return real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
+        (partial / "new").write_text("")
+    assert seen == [["new"]]

@@ -82,3 +82,103 @@ def test_whatever_the_values_an_answer_that_is_off_by_one_disagrees(values: list
 def test_an_empty_batch_agrees_with_itself() -> None:
     empty: dict[str, Array] = {"y": np.zeros((0, 3), np.float32)}
     assert compare(empty, empty).agrees
+
+
+def at(value: float, off: float, dtype: str) -> bool:
+    """Whether `value`, and the same off by `off`, agree; the arithmetic is exact in the widest float."""
+    return compare({"y": np.array([value], dtype)}, {"y": np.array([value + off], dtype)}).agrees
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol", "rtol"), [("float16", 1e-2, 1e-2), ("float32", 1e-5, 1e-4), ("float64", 1e-9, 1e-7)]
+)
+def test_the_bounds_are_those_of_the_dtype_and_no_wider(dtype: str, atol: float, rtol: float) -> None:
+    for value in (1.0, 64.0, -64.0):
+        bound = atol + rtol * abs(value)
+        assert at(value, 0.9 * bound, dtype)
+        assert not at(value, 1.2 * bound, dtype)
+        assert not at(value, -1.2 * bound, dtype)
+    assert at(0.0, 0.9 * atol, dtype)
+    assert not at(0.0, 1.2 * atol, dtype)
+
+
+def test_the_scale_is_what_was_expected_and_not_what_was_found() -> None:
+    assert not compare(outputs([0.0, 1.0]), outputs([0.0, 1000.0])).agrees
+    assert not compare(outputs([0.0, 0.0, 0.0]), outputs([0.0, 1.0, 1e6])).agrees
+
+
+def test_one_wrong_element_of_many_is_enough_wherever_it_stands() -> None:
+    for shape in ((64,), (8, 8), (2, 4, 8)):
+        want = np.ones(shape, np.float32)
+        for place in (0, 31, 63):
+            got = want.copy()
+            got.reshape(-1)[place] += np.float32(0.01)
+            found = compare({"y": want}, {"y": got})
+            assert "1 of 64 elements" in found.reason
+            assert (found.agrees, round(found.max_abs_error, 4)) == (False, 0.01)
+
+
+def test_every_output_counts_and_the_first_that_disagrees_is_named() -> None:
+    good, bad = np.ones(3, np.float32), np.array([1, 1, 2], np.float32)
+    want = {"a": good, "b": good, "c": good}
+    for name in want:
+        found = compare(want, {**want, name: bad})
+        assert not found.agrees
+        assert found.reason.startswith(f"output '{name}' differs by 1 ")
+        assert found.max_abs_error == 1.0
+    assert compare(want, {"a": good, "b": bad, "c": bad}).reason.startswith("output 'b'")
+
+
+@pytest.mark.parametrize("names", [[], ["a"], ["b"], ["b", "a"], ["a", "b", "c"]])
+def test_the_outputs_are_those_that_were_expected_in_their_order(names: list[str]) -> None:
+    one = np.ones(2, np.float32)
+    want = {"a": one, "b": one}
+    found = compare(want, dict.fromkeys(names, one))
+    assert found.reason == f"the outputs are {names}, expected ['a', 'b']"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64", "bool"])
+def test_values_that_are_equal_in_another_dtype_disagree(dtype: str) -> None:
+    one = np.ones(2, np.float32)
+    assert f"has dtype {dtype}, expected float32" in compare({"y": one}, {"y": one.astype(dtype)}).reason
+    assert f"has dtype float32, expected {dtype}" in compare({"y": one.astype(dtype)}, {"y": one}).reason
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6, 1), (1, 6), (3, 2, 1), (0,), (5,), ()])
+def test_as_many_values_in_another_shape_disagree(shape: tuple[int, ...]) -> None:
+    for dtype in (np.float32, np.int64):
+        found = compare({"y": np.ones((3, 2), dtype)}, {"y": np.ones(shape, dtype)})
+        assert found.reason == f"output 'y' has shape {list(shape)}, expected [3, 2]"
+
+
+def test_a_nan_stands_where_a_nan_stood_and_nowhere_else() -> None:
+    bad = (np.nan, np.inf, -np.inf)
+    for want in bad:
+        for got in (*bad, 0.0):
+            same = want == got or (np.isnan(want) and np.isnan(got))
+            found = compare(outputs([1.0, want, 2.0]), outputs([1.0, got, 2.0]))
+            assert found.agrees is bool(same), (want, got)
+    assert not compare(outputs([1.0, np.nan]), outputs([np.nan, 1.0])).agrees
+
+
+def test_whole_numbers_and_truths_have_no_tolerance_in_either_direction() -> None:
+    for dtype in ("int8", "int64", "uint8", "bool"):
+        for want, got in ((0, 1), (1, 0)):
+            assert not compare({"y": np.array([want], dtype)}, {"y": np.array([got], dtype)}).agrees
+    big = np.array([2**60], np.int64)
+    assert not compare({"y": big}, {"y": big + 1}).agrees
+
+
+def test_a_decision_within_the_tolerance_of_its_rival_is_none_and_a_clear_one_is() -> None:
+    from trueline.runtime.compare import Tolerance
+
+    wide = {np.dtype(np.float32): Tolerance(0.25, 0.0)}
+
+    def changed(first: float, second: float) -> int:
+        """Of two candidates whose order the other answer turns around."""
+        found = compare(outputs([first, second]), outputs([second, first]), tolerances=wide)
+        return found.decisions_changed
+
+    assert changed(1.0, 0.75) == 0
+    assert changed(1.0, 0.5) == 0
+    assert changed(1.0, 0.25) == 1

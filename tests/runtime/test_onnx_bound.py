@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.errors import BundleError
 from trueline.runtime.onnx import OnnxSession
 from trueline.runtime.session import Bindable
 
@@ -147,3 +148,30 @@ def test_what_cannot_be_bound_safely_is_not(tmp_path: Path) -> None:
     drawn = [helper.make_node("RandomNormalLike", ["x"], ["y"])]
     assert opened(tmp_path, drawn, [X], [Y], random=True).bind({"x": x}, good) is None
     assert opened(tmp_path, drawn, [X], [Y]).bind({"x": x}, good) is None  # and nobody said so
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ([X], [TensorSpec(name="y", datatype="INT64", shape=("n", 3))]),
+        ([TensorSpec(name="x", datatype="INT64", shape=("n", 3))], [Y]),
+        ([TensorSpec(name="z", datatype="FP32", shape=("n", 3))], [Y]),
+        ([X], [TensorSpec(name="z", datatype="FP32", shape=("n", 3))]),
+        ([X, TensorSpec(name="z", datatype="FP32", shape=("n", 3))], [Y]),
+        ([X], []),
+    ],
+)
+def test_a_program_of_other_names_or_datatypes_than_its_signature_is_not_opened(
+    tmp_path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> None:
+    opened(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], [X], [Y])
+    claimed = Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims={"n": Dim()})
+    with pytest.raises(BundleError, match="its signature says"):
+        OnnxSession(tmp_path / "model.onnx", claimed)
+
+
+def test_a_program_reads_the_numbers_of_an_array_whatever_their_order_in_memory(tmp_path: Path) -> None:
+    session = opened(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], [X], [Y])
+    x = np.arange(12, dtype=np.float32).reshape(3, 4).T[:, ::-1]
+    assert not x.flags.c_contiguous
+    np.testing.assert_array_equal(session.run({"x": x})["y"], -x)

@@ -263,3 +263,138 @@ def test_urgent_requests_overtake_in_the_queue_and_take_a_place_when_it_is_full(
         assert order == ["late", "urgent", "usual"]
 
     play(scene, Policy(max_requests=2))
+
+
+def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one_behind_it() -> None:
+    queue = [item(rows=40), item(rows=40), item(rows=10)]
+    found = decide(queue, busy=0, now=0.0, policy=Policy())
+    assert (found.run, found.full) == ((queue[0],), True)
+    assert decide(queue[1:], busy=0, now=0.0, policy=Policy()).run == tuple(queue[1:])
+
+
+def test_an_idle_model_does_not_wait_for_company_while_others_wait_for_it() -> None:
+    policy = Policy(max_delay_s=0.5)
+    mixed = [item(key="a"), item(key="b")]
+    assert decide(mixed, busy=0, now=0.0, policy=policy).run == (mixed[0],)
+    alike = [item(key="a"), item(key="a")]
+    found = decide(alike, busy=0, now=0.0, policy=policy)
+    assert (found.run, found.wake_at) == ((), 0.5)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4])
+def test_a_program_that_answers_more_or_fewer_rows_than_it_was_asked_is_run_one_by_one(num_rows: int) -> None:
+    def run(inputs: Any) -> dict[str, Any]:
+        rows = len(inputs["x"])
+        return {"y": inputs["x"] * 2} if rows == 1 else {"y": np.zeros(num_rows)}
+
+    results = run_batch(run, [{"x": np.array([1])}, {"x": np.array([2])}], [1, 1])
+    assert [one["y"].tolist() for one in results if isinstance(one, dict)] == [[2], [4]]
+
+
+def test_every_output_has_to_count_the_rows() -> None:
+    def run(inputs: Any) -> dict[str, Any]:
+        return {"y": inputs["x"] * 2, "total": inputs["x"].sum()}
+
+    results = run_batch(run, [{"x": np.array([1])}, {"x": np.array([2])}], [1, 1])
+    assert [(one["y"].tolist(), int(one["total"])) for one in results if isinstance(one, dict)] == [([2], 1), ([4], 2)]
+
+
+def test_rows_go_back_to_the_request_that_asked_them_however_many_each_has() -> None:
+    items = [{"x": np.arange(start, start + count)} for start, count in ((0, 1), (1, 3), (4, 2))]
+    results = run_batch(lambda inputs: {"y": inputs["x"] + 10}, items, [1, 3, 2])
+    assert [one["y"].tolist() for one in results if isinstance(one, dict)] == [[10], [11, 12, 13], [14, 15]]
+
+
+def test_a_batch_takes_its_bound_and_not_a_row_more() -> None:
+    for bound in (1, 2, 63, 64):
+        queue = [item() for _ in range(100)]
+        assert len(decide(queue, busy=0, now=0.0, policy=Policy(max_batch=bound)).run) == bound
+
+
+def test_a_deadline_passes_at_its_moment_and_not_before() -> None:
+    one = item(deadline=1.0)
+    assert decide([one], busy=0, now=0.999, policy=Policy()).run == (one,)
+    for now in (1.0, 1.001):
+        found = decide([one], busy=0, now=now, policy=Policy())
+        assert (found.run, found.expired) == ((), (one,))
+
+
+def test_the_answer_of_a_request_that_is_gone_goes_to_nobody_else() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        running = batcher.submit(rows(1), 1, "k")
+        await entered(gate)
+        first, gone, last = (batcher.submit(rows(value), 1, "k") for value in (2, 3, 4))
+        gone.cancel()
+        also = batcher.submit(rows(5), 1, "k")
+        gate.opened.set()
+        answers = await asyncio.gather(running, first, last, also)
+        assert [one["y"].tolist() for one in answers] == [[2], [3], [5], [6]]
+        assert gone.cancelled()
+
+    play(scene, Policy())
+
+
+def test_a_request_that_is_gone_while_it_runs_hurts_none_that_runs_with_it() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        gone, other = batcher.submit(rows(1), 1, "k"), batcher.submit(rows(2), 1, "k")
+        await entered(gate)
+        gone.cancel()
+        gate.opened.set()
+        assert (await other)["y"].tolist() == [3]
+        assert (await batcher.submit(rows(4), 1, "k"))["y"].tolist() == [5]
+
+    assert play(scene, Policy()).rows == [2, 1]
+
+
+def test_only_who_is_more_urgent_than_the_last_of_a_full_queue_has_room() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        asked = [batcher.submit(rows(1), 1, "k")]
+        await entered(gate)
+        asked.append(batcher.submit(rows(1), 1, "k", None, 3))
+        assert batcher.no_room(5) is None, "there is room for one more"
+        asked.append(batcher.submit(rows(1), 1, "k", None, 3))
+        assert batcher.full
+        assert [batcher.no_room(level) is None for level in (1, 2, 3, 4, 5)] == [True, True, False, False, False]
+        gate.opened.set()
+        await asyncio.gather(*asked)
+        assert not batcher.full
+        assert batcher.no_room(5) is None
+
+    play(scene, Policy(max_requests=2))
+
+
+def test_what_was_answered_or_withdrawn_counts_no_more_for_the_bytes_that_wait() -> None:
+    async def scene(batcher: Batcher, gate: Gate) -> None:
+        for _ in range(5):
+            gate.opened.clear()
+            gate.entered.clear()
+            asked = [batcher.submit(rows(0), 1, "k")]
+            await entered(gate)
+            asked += [batcher.submit(rows(1), 1, "k"), batcher.submit(rows(2), 1, "k")]  # sixteen bytes
+            with pytest.raises(Overloaded, match="16 bytes wait"):
+                batcher.submit(rows(3), 1, "k")
+            asked.pop().cancel()
+            asked.append(batcher.submit(rows(4), 1, "k"))
+            gate.opened.set()
+            assert [one["y"].tolist() for one in await asyncio.gather(*asked)] == [[1], [2], [5]]
+
+    play(scene, Policy(max_bytes=16))
+
+
+def test_a_run_that_breaks_its_thread_fails_all_that_were_in_it_and_the_next_is_answered() -> None:
+    async def main() -> None:
+        broken = [True]
+
+        def run(inputs: Any) -> dict[str, Any]:
+            if broken:
+                raise SystemExit
+            return {"y": inputs["x"]}
+
+        with ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(run, Policy(), pool, asyncio.get_running_loop())
+            found = await asyncio.gather(*(batcher.submit(rows(n), 1, "k") for n in (1, 2)), return_exceptions=True)
+            assert [str(one) for one in found] == ["the run was abandoned"] * 2
+            broken.clear()
+            assert (await batcher.submit(rows(3), 1, "k"))["y"].tolist() == [3]
+
+    asyncio.run(main())

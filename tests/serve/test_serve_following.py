@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trueline.bundle import pack
+from trueline.bundle import pack, schema
 from trueline.bundle.read import open_bundle
 from trueline.errors import BundleError, StorageError, UsageError
 from trueline.registry.__main__ import watch
@@ -272,3 +272,29 @@ def test_a_url_that_leads_to_no_bundle_says_so(uploaded: str, tmp_path: Path) ->
 def test_what_is_followed_is_said_alike_in_a_call_and_in_a_command_line() -> None:
     settings = Settings(model_store="bundles", load="all", watch=True, follow_s=2.5)
     assert from_arguments(to_arguments(settings)) == settings
+
+
+def test_a_bundle_in_the_cache_is_verified_whenever_it_is_taken_from_there(uploaded: str, tmp_path: Path) -> None:
+    found = remote.fetched(f"{uploaded}/digits.tlb", tmp_path / "cache")
+    named = f"{uploaded}/digits.tlb#sha256:{found.digest}"
+    assert remote.fetched(named, tmp_path / "cache").path == found.path
+    program = found.program_path()
+    content = bytearray(program.read_bytes())
+    content[-1] ^= 1
+    program.write_bytes(content)
+    with pytest.raises(BundleError, match=r"model\.onnx was changed"):
+        remote.fetched(named, tmp_path / "cache")
+    assert remote.fetched(named, tmp_path / "cache").digest == found.digest
+    with pytest.raises(BundleError, match="asked for was"):
+        remote.fetched(f"{uploaded}/digits.bundle#sha256:{'0' * 64}", tmp_path / "cache")
+
+
+def test_a_manifest_in_a_store_may_have_its_bound_and_not_a_byte_more(
+    uploaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (tmp_path / "digits.bundle" / "bundle.json").stat().st_size
+    monkeypatch.setattr(schema, "MANIFEST_BYTES", size)
+    assert remote.fetched(f"{uploaded}/digits.bundle", tmp_path / "fits").name == "tiny"
+    monkeypatch.setattr(schema, "MANIFEST_BYTES", size - 1)
+    with pytest.raises(BundleError, match=f"bundle.json has more than {size - 1} bytes"):
+        remote.fetched(f"{uploaded}/digits.bundle", tmp_path / "cache")

@@ -370,3 +370,46 @@ def test_paths_are_decoded_and_lose_their_query() -> None:
     assert path_of(b"/v2/models/a%2Fb%ff?x=/y") == "/v2/models/a/b\ufffd"
     assert path_of(b"http://host:1/v2?x") == "/v2"
     assert path_of(b"*") == "*"
+
+
+def test_a_server_that_drains_closes_also_after_a_request_whose_head_it_knows() -> None:
+    w = world()
+    w.send(get())
+    assert b"connection: close" not in w.send(get()), "its head is known by now"
+    w.server.draining = True
+    assert b"connection: close" in w.send(get())
+    assert w.wire.closed
+
+
+def test_a_server_has_drained_when_its_last_connection_is_gone_and_not_before() -> None:
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        busy = world(loop=loop)
+        busy.send(get("/later"))
+        draining = loop.create_task(busy.server.drain())
+        for _ in range(5):
+            await asyncio.sleep(0)
+            assert not draining.done()
+        busy.app.later[0].set_result(Response(200, b"done"))
+        await asyncio.sleep(0)
+        assert not draining.done(), "the connection is still open"
+        busy.connection.connection_lost(None)
+        await asyncio.wait_for(draining, 100)
+
+    asyncio.run(scene())
+
+
+def test_as_many_connections_as_the_bound_are_answered_and_one_more_when_one_has_gone() -> None:
+    w = world(Limits(connections=2))
+    second, third = Wire(), Wire()
+    connection = w.server()
+    connection.connection_made(second)  # type: ignore[arg-type]
+    assert second.written == b""
+    late = w.server()
+    late.connection_made(third)  # type: ignore[arg-type]
+    assert statuses(third.written) == [503]
+    late.connection_lost(None)
+    connection.connection_lost(None)
+    again = Wire()
+    w.server().connection_made(again)  # type: ignore[arg-type]
+    assert again.written == b""

@@ -306,3 +306,15 @@ def test_what_was_answered_is_free_without_a_search_for_cycles() -> None:
                 gc.enable()
 
     assert asyncio.run(main()) < 50
+
+
+def test_a_batch_is_full_by_its_rows_and_not_by_its_requests() -> None:
+    async def scene(batcher: Batcher, steps: Steps) -> None:
+        asked = [await first_runs(batcher, steps), batcher.submit({"x": np.array([1.0, 2.0])}, 2, "k")]
+        steps.let_go()
+        steps.begun()  # on the thread that ended the first, and the loop has done nothing yet
+        assert steps.ran == [[0], [1, 2]]
+        steps.let_go(2)
+        await asyncio.gather(*asked)
+
+    play(scene, Policy(max_batch=2, max_delay_s=0.0))

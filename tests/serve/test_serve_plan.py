@@ -155,3 +155,15 @@ def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for
     assert "one record after the other" in alone.why
     seconds, why = curve_of(told, load(told, Way(), max_batch=64).session, max_batch=64, by_record=True)
     assert (list(seconds), why) == ([1], alone.why)
+
+
+@pytest.mark.parametrize(("longest", "padded"), [(None, True), (8, True), (7, False)])
+def test_sequences_are_filled_up_only_where_that_could_be_tried_here(longest: int | None, padded: bool) -> None:
+    x, y = spec("x", "batch", "length"), spec("y", "batch", "length")
+    dims = {"batch": Dim(), "length": Dim(max=longest)}
+    program = Program(Signature(inputs=(x,), outputs=(y,), dims=dims, padded=("length",)), lambda x: x * 2)
+    given = np.arange(8, dtype=np.float32).reshape(2, 4)
+    golden = [Golden(case="g", inputs={"x": given}, outputs={"y": given * 2})]
+    assert (plan.padding_of(program, golden) is not None) is padded
+    program.function = lambda x: x * x.shape[1]  # the length shows in the answer
+    assert plan.padding_of(program, golden) is None

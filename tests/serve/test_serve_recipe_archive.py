@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -115,6 +117,34 @@ def test_an_archive_of_another_recipe_or_over_a_file_is_refused(made: Path, tmp_
         archive(tmp_path / "tiny.bundle", tmp_path / "project", made)
     with pytest.raises(UsageError, match=r"end in \.mar"):
         archive(tmp_path / "tiny.bundle", tmp_path / "project", tmp_path / "x.zip")
+
+
+def test_an_archive_is_on_the_disk_before_its_name_and_one_that_cannot_be_written_leaves_nothing(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, asked = tmp_path / "project", list[str]()
+
+    def recording(call: str, name: Callable[..., Any]) -> None:
+        real = getattr(os, call)
+
+        def recorded(*args: Any, **more: Any) -> Any:
+            asked.append(f"{call} {Path(name(*args)).name}")
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, call, recorded)
+
+    recording("fsync", lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    recording("replace", lambda _, target: target)
+    archive(tmp_path / "tiny.bundle", project, tmp_path / "out" / "a.mar")
+    assert [one.partition(files.PARTIAL)[0] for one in asked] == ["fsync ", "replace a.mar", "fsync out"]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="no room left"):
+        archive(tmp_path / "tiny.bundle", project, tmp_path / "out" / "b.mar")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.mar"]
 
 
 def test_requests_share_a_run_and_each_gets_its_own_answer(made: Path, tmp_path: Path) -> None:

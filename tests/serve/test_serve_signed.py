@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -19,6 +22,10 @@ from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
+from trueline.serve.fleet import Fleet, Found, How, Refused
+from trueline.serve.handlers.worker import Limits
+from trueline.serve.loading import Way
+from trueline.serve.models import Models
 from trueline.serve.signed import sign
 from trueline.serve.sources import find
 from worlds import archives, bundles, servers
@@ -208,3 +215,81 @@ def test_a_registered_version_brings_the_signature_that_lay_beside_its_bundle(
     sign(bundle.path, ours)
     register(bundle.path, name="tiny", tracking_uri=uri)
     find("models:/tiny@champion", uri, signed=True).check(trusted, bundle.digest)
+
+
+def loaded(found: Found, trusted: Trusted) -> list[str]:
+    """The models that a fleet serves after it was asked to load `found`, where `trusted` keys are asked for."""
+
+    async def act() -> list[str]:
+        async def in_thread(work: Callable[[], Any]) -> Any:
+            return work()
+
+        how = How(way=Way(threads=1), trusted=trusted)
+        fleet = Fleet(Models(), asyncio.get_running_loop(), in_thread, how=how, handlers=Limits())
+        with contextlib.suppress(Refused):
+            await fleet.load(found, "tiny", "1", source="tiny")
+        return fleet.models.names()
+
+    return asyncio.run(act())
+
+
+def test_a_fleet_that_trusts_keys_serves_what_they_signed_and_nothing_else(tmp_path: Path) -> None:
+    ours, others = key(tmp_path, "ours"), key(tmp_path, "others")
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    tiny = bundles.double_plus(tmp_path / "tiny.bundle")
+    other = bundles.double_plus(tmp_path / "other.bundle", max_rows=3)
+    here = Found(path=tiny.path)
+    assert loaded(here, trusted) == []
+    for signature in (signing.signed(tiny.digest, others), signing.signed(other.digest, ours), "", "trueline"):
+        signing.place_of(tiny.path).write_text(signature)
+        assert loaded(here, trusted) == []
+    sign(tiny.path, ours)
+    assert loaded(here, trusted) == ["tiny"]
+
+
+def test_what_a_registry_brings_vouches_before_what_lies_beside(tmp_path: Path) -> None:
+    ours = key(tmp_path, "ours")
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    tiny = bundles.double_plus(tmp_path / "tiny.bundle")
+    good, wrong = signing.signed(tiny.digest, ours), signing.signed("ab" * 32, ours)
+    assert loaded(Found(path=tiny.path, signature=good), trusted) == ["tiny"]
+    sign(tiny.path, ours)
+    assert loaded(Found(path=tiny.path, signature=wrong), trusted) == []
+
+
+def test_a_signature_has_to_be_of_what_is_here_whatever_the_registry_calls_it(tmp_path: Path) -> None:
+    ours = key(tmp_path, "ours")
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    found = Found(path=tmp_path, digest="ab" * 32, signature=signing.signed("ab" * 32, ours))
+    found.check(trusted, "ab" * 32)
+    with pytest.raises(BundleError, match="is not one of its digest"):
+        found.check(trusted, "cd" * 32)
+    found.check(None, "cd" * 32)
+
+
+def test_an_archive_is_signed_before_a_line_of_its_code_runs(tmp_path: Path) -> None:
+    ours, ran = key(tmp_path, "ours"), tmp_path / "ran"
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    evil = mar(tmp_path / "tiny.mar", f"open({str(ran)!r}, 'w')\ndef handle(data, context):\n    return []\n")
+    assert loaded(Found(path=evil), trusted) == []
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text.replace("trueline-signature-1", "trueline-signature-2"),
+        lambda text: text.replace("trueline-signature-1 ", ""),
+        lambda text: text[:-6],
+        lambda text: text.rpartition(" ")[0] + " ====",
+        lambda text: text.rpartition(" ")[0] + " " + "A" * 88,
+        lambda text: "",
+    ],
+)
+def test_a_signature_that_was_touched_is_none(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+    ours = key(tmp_path, "ours")
+    trusted = Trusted.read(ours.with_suffix(".pub"))
+    good = signing.signed("ab" * 32, ours)
+    trusted.check("it", "ab" * 32, good)
+    with pytest.raises(BundleError):
+        trusted.check("it", "ab" * 32, spoil(good))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trueline.errors import UsageError
+from trueline import files
+from trueline.errors import StorageError, UsageError
 from trueline.serve import tokens
 from trueline.serve.guard import Guarded
 from trueline.serve.http import Request, Response
@@ -101,3 +102,112 @@ def test_a_weak_or_open_key_file_is_refused(tmp_path: Path, text: str, mode: int
     path.chmod(mode)
     with pytest.raises(UsageError, match=words):
         tokens.read(path)
+
+
+def key_file(path: Path, **entries: dict[str, str]) -> Path:
+    """A key file of the owner's alone, with a token of its own for each kind."""
+    usual = {kind: {"key": f"{kind}-0123456789abcdef"} for kind in ("inference", "management", "API")}
+    path.write_text(json.dumps(usual | entries))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o601, 0o602, 0o604, 0o610, 0o620, 0o640, 0o660, 0o644])
+def test_a_key_file_that_its_group_or_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path / "keys.json")
+    path.chmod(mode)
+    with pytest.raises(UsageError, match="others may read the key file"):
+        tokens.read(path)
+    path.chmod(0o400)
+    tokens.read(path).check("inference", b"Bearer inference-0123456789abcdef")
+
+
+@pytest.mark.parametrize("kind", ["inference", "management", "API"])
+def test_a_token_of_sixteen_characters_is_the_shortest_for_each_kind(tmp_path: Path, kind: str) -> None:
+    tokens.read(key_file(tmp_path / "fine.json", **{kind: {"key": "k" * 16}}))
+    with pytest.raises(UsageError, match=f"no '{kind}' key of at least 16 characters"):
+        tokens.read(key_file(tmp_path / "weak.json", **{kind: {"key": "k" * 15}}))
+
+
+@pytest.mark.parametrize(
+    "token", ["inference-0123456789abcde", "inference-0123456789abcdef0", "inference-0123456789abcdeF", "i", "*",
+              "management-0123456789abcdef", "INFERENCE-0123456789ABCDEF"]
+)  # fmt: skip
+def test_nothing_near_a_token_and_no_other_kinds_token_is_taken_for_it(tmp_path: Path, token: str) -> None:
+    keys = tokens.read(key_file(tmp_path / "keys.json"))
+    keys.check("inference", b"Bearer inference-0123456789abcdef")
+    with pytest.raises(Forbidden):
+        keys.check("inference", f"Bearer {token}".encode())
+
+
+@pytest.mark.parametrize("given", [None, b"", b"Bearer", b"Bearer ", b"Basic inference-0123456789abcdef",
+                                   b"inference-0123456789abcdef"])  # fmt: skip
+def test_what_is_no_bearer_token_is_none(tmp_path: Path, given: bytes | None) -> None:
+    keys = tokens.read(key_file(tmp_path / "keys.json"))
+    with pytest.raises(Unauthorized):
+        keys.check("inference", given)
+
+
+@pytest.mark.parametrize(("seconds", "valid"), [(-1, True), (0, False), (1, False)])
+def test_a_token_is_valid_until_the_second_at_which_it_ends(tmp_path: Path, seconds: int, valid: bool) -> None:
+    ending = {"key": "k" * 20, "expiration time": "2026-11-20T12:00:00+00:00"}
+    now = 1_795_176_000.0 + seconds
+    keys = tokens.read(key_file(tmp_path / "keys.json", inference=ending), now=lambda: now)
+    if valid:
+        keys.check("inference", b"Bearer " + b"k" * 20)
+    else:
+        with pytest.raises(Forbidden):
+            keys.check("inference", b"Bearer " + b"k" * 20)
+    keys.check("management", b"Bearer management-0123456789abcdef")
+
+
+def test_a_token_that_ended_is_renewed_without_its_end_and_the_others_stay(tmp_path: Path) -> None:
+    ending = {"key": "k" * 20, "expiration time": "2026-11-20T12:00:00+00:00"}
+    path = key_file(tmp_path / "keys.json", inference=ending)
+    keys = tokens.read(path, now=lambda: 2e9)
+    keys.renew("inference")
+    told = json.loads(path.read_text())
+    keys.check("inference", f"Bearer {told['inference']['key']}".encode())
+    assert list(told["inference"]) == ["key"]
+    assert len(told["inference"]["key"]) >= 43, "256 bits"
+    assert {told[kind]["key"] for kind in ("management", "API")} == {
+        "management-0123456789abcdef",
+        "API-0123456789abcdef",
+    }
+
+
+def test_a_token_that_cannot_be_written_down_is_not_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tokens.read(key_file(tmp_path / "keys.json"))
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no space left on the device")
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    with pytest.raises(StorageError):
+        keys.renew("inference")
+    keys.check("inference", b"Bearer inference-0123456789abcdef")
+
+
+def test_what_another_process_renewed_is_taken_and_a_torn_file_leaves_the_old_tokens(tmp_path: Path) -> None:
+    path = key_file(tmp_path / "keys.json")
+    keys, other = tokens.read(path), tokens.read(path)
+    other.renew("inference")
+    keys.refresh()
+    keys.check("inference", f"Bearer {json.loads(path.read_text())['inference']['key']}".encode())
+    with pytest.raises(Forbidden):
+        keys.check("inference", b"Bearer inference-0123456789abcdef")
+    path.write_text("{")
+    with pytest.raises(UsageError):
+        keys.refresh()
+    keys.check("management", b"Bearer management-0123456789abcdef")
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/models/m", "/v2/healthy", "/v2/repository/index", "/metrics", "/pings",
+                                  "/models", "/dashboard/x", "/"])  # fmt: skip
+def test_only_health_and_the_pages_are_open(tmp_path: Path, path: str) -> None:
+    inner = Open()
+    data = Guarded(inner, tokens.read(key_file(tmp_path / "keys.json")), "inference")
+    assert asked(data, path, None) == 401
+    assert inner.reached == 0
+    for open_path in ("/ping", "/health", "/dashboard", "/try", "/v2/health/live", "/v2/health/ready"):
+        assert asked(data, open_path, None) == 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trueline.errors import StorageError
+from trueline.serve.batcher import Policy
 from trueline.serve.canary import Rule, Sample, judge, lower_bound, median_s
 from trueline.serve.stats import BOUNDS_S, Histogram
 from worlds import bundles
@@ -186,3 +188,132 @@ def test_a_shadow_is_compared_and_never_answers(pair_app: StoreApp) -> None:
 
 async def settled() -> None:
     """Returns when what was put off until after the answers has been done."""
+
+
+@pytest.mark.parametrize(
+    ("base", "canary", "act"),
+    [
+        (seen(50), seen(50, seconds=0.1), "roll back"),
+        (seen(50), seen(49, seconds=0.1), "watch"),
+        (seen(49), seen(50, seconds=0.1), "watch"),
+        (seen(900), seen(199), "watch"),
+        (seen(900), seen(199, 1), "promote"),
+        (seen(0), seen(200), "promote"),
+        (seen(900), seen(198, 2), "promote"),
+        (seen(900), seen(0, 2), "roll back"),
+        (seen(900), seen(0, 1), "watch"),
+        (seen(900), seen(148, 2), "watch"),
+        (seen(900), seen(140, 10), "roll back"),
+        (seen(900), seen(500, 500), "roll back"),
+        (seen(0, 900), seen(0, 900), "promote"),
+    ],
+)
+def test_a_canary_is_judged_from_the_first_request_on_that_the_rule_names(
+    base: Sample, canary: Sample, act: str
+) -> None:
+    assert judge(base, canary, Rule(promote_after=200)).act == act
+
+
+def test_the_median_may_be_as_many_times_the_others_as_the_rule_says_and_no_more() -> None:
+    base, canary = seen(100, seconds=0.001), seen(100, seconds=0.01)
+    ratio = median_s(canary) / median_s(base)
+    assert judge(base, canary, Rule(max_latency_ratio=1.001 * ratio)).act == "watch"
+    assert judge(base, canary, Rule(max_latency_ratio=0.999 * ratio)).act == "roll back"
+    assert judge(base, seen(100, seconds=0.0025), Rule()).act == "roll back", "2.5 times, of 2 that are allowed"
+
+
+def test_failures_count_from_the_beginning_of_the_canary_on_and_beside_those_of_the_other(pair_app: StoreApp) -> None:
+    canary, base = (pair_app.models.find("pair", version) for version in ("2", "1"))
+    canary.stats.failed, base.stats.failed = 50, 7
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=10")
+    traffic = pair_app.management._traffic
+    traffic.tick()
+    assert pair_app.manage("GET", "/models/pair/traffic")[1]["canary"]["failed"] == 0
+    assert pair_app.models.split("pair") is not None
+    canary.stats.failed += 5
+    traffic.tick()
+    told = pair_app.manage("GET", "/models/pair/traffic")[1]["canary"]
+    assert (told["requests"], told["failed"], told["verdict"]) == (5, 5, "roll back")
+
+
+def test_a_canary_gets_the_share_that_was_asked_for_and_the_other_the_rest(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=10")
+    split = pair_app.models.split("pair")
+    assert split is not None
+    assert {version: round(weight, 6) for version, weight in split.weights.items()} == {"1": 0.9, "2": 0.1}
+    keys = [f"user-{number}" for number in range(2000)]
+    second = sum(pair_app.models.find("pair", key=key).version == "2" for key in keys)
+    assert 150 <= second <= 250
+
+
+def test_a_canary_is_looked_at_again_and_again_until_it_is_over(
+    pair_app: StoreApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later: list[Callable[[], None]] = []
+    monkeypatch.setattr(pair_app.loop, "call_later", lambda delay, act: later.append(act))
+    pair_app.manage("PUT", "/models/pair/2/canary")
+    for _ in range(3):
+        assert len(later) == 1
+        later.pop()()
+    pair_app.manage("DELETE", "/models/pair/canary")
+    later.pop()()
+    assert later == []
+    pair_app.manage("PUT", "/models/pair/2/canary")
+    assert len(later) == 1, "a second canary is looked at as the first was"
+
+
+def test_a_canary_that_is_over_moves_the_traffic_though_the_state_cannot_be_written(
+    pair_app: StoreApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary?weight=50&promote_after=1")
+    traffic = pair_app.management._traffic
+
+    def full(*_: Any) -> None:
+        raise StorageError("no space left on the device")
+
+    monkeypatch.setattr(pair_app.fleet, "_keep", full)
+    traffic.end_canary("pair")
+    assert pair_app.models.split("pair") is None
+    assert pair_app.models.default("pair") == "1"
+
+
+def test_a_canary_whose_version_was_replaced_or_left_out_of_the_split_is_over(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/2/canary")
+    pair_app.fleet.set_split("pair", {"1": 1})
+    pair_app.management._traffic.tick()
+    assert pair_app.manage("GET", "/models/pair/traffic")[1]["canary"]["over"] is True
+    assert pair_app.models.split("pair") is not None, "what somebody set stays"
+
+
+@pytest.mark.parametrize(("wait", "asked"), [(2, 1), (3, 0)])
+def test_a_shadow_is_left_out_when_its_queue_is_more_than_half_full(
+    pair_app: StoreApp, monkeypatch: pytest.MonkeyPatch, wait: int, asked: int
+) -> None:
+    pair_app.manage("PUT", "/models/pair/2/shadow")
+    shadow = pair_app.models.shadows["pair"]
+    monkeypatch.setattr(type(shadow.version), "num_waiting", property(lambda _: wait))
+    monkeypatch.setattr(type(shadow.version), "policy", property(lambda _: Policy(max_requests=4)))
+    x = {"x": np.array([[1, 2, 3]], np.float32)}
+    shadow.show(x, {"y": np.array([[3, 5, 7]], np.float32)})
+    assert (shadow.asked, shadow.left_out, shadow.agreed) == (asked, 1 - asked, asked)
+
+
+def test_a_shadow_that_fails_in_any_way_is_counted_and_nobody_sees_it(
+    pair_app: StoreApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair_app.manage("PUT", "/models/pair/2/shadow")
+    shadow = pair_app.models.shadows["pair"]
+
+    def broken_ask(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(shadow.version), "ask", broken_ask)
+    shadow.show({"x": np.array([[1, 2, 3]], np.float32)}, {})
+    assert (shadow.asked, shadow.failed) == (1, 1)
+
+
+def test_a_shadow_that_answers_what_it_shadows_is_not_asked_again(pair_app: StoreApp) -> None:
+    pair_app.manage("PUT", "/models/pair/1/shadow")
+    assert set(ask(pair_app, 3)) == {200}
+    pair_app.run(settled())
+    assert pair_app.models.shadows["pair"].asked == 0

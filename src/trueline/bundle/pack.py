@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 from trueline import files
 from trueline.bundle import schema
@@ -26,27 +26,16 @@ def pack(folder: Path, out: Path, *, overwrite: bool = False) -> Path:
     bundle = open_folder(folder)
     if out.exists() and not overwrite:
         raise StorageError(f"{out} exists already", hint="choose another name or ask to replace it")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _pack(folder, [schema.MANIFEST, *sorted(bundle.manifest.files)], out)
-    except OSError as error:
-        raise files.storage_error(error, out) from error
+    with files.atomic_file(out) as file:
+        _pack(folder, [schema.MANIFEST, *sorted(bundle.manifest.files)], file)
     return out
 
 
-def _pack(folder: Path, names: list[str], out: Path) -> None:
-    partial = out.with_name(f"{files.PARTIAL}{os.getpid()}-{out.name}")
-    try:
-        with partial.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                for name in names:
-                    member = zipfile.ZipInfo(name, _EPOCH)
-                    member.external_attr = (stat.S_IFREG | 0o644) << 16
-                    member.file_size = (folder / name).stat().st_size
-                    with (folder / name).open("rb") as source, archive.open(member, "w") as target:
-                        shutil.copyfileobj(source, target, _PIECE)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+def _pack(folder: Path, names: list[str], file: BinaryIO) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            member = zipfile.ZipInfo(name, _EPOCH)
+            member.external_attr = (stat.S_IFREG | 0o644) << 16
+            member.file_size = (folder / name).stat().st_size
+            with (folder / name).open("rb") as source, archive.open(member, "w") as target:
+                shutil.copyfileobj(source, target, _PIECE)

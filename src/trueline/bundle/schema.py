@@ -165,6 +165,8 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     formats = [program.format for program in manifest.programs]
     if manifest.serve not in formats:
         raise BundleError(f"{where} serves format '{manifest.serve}', but holds: {', '.join(formats) or 'none'}")
+    if not manifest.golden:
+        raise BundleError(f"{where} names no golden example: nothing could say whether it answers rightly here")
     named = [program.file for program in manifest.programs] + [
         GOLDEN_INPUTS,
         GOLDEN_OUTPUTS,

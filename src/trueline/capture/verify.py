@@ -64,7 +64,8 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        return all(program.holds for program in self.programs)
+        """Whether all programs hold that were looked at; false where none was."""
+        return bool(self.programs) and all(program.holds for program in self.programs)
 
     def as_dict(self) -> dict[str, Any]:
         kept = ("format", "holds", "why", "golden", "probes", "max_abs_error")
@@ -114,7 +115,7 @@ def verify(
     verdicts = []
     for entry in wanted:
         itself = against is None and entry.format == oracle.format
-        verdicts.append(_verdict(found, entry.format, () if itself else observations, oracle, native=native))
+        verdicts.append(_verdict(found, entry.format, None if itself else observations, oracle, native=native))
         events.emit("program.verified", format=entry.format, holds=verdicts[-1].holds, why=verdicts[-1].why or None)
     said = "eager model" if against is not None else f"{oracle.format} program"
     return Verified(
@@ -190,8 +191,9 @@ def _takes(claim: Signature, probe: Probe) -> bool:
 
 
 def _verdict(
-    bundle: Bundle, format: str, observations: Sequence[Observation], oracle: Session, *, native: bool
+    bundle: Bundle, format: str, observations: Sequence[Observation] | None, oracle: Session, *, native: bool
 ) -> Verdict:
+    """`observations` of the oracle; None for the program that is the oracle."""
     from trueline.capture.versions import versions
     from trueline.runtime import sequences
     from trueline.runtime.eager import EagerSession
@@ -200,7 +202,7 @@ def _verdict(
     try:
         session = open_program(bundle, format, native=native)
         replayed = replay(bundle, session)
-        proof = judge(session, observations, versions=versions()) if observations else None
+        proof = None if observations is None else judge(session, observations, versions=versions())
         if proof is not None and isinstance(oracle, EagerSession):
             proof = sequences.proven(proof, session, oracle, versions=versions())
     except TruelineError as error:

@@ -188,7 +188,7 @@ def open_program(
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
     """Asks `session` the bundle's golden examples on this machine; returns the comparison for each case.
 
-    Raises NotProven that names the first case whose answer is not the eager model's.
+    Raises NotProven that names the first case whose answer is not the eager model's, or says that there is none.
     """
     found = {}
     for golden in bundle.golden():
@@ -200,6 +200,10 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
                 hint="this machine or its runtime computes otherwise than the one that proved the bundle: "
                 "compare `trueline inspect` with the versions installed here",
             )
+    if not found:
+        raise NotProven(
+            f"bundle '{bundle.name}' has no golden example: its {session.format} program is not proven here"
+        )
     return found
 
 

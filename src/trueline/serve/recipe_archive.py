@@ -9,13 +9,13 @@ recipe.py, ...           the recipe, and the modules beside it that it imports
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import stat
 import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from trueline import events, files
 from trueline.bundle import schema
@@ -65,11 +65,8 @@ def archive(
     }
     sources = {RECIPE: loaded.path, **_helpers(loaded.path)}
     sources |= {f"{BUNDLE}/{name}": found.path / name for name in (schema.MANIFEST, *found.manifest.files)}
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _write(out, texts, sources)
-    except OSError as error:
-        raise files.storage_error(error, out) from error
+    with files.atomic_file(out) as file:
+        _write(file, texts, sources)
     events.emit("archive.written", path=str(out), digest=found.digest, modules=len(sources) - len(found.manifest.files))
     return out
 
@@ -98,23 +95,15 @@ def _helpers(recipe: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def _write(out: Path, texts: Mapping[str, str], sources: Mapping[str, Path]) -> None:
-    partial = out.with_name(f"{files.PARTIAL}{os.getpid()}-{out.name}")
-    try:
-        with partial.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as made:
-                for name, text in texts.items():
-                    made.writestr(_member(name), text)
-                for name, path in sources.items():
-                    member = _member(name)
-                    member.file_size = path.stat().st_size
-                    with path.open("rb") as source, made.open(member, "w") as target:
-                        shutil.copyfileobj(source, target, 2**20)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+def _write(file: BinaryIO, texts: Mapping[str, str], sources: Mapping[str, Path]) -> None:
+    with zipfile.ZipFile(file, "w") as made:
+        for name, text in texts.items():
+            made.writestr(_member(name), text)
+        for name, path in sources.items():
+            member = _member(name)
+            member.file_size = path.stat().st_size
+            with path.open("rb") as source, made.open(member, "w") as target:
+                shutil.copyfileobj(source, target, 2**20)
 
 
 def _member(name: str) -> zipfile.ZipInfo:

@@ -1,0 +1,81 @@
+"""How far a claim may go: what its rules say, without a model that is exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trueline.bundle.guards import Guard
+from trueline.bundle.signature import Dim, Signature, TensorSpec
+from trueline.capture import claims
+from trueline.runtime.probes import Probe
+from trueline.runtime.prove import Observation
+
+X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
+NOT_SEVEN = Guard(text="length != 7", rule="d0 != 7", symbols=("length",))
+EVEN = Guard(text="batch % 2 == 0", rule="d0 % 2 == 0", symbols=("batch",))
+
+
+def claim(*guards: Guard, **dims: Dim) -> Signature:
+    return Signature(inputs=(X,), outputs=(), dims={"batch": Dim(), "length": Dim()} | dims, guards=guards)
+
+
+def seen(batch: int, length: int) -> Observation:
+    x = np.zeros((batch, length), np.float32)
+    probe = Probe(name="p", origin="given", num_records=batch, inputs={"x": x})
+    return Observation(probe=probe, outputs={}, error="", way=())
+
+
+def test_a_claim_is_reached_when_each_thing_that_it_leaves_out_is_broken_by_a_probe() -> None:
+    wide, strict = claim(), claim(NOT_SEVEN, EVEN)
+    assert not claims._reached(wide, strict, [])
+    assert not claims._reached(wide, strict, [seen(2, 7)])
+    assert not claims._reached(wide, strict, [seen(3, 5)])
+    assert claims._reached(wide, strict, [seen(2, 7), seen(3, 5)])
+    assert claims._reached(wide, strict, [seen(3, 7)])
+    assert claims._reached(claim(EVEN), strict, [seen(2, 7)])
+
+
+def test_a_wider_range_is_reached_when_a_probe_lies_outside_of_the_narrower_one() -> None:
+    wide, strict = claim(), claim(length=Dim(min=2, max=8))
+    assert not claims._reached(wide, strict, [seen(1, 2), seen(1, 8)])
+    assert claims._reached(wide, strict, [seen(1, 1)])
+    assert claims._reached(wide, strict, [seen(1, 9)])
+    both = claim(length=Dim(min=2, max=8), batch=Dim(max=4))
+    assert not claims._reached(wide, both, [seen(1, 9)])
+    assert claims._reached(wide, both, [seen(1, 9), seen(5, 3)])
+
+
+@pytest.mark.parametrize(
+    ("dim", "low", "high", "cut"),
+    [
+        (Dim(), 1, None, Dim()),
+        (Dim(), 3, 10, Dim(min=3, max=10)),
+        (Dim(min=4, max=8), 3, 10, Dim(min=4, max=8)),
+        (Dim(min=2, max=20, multiple_of=2), 4, 10, Dim(min=4, max=10, multiple_of=2)),
+        (Dim(max=8), 1, None, Dim(max=8)),
+    ],
+)
+def test_a_claim_is_cut_to_what_the_model_answers_and_never_widened(
+    dim: Dim, low: int, high: int | None, cut: Dim
+) -> None:
+    found = claims._cut(claim(length=dim), "length", low, high)
+    assert (found.dims["length"], found.dims["batch"]) == (cut, Dim())
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize(("first", "last"), [(4, 12), (8, 60), (4, 4)])
+def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last: int, step: int) -> None:
+    def answers(size: int) -> Any:
+        return first <= size <= last
+
+    last -= last % step
+    assert claims._edge(answers, first, 64, step) == last
+    assert claims._edge(answers, last, 0, step) == first
+
+
+def test_a_probe_lies_inside_a_claim_by_its_sizes_and_its_guards() -> None:
+    some = claim(NOT_SEVEN, length=Dim(max=8))
+    assert [claims.allowed(some, seen(1, length).probe) for length in (6, 7, 8, 9)] == [True, False, True, False]
