@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 200.0
-"""Below the limit of a test, so that the error says what was waited for; a machine may be ten times slower than ours."""
+"""Below the limit of a test, so that the error says what was waited for."""
 
 
 def until(condition: Callable[[], T], what: str | Callable[[], object]) -> T:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from waiting import until
 
 from trueline.train import group
 from trueline.train.group import GlooGroup, start_store
+from waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -76,8 +76,8 @@ def formed(planes, monkeypatch):
     group.address = address
     yield group
     group.close()
-    for plane in planes.made:
-        plane.aborted.set()  # sums of it are over: no thread keeps waiting for them
+    for made in planes.made:
+        made.aborted.set()  # sums of it are over: no thread keeps waiting for them
     del store
 
 

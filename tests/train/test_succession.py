@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
 from trueline.train import settings
 from trueline.train.succession import Succession
+from waiting import until
 
 
 class Line:
@@ -32,11 +32,12 @@ class Line:
         file = self.folder / "master.json"
         file.unlink(missing_ok=True)
         self.masters.start("--port", str(port))
-        deadline = time.monotonic() + 200
-        while not file.exists():
+
+        def listens():
             assert self.masters.poll() is None, (self.folder / "logs" / "master.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return file.exists()
+
+        until(listens, "the master listens")
         told = json.loads(file.read_text())
         return psutil.Process(told["pid"]), int(told["address"].rpartition(":")[2])
 
