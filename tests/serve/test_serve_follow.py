@@ -19,6 +19,7 @@ from trueline.serve import wanted
 from trueline.serve.fleet import Fleet, Found
 from trueline.serve.follow import Follower
 from trueline.serve.models import Models
+from waiting import until
 
 
 class Town:
@@ -162,15 +163,12 @@ def test_processes_share_a_port_follow_each_other_and_are_replaced_when_they_die
 
 
 def eventually(true: Callable[[], object]) -> None:
-    """Returns once `true` holds; the suite's own limit ends what never does."""
+    """Returns once `true` holds of servers that may not be there yet."""
 
-    async def until() -> None:
-        while True:
-            try:
-                if true():
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.05)
+    def holds() -> object:
+        try:
+            return true()
+        except httpx.TransportError:
+            return False
 
-    asyncio.run(asyncio.wait_for(until(), 120))
+    until(holds, "servers follow what was asked of another")

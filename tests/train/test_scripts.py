@@ -81,9 +81,7 @@ def script(tmp_path, *arguments, code=LOOP, **options):
     return api.prepare_script(path, arguments, job_dir=tmp_path / "job", **options)
 
 
-def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(
-    tmp_path, monkeypatch
-):
+def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(tmp_path, monkeypatch):
     killed = []
 
     def kill(name, fields):
