@@ -45,7 +45,7 @@ test-full: $(STAMP)
 	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs and not long'
 
 # Each suite remembers on its own what failed: two at a time would overwrite each other's memory.
 CACHE := .pytest_cache

@@ -7,8 +7,11 @@ Where there is an event (a line of a pipe, a lock, an `asyncio.Event`), wait for
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -41,3 +44,16 @@ def _pauses(what: str | Callable[[], object]) -> Iterator[float]:
         yield pause_s
         pause_s = min(1.5 * pause_s, 0.05)
     raise AssertionError(f"not within {LIMIT_S:g} s: {what() if callable(what) else what}")
+
+
+def until_ended(pids: Iterable[int]) -> None:
+    """Returns once these processes have ended. Who has to reap them may take longer: they need not be ours."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            try:
+                assert select.select([handle], [], [], LIMIT_S)[0], (
+                    f"not within {LIMIT_S:g} s: the end of process {pid}"
+                )
+            finally:
+                os.close(handle)

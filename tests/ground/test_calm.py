@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,3 +151,17 @@ def test_what_does_not_come_is_named_when_the_waiting_ends(monkeypatch: pytest.M
     assert waiting.until(lambda: looks.append(0) or len(looks) == 3, "three looks")
     with pytest.raises(AssertionError, match=r"not within 0\.02 s: a train"):
         waiting.until(lambda: False, lambda: "a train")
+
+
+def test_the_end_of_a_process_is_seen_before_anybody_reaps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        with (
+            monkeypatch.context() as impatient,
+            pytest.raises(AssertionError, match=f"the end of process {process.pid}"),
+        ):
+            impatient.setattr(waiting, "LIMIT_S", 0.02)
+            waiting.until_ended([process.pid])
+        process.kill()
+        waiting.until_ended([process.pid])
+        process.wait()
+    waiting.until_ended([process.pid])

@@ -20,7 +20,7 @@ from trueline.train import api, folder, jobs
 from trueline.train import settings as job_settings
 from trueline.train.journal import Journal
 from trueline.train.launch import detach
-from waiting import until
+from waiting import until, until_ended
 
 pytestmark = pytest.mark.jobs
 
@@ -63,7 +63,7 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
         api.prepare_resume(job)
     running = family(job)
     left = json.loads(said_by(capsys, "halt", job, "--json"))
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert (left["state"], left["why"]) == ("stopped", "trueline halt")
     assert left["checkpoint"] > 45  # nobody but `halt` asked for one
     assert left["lost"] == left["step"] - left["checkpoint"] >= 0
@@ -90,7 +90,7 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
         said = shell.communicate(timeout=100)[1]
     finally:
         shell.kill()
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert f"error: the job was stopped: the launcher got {kill.name}\nhint: go on with `trueline resume {job}`" in said
     assert (jobs.read(job).state, jobs.read(job).why) == ("stopped", f"the launcher got {kill.name}")
     assert not (job / "secret").exists()
@@ -103,7 +103,7 @@ def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, ca
     running = family(job)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert jobs.read(job).state == "dead"
     assert f"go on with: trueline resume {job}" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="is not running: it is dead"):

@@ -9,7 +9,7 @@ import pytest
 
 from trueline.train import settings
 from trueline.train.succession import Succession
-from waiting import until
+from waiting import until, until_ended
 
 
 class Line:
@@ -56,10 +56,6 @@ def line(tmp_path):
     os.close(line.life)
 
 
-def gone(process):
-    return psutil.wait_procs([process], timeout=100)[1] == []
-
-
 def test_a_successor_comes_from_the_same_zygote_to_the_same_port_and_the_end_before_is_told(line):
     first, port = line.start()
     zygote = first.parent()
@@ -86,7 +82,7 @@ def test_a_zygote_that_is_killed_takes_its_master_along_and_another_pair_can_beg
         master.send_signal(signal.SIGSTOP)
     zygote.kill()
     assert line.masters.wait(200) == -signal.SIGKILL
-    assert gone(master)
+    until_ended([master.pid])
     other, again = line.start(port)
     assert other.parent() != zygote
     assert again == port
@@ -101,7 +97,7 @@ def test_both_end_with_the_lifeline(line, stopped):
         master.send_signal(signal.SIGSTOP)
     line.cut()
     line.masters.end()
-    assert gone(master)
+    until_ended([master.pid])
 
 
 def test_a_master_that_cannot_begin_says_so_by_its_exit_code(line):
