@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from again import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
 
 gc.disable()  # until all is imported: nothing of it will ever be garbage
+atexit.register(gc.freeze)  # nor when the interpreter ends, which would take a second to look through it
 
 # Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:
 # with two suites on two cores a small training loop took three times its time on the processor.
