@@ -46,7 +46,8 @@ test-full: $(STAMP)
 	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full); $(call SUMMARY,full)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs'; $(call SUMMARY,quick)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs and not long'; \
+	  $(call SUMMARY,quick)
 
 # What was skipped, and why, stands last, whatever failed.
 SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SUITES_$(1))); exit $$status

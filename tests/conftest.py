@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -17,6 +18,7 @@ from outcomes import Recorder
 pytest.register_assert_rewrite("conformance")  # its tests' failures show their values
 
 gc.disable()  # until all is imported: nothing of it will ever be garbage
+atexit.register(gc.freeze)  # nor when the interpreter ends, which would take a second to look through it
 
 # Threads of torch that have nothing to do spin for a while, in the way of the other suite and of a job's processes:
 # with two suites on two cores a small training loop took three times its time on the processor.

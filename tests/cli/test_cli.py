@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import json
 import os
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from trueline import events
+from trueline import cli, events
 from trueline.cli import app, options
 from trueline.cli._launch import parse_fault
 from trueline.cli._progress import Pace, Sparse, counted, detail, progress
@@ -58,6 +60,16 @@ def test_help_loads_little_and_neither_torch_nor_mlflow() -> None:
         "assert not heavy, heavy; assert len(sys.modules) < 200, len(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_end_of_a_command_does_not_look_through_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["trueline", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert gc.freeze in at_exit
 
 
 def test_a_trueline_error_is_one_line_and_a_hint_on_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from trueline.engine.contract import Kind, ProcessSpec
+from worlds.waiting import until_async
 
 
 def spec(entry: str, tmp_path: Path, *, slot: int = 0, incarnation: int = 0, **env: str) -> ProcessSpec:
@@ -118,5 +119,4 @@ def test_an_engine_knows_its_room_or_says_that_it_does_not(engine):
 
 
 async def until_log(path: Path, word: str) -> None:
-    while not path.exists() or word not in path.read_text():
-        await asyncio.sleep(0.005)
+    await until_async(lambda: path.exists() and word in path.read_text(), f"{path.name} has {word!r}")

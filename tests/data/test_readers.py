@@ -4,7 +4,6 @@ import gc
 import hashlib
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from trueline.train.elastic import Elastic
 from trueline.train.options import Options
 from trueline.train.trials import failing
 from worlds.records import FakeOdps, flat, images, write_images, write_json
+from worlds.waiting import until_ended
 
 
 class Records(Dataset):
@@ -274,18 +274,6 @@ def test_a_reader_collects_no_garbage_of_its_worker():
         gc.enable()
 
 
-def gone(pid: int) -> bool:
-    """Waits for the end of a process that is not a child of this one."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], 120.0)[0])
-    finally:
-        os.close(handle)
-
-
 def test_readers_end_when_they_are_closed_or_forgotten():
     one, other = Readers(source(), 0, count=2), Readers(source(), 0, count=1)
     pids = [reader.pid for reader in (*one._readers, *other._readers)]
@@ -314,7 +302,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_readers_end_with_a_worker_that_is_killed_also_in_the_middle_of_a_record():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert all(gone(int(pid)) for pid in done.stdout.split())
+    until_ended(int(pid) for pid in done.stdout.split())
     assert len(done.stdout.split()) == 2
 
 

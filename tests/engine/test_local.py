@@ -17,6 +17,7 @@ from trueline.engine.agent import exited, lost
 from trueline.engine.contract import Kind
 from trueline.engine.local import LocalEngine, start_agent
 from worlds import TESTS
+from worlds.waiting import until_ended
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_when_the_lifeline_ends_every_process_ends(tmp_path, monkeypatch):
     assert agent.wait(100) == 0
     os.close(life)
     assert not os.path.exists(scratch)  # the agent leaves nothing behind
-    assert psutil.wait_procs(processes, timeout=100)[1] == []
+    until_ended(one.pid for one in processes)
 
 
 @pytest.mark.parametrize("stands_still", [False, True], ids=["running", "stopped"])
@@ -77,7 +78,7 @@ def test_processes_end_even_when_the_agent_was_killed_and_then_the_launcher(tmp_
                     pass
         os.close(life_end)
         os.close(life)
-        assert psutil.wait_procs(processes, timeout=100)[1] == []
+        until_ended(one.pid for one in processes)
 
 
 def after_the_agents_death(tmp_path, monkeypatch, act):
@@ -96,7 +97,7 @@ def after_the_agents_death(tmp_path, monkeypatch, act):
         found = asyncio.run(act(path, engine, process, life))
         os.close(life_end)
         os.close(life)
-        assert psutil.wait_procs([process], timeout=100)[1] == []
+        until_ended([process.pid])
         return found
 
 
@@ -119,7 +120,7 @@ def test_an_agent_that_was_restarted_sees_and_kills_what_the_former_one_has_fork
 def test_what_ended_while_no_agent_was_there_is_reported_and_a_reused_pid_is_left_alone(tmp_path, monkeypatch):
     async def act(path, engine, process, life):
         process.kill()
-        process.wait()
+        until_ended([process.pid])
         with Path(f"{path}.born").open("a") as births:  # pid 1 lives, and began at another time
             births.write('{"ref": "role-7.0", "pid": 1, "started": 1}\n{"ref": "to')
         agent = start_agent(path, preload=(), life=life, log=tmp_path / "agent.log")

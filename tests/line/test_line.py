@@ -12,6 +12,7 @@ import pytest
 
 from trueline.cli.app import run
 from trueline.registry import store
+from worlds.waiting import until_ended
 
 RECIPE = Path(__file__).parents[2] / "examples" / "digits" / "recipe.py"
 pytestmark = [pytest.mark.line, pytest.mark.timeout(900)]
@@ -32,15 +33,15 @@ def told_by(folder: Path, *arguments: str) -> str:
     return out
 
 
-def left(folder: Path) -> list[psutil.Process]:
-    """Processes that work in `folder` or speak of it, and do not end."""
+def until_none_is_left(folder: Path) -> None:
+    """Returns once no process works in `folder` or speaks of it."""
     found = []
     for process in psutil.process_iter(["cmdline", "cwd", "status"]):
         line = " ".join(process.info["cmdline"] or [])
         here = process.info["cwd"] == str(folder) or str(folder) in line
         if here and "pytest" not in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
-    return psutil.wait_procs(found, timeout=100)[1]
+    until_ended(process.pid for process in found)
 
 
 def partials(folder: Path) -> list[Path]:
@@ -55,7 +56,7 @@ def interrupted(folder: Path, stage: str, *options: str) -> int:
             break
     process.send_signal(signal.SIGINT)
     process.communicate()
-    assert left(folder) == []
+    until_none_is_left(folder)
     assert partials(folder) == []
     return process.returncode
 
@@ -63,7 +64,7 @@ def interrupted(folder: Path, stage: str, *options: str) -> int:
 def shipped(folder: Path, *options: str) -> dict:
     """What `ship` says of itself, with nothing left of it but its files."""
     told = json.loads(told_by(folder, "ship", str(RECIPE), "--json", *options))
-    assert left(folder) == []
+    until_none_is_left(folder)
     assert partials(folder) == []
     return told
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from trueline.errors import RegistryError, UsageError
 from trueline.registry import RunFacts, follow, register, store
 from trueline.registry.curves import MAX_POINTS, Curves
 from worlds import bundles
+from worlds.waiting import until
 
 Event = tuple[str, dict[str, Any], float]
 
@@ -191,11 +191,14 @@ def test_a_follower_that_is_killed_goes_on_with_the_same_run_and_logs_nothing_tw
     folder = job(tmp_path / "digits-1", *steps(0, 1000, total=total))
     (folder / "master.json").write_text(json.dumps({"pid": os.getpid()}))  # the job lives
     process = follow.start(folder, tracking_uri=uri(registry))
-    before, deadline = _logged(folder), time.monotonic() + 200
+    before = _logged(folder)
     say(folder, *steps(1000, 3000, total=total))
-    while _logged(folder) <= before and time.monotonic() < deadline:
+
+    def has_logged_more() -> bool:
         assert process.poll() is None, (folder / "logs" / "mlflow.log").read_text()
-        time.sleep(0.05)
+        return _logged(folder) > before
+
+    until(has_logged_more, "the follower logs points")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     say(folder, *steps(3000, total, total=total), *end(total))

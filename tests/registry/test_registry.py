@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
 from worlds import bundles
+from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -238,10 +238,14 @@ def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
     )
     try:
         where = f"http://127.0.0.1:{port}"
-        while server.poll() is None:
+
+        def healthy() -> bool:
+            assert server.poll() is None
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{where}/health", timeout=60):
-                break
-            select.select([], [], [], 0.1)
+                return True
+            return False
+
+        until(healthy, "MLflow's server answers")
         version = register(tmp_path / "b.bundle", tracking_uri=where)
         for _ in range(2):
             found = resolve("models:/double@champion", tracking_uri=where)

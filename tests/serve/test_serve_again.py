@@ -35,6 +35,7 @@ from trueline.serve.split import Split
 from trueline.serve.version import Version
 from worlds import bundles
 from worlds.connections import Wire
+from worlds.waiting import until_async
 
 
 def looked_up(out: Path) -> Bundle:
@@ -126,9 +127,9 @@ class World:
     def teach(self, whole: bytes) -> None:
         """Asks until requests like it are known."""
         connection, wire = self.connect()
-        for _ in range(3):
+        for asked in range(1, 4):
             connection.data_received(whole)
-            self.turn()
+            self.until(lambda: wire.answers() == asked)  # noqa: B023
         assert wire.written.count(b"HTTP/1.1 200") == 3, wire.written
         assert self.learned(whole), "the short way was not learned"
         connection.connection_lost(None)
@@ -143,8 +144,8 @@ class World:
         self.tiny._batcher.hold()
         self.tiny._batcher.released(2)
 
-    def turn(self) -> None:
-        self.loop.run_until_complete(asyncio.sleep(0.001))
+    def until(self, holds: Callable[[], bool]) -> None:
+        self.loop.run_until_complete(until_async(holds, "every request is answered"))
 
     def together(self, wholes: list[bytes]) -> list[bytes]:
         """What requests of as many connections are answered that come in one turn of the loop."""
@@ -153,7 +154,7 @@ class World:
         async def come() -> None:
             for (connection, _), whole in zip(opened, wholes, strict=True):
                 connection.data_received(whole)
-            await asyncio.sleep(0.01)
+            await until_async(lambda: all(wire.answers() for _, wire in opened), "every request is answered")
 
         self.loop.run_until_complete(come())
         for connection, _ in opened:
@@ -169,8 +170,7 @@ class World:
 
     def _there(self, found: Answer) -> Response:
         if not isinstance(found, Response):
-            while not found.done():
-                self.turn()
+            self.until(found.done)
             return found.result()
         return found
 
@@ -366,7 +366,7 @@ def test_who_goes_away_before_the_turn_ends_takes_nobody_along(world: World) -> 
         for connection, _ in opened:
             connection.data_received(USUAL)
         opened[1][0].connection_lost(None)
-        await asyncio.sleep(0.01)
+        await until_async(lambda: len(log.entries) == 3, "every request is logged")
 
     world.loop.run_until_complete(come())
     assert [len(wire.written) > 0 for _, wire in opened] == [True, False, True]
@@ -407,9 +407,8 @@ def test_what_changes_where_requests_go_changes_it_for_known_ones_too(
         else:
             expected = "1" if change is to_a_shadow else "2"
             assert json.loads(found.body)["model_version"] == expected
-    world.turn()
     if change is to_a_shadow:
-        assert world.models.find("tiny", "2").stats.rows == 4
+        world.until(lambda: world.models.find("tiny", "2").stats.rows == 4)
 
 
 def test_a_version_that_retires_answers_what_it_holds_and_is_then_let_go_of(world: World) -> None:
@@ -473,7 +472,8 @@ def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version
                     retiring = world.models.remove("tiny", str(newest - 1)).retire()
                     world.retiring.add(asyncio.get_running_loop().create_task(retiring))
             await asyncio.sleep(0)
-            await asyncio.sleep(0.0005 if rng.random() < 0.1 else 0)
+            for _ in range(20 if rng.random() < 0.1 else 1):
+                await asyncio.sleep(0)
             while not all(wire.written for *_, wire in come):
                 await asyncio.sleep(0)
             for version, value, connection, wire in come:
@@ -502,9 +502,9 @@ def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version
 )
 def test_what_is_urgent_has_a_deadline_or_a_name_goes_the_long_way(world: World, whole: bytes) -> None:
     connection, wire = world.connect()
-    for _ in range(12):
+    for asked in range(1, 13):
         connection.data_received(whole)
-        world.turn()
+        world.until(lambda: wire.answers() == asked)  # noqa: B023
     assert wire.written.count(b"HTTP/1.1 200") == 12
     assert not world.learned(whole)
 

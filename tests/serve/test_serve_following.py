@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from trueline.serve.settings import Settings, from_arguments, to_arguments
 from trueline.serve.sources import find
 from worlds import bundles, servers
 from worlds.servers import StoreApp
+from worlds.waiting import until
 
 ROWS = json.dumps([[1, 2, 3]]).encode()
 
@@ -189,12 +189,12 @@ def test_a_server_follows_an_alias_that_moves_in_a_real_registry(
     with start("models:/tiny@champion", tracking_uri=uri, follow_s=0.5) as server:
         assert server.version == "1"
         register(bundles.double_plus(tmp_path / "b.bundle", max_rows=9).path, name="tiny", tracking_uri=uri)
-        versions, until = ["1"], time.monotonic() + 300
-        while versions != ["2"] and time.monotonic() < until:
-            versions = servers.get(f"{server.url}/v2/models/tiny").json()["versions"]
+
+        def changed() -> bool:
             assert servers.post(f"{server.url}/predictions/tiny", content=ROWS).status_code == 200
-            time.sleep(0.5)  # leaves the processor to those who are waited for
-        assert versions == ["2"]
+            return bool(servers.get(f"{server.url}/v2/models/tiny").json()["versions"] == ["2"])
+
+        until(changed, "the second version is served alone")
 
 
 # a store of objects

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +20,12 @@ from trueline.serve import RunningServer
 from trueline.serve.torchserve_calls import INFERENCE
 from trueline.wire import torchserve_pb2 as pb
 from worlds import archives, servers
+from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
 
 SUM = """
-    import os, time
+    import fcntl, os
 
     class Sum:
         def initialize(self, context):
@@ -37,8 +38,8 @@ SUM = """
                 said = bytes(row.get("data") or row.get("body") or b"0").decode()
                 if said.startswith("wait "):
                     open(f"{said[5:]}.{names[index]}", "w").close()
-                    while not os.path.exists(said[5:]):
-                        time.sleep(0.01)
+                    with open(said[5:]) as gate:
+                        fcntl.flock(gate, fcntl.LOCK_SH)
                     said = "1"
                 if said == "die":
                     os._exit(3)
@@ -65,6 +66,25 @@ WORDS = (
     "sequence inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
 )
 ID = "ts_request_sequence_id"
+
+
+class Gate:
+    """A file that handlers wait for a lock on, and that is locked until the gate is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def open(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
 
 
 class Client:
@@ -110,10 +130,10 @@ class Client:
     def later(self, said: str, name: str) -> Future[dict[str, Any]]:
         return self._threads.submit(self.ask, said, name)
 
-    def hold(self, gate: Path, name: str) -> Future[dict[str, Any]]:
-        """A request whose worker is busy with it until the file `gate` is there."""
-        asked = self.later(f"wait {gate}", name)
-        self.until(lambda _: gate.with_name(f"{gate.name}.{name}").exists())
+    def hold(self, gate: Gate, name: str) -> Future[dict[str, Any]]:
+        """A request whose worker is busy with it until the gate is open."""
+        asked = self.later(f"wait {gate.path}", name)
+        until(gate.path.with_name(f"{gate.path.name}.{name}").exists, "the worker is at the gate")
         return asked
 
     def facts(self) -> dict[str, Any]:
@@ -126,10 +146,7 @@ class Client:
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Returns when the model's description is so."""
-        deadline = time.monotonic() + 200
-        while not holds(self.facts()):
-            assert time.monotonic() < deadline, self.facts()
-            time.sleep(0.01)
+        until(lambda: holds(self.facts()), lambda: f"the model is as it should be, not {self.facts()}")
 
     def until_waiting(self, requests: int) -> None:
         self.until(lambda facts: facts["jobQueueStatus"]["pendingRequests"] == requests)
@@ -139,7 +156,7 @@ class Client:
 def sequence_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     store = tmp_path_factory.mktemp("store")
     archives.mar(store / "sum.mar", SUM, modelName="sum", config=CONFIG)
-    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 2000\nsequenceTimeoutMSec: 6000"
+    brief = "minWorkers: 1\nmaxNumSequence: 1\nsequenceMaxIdleMSec: 500\nsequenceTimeoutMSec: 1500"
     archives.mar(store / "brief.mar", SUM, modelName="brief", config=brief)
     with servers.running(store=store, load="sum,brief", management_port=0, grpc_port=0, allow_code=True) as server:
         yield server
@@ -167,14 +184,13 @@ def test_requests_of_a_sequence_meet_the_worker_that_remembers_them(client: Clie
     assert len({answers[0]["pid"] for answers in told.values()}) == 2, "both workers have some"
 
 
-def test_a_batch_takes_one_request_of_each_of_several_sequences(client: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+def test_a_batch_takes_one_request_of_each_of_several_sequences(client: Client, gate: Gate) -> None:
     held = [client.hold(gate, name) for name in ("g1", "g2")]
     first = [client.later("1", name) for name in ("a", "b", "c", "d")]
     client.until_waiting(4)
     second = client.later("10", "a")
     client.until_waiting(5)
-    gate.touch()
+    gate.open()
     assert [one.result()["sum"] for one in held] == [1, 1]
     batches = {tuple(sorted(one.result()["batch"])) for one in first}
     assert sorted(map(len, batches)) == [2, 2], "each worker took its two sequences together"
@@ -200,15 +216,14 @@ def test_a_sequence_without_an_id_is_given_one_and_begins_and_closes_in_words(cl
     assert (odd.status_code, "up to 128 printable" in odd.json()["message"]) == (400, True)
 
 
-def test_a_full_sequence_refuses_and_those_who_wait_are_answered_in_order(client: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+def test_a_full_sequence_refuses_and_those_who_wait_are_answered_in_order(client: Client, gate: Gate) -> None:
     asked = [client.hold(gate, "q")]
     for waiting, said in enumerate(("10", "100", "1000"), 1):
         asked.append(client.later(said, "q"))
         client.until_waiting(waiting)
     assert client.refused("10000", "q").startswith("3 requests of sequence 'q' wait already; ")
     assert client.ask("1", "other")["sum"] == 1, "another sequence does not wait behind it"
-    gate.touch()
+    gate.open()
     assert [one.result()["sum"] for one in asked] == [1, 11, 111, 1111]
 
 
@@ -226,22 +241,23 @@ def test_a_worker_that_dies_takes_its_sequences_along_and_says_so(client: Client
     assert client.ask("3", "l1")["sum"] == 6
 
 
-def test_idle_and_old_sequences_expire_and_free_their_place(sequence_server: RunningServer, tmp_path: Path) -> None:
+def test_idle_and_old_sequences_expire_and_free_their_place(sequence_server: RunningServer, gate: Gate) -> None:
     brief = Client(sequence_server, "brief")
-    held = brief.hold(tmp_path / "gate", "a")  # which is not idle meanwhile
+    held = brief.hold(gate, "a")  # which is not idle meanwhile
     assert brief.refused("1", "b").startswith("as many sequences are open as may be (1); ")
-    (tmp_path / "gate").touch()
+    gate.open()
     assert held.result()["sum"] == 1
-    deadline = time.monotonic() + 200
-    while brief.post("1", "b").status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 2 s; ")
+    until(lambda: brief.post("1", "b").status_code == 200, "'a' gives up its place")
+    assert brief.refused("1", "a").startswith("sequence 'a' has expired: it was idle for 0.5 s; ")
     sums = []
-    while (answer := brief.post("1", "b")).status_code == 200:
-        assert time.monotonic() < deadline
-        sums.append(answer.json()["sum"])
-        time.sleep(0.2)
+
+    def refused() -> bool:
+        answer = brief.post("1", "b")
+        if answer.status_code == 200:
+            sums.append(answer.json()["sum"])
+        return answer.status_code != 200
+
+    until(refused, "'b' is too old")
     assert sums == list(range(2, len(sums) + 2))
     assert brief.refused("1", "b").startswith("sequence 'b' has expired: it ")
     brief.close()

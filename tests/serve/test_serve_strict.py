@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from trueline.serve import torchserve
 from trueline.serve.handlers.outcome import DIED, HandlerFailed, Hung
 from trueline.serve.tokens import Forbidden, Unauthorized
 from worlds import archives, bundles, servers
+from worlds.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,8 @@ def test_a_registration_that_does_not_wait_is_answered_at_once_as_torchserve_doe
         for model in ("tiny", "torn"):
             answer = client.post(f"/models?url={model}.bundle&model_name={model}&{how}")
             assert (answer.status_code, answer.json()) == (202, {"status": "Processing worker updates..."})
-        deadline = time.monotonic() + 60
-        while not client.get("/models/tiny").json()[0]["workers"]:
-            assert time.monotonic() < deadline
-        while client.get("/models/torn").status_code != 404:
-            assert time.monotonic() < deadline
+        until(lambda: client.get("/models/tiny").json()[0]["workers"], "'tiny' has its worker")
+        until(lambda: client.get("/models/torn").status_code == 404, "'torn' is refused")
         assert client.post(f"/models?url=tiny.bundle&model_name=tiny&{how}").status_code == 409
         assert client.post(f"/models?url=none.bundle&model_name=none&{how}").status_code == 404
     assert "registration.failed" in capfd.readouterr().err

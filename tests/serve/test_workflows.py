@@ -556,7 +556,7 @@ def test_a_node_that_takes_longer_than_its_timeout_fails_the_request_and_what_fo
                 open({str(late)!r}, "w")
                 return ["joined"]
     """
-    text = "models: {timeout-ms: 3000, retry-attempts: 1}\ndag: {start: [hang, quick], hang: [join], quick: [join]}"
+    text = "models: {timeout-ms: 1000, retry-attempts: 1}\ndag: {start: [hang, quick], hang: [join], quick: [join]}"
     archives.war(store / "late.war", code, text)
 
     async def act(app: WorkflowApp) -> None:

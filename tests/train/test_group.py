@@ -1,12 +1,14 @@
 """Promises of the process group, each of which was once broken by a stall."""
 
+import fcntl
 import queue
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from trueline.train import group
-from trueline.train.group import RUN_TIMEOUT_S, GlooGroup, start_store
+from trueline.train.group import GlooGroup, start_store
+from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +46,12 @@ def test_the_rendezvous_store_listens_on_the_loopback_alone():
 
 def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 0.05)
     store, address = start_store()
+    peer = subprocess.Popen([sys.executable, "-c", PEER, address], stdout=subprocess.PIPE, text=True)
     group = GlooGroup()
     with pytest.raises(RuntimeError):
         group.form(1, rank=0, size=2, store=address)  # nobody comes
-    peer = subprocess.Popen([sys.executable, "-c", PEER, address], stdout=subprocess.PIPE, text=True)
     assert peer.stdout.readline() == "here\n"  # torch is imported
     monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 30.0)
     group.form(2, rank=0, size=2, store=address)
@@ -76,6 +80,18 @@ def test_each_try_to_form_a_group_that_fails_gives_the_next_more_time(monkeypatc
     del store
 
 
+def sockets_of(formed):
+    return [number for inode, number in group._sockets().items() if inode not in formed._before]
+
+
+def unsent(number):
+    """How many bytes wait in a socket for its peer to read what came before them; 0 for a listening one."""
+    try:
+        return struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0]
+    except OSError:
+        return 0
+
+
 def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, address = start_store()
@@ -99,13 +115,20 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     assert peer.stdout.readline() == "posted\n"
     peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on
     large = dist.all_reduce(torch.ones(16 << 20), async_op=True)
-    time.sleep(0.3)  # until the sockets' buffers are full, which nothing tells
+
+    def partly_written():
+        if any(map(unsent, sockets_of(group))):
+            return True
+        peer.send_signal(signal.SIGCONT)  # for a moment: it has not told yet that it is ready to receive
+        peer.send_signal(signal.SIGSTOP)
+        return False
+
+    until(partly_written, "the socket's buffer is full, and the rest of the message not written")
+    assert not large.is_completed()
     assert group.cut() >= 1
     with pytest.raises(RuntimeError, match="gloo: the group was cut"):
         group.wait(large)  # gloo itself waits for its timeout
-    began = time.monotonic()
     group.close()
-    assert time.monotonic() - began < RUN_TIMEOUT_S / 2
     assert group.cut() == 0
     store.set("still", "there")
     assert store.get("still") == b"there"

@@ -21,6 +21,7 @@ from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 from worlds.jobs import RECORDS, STEPS, TINY, plain_loop, seen_counts
+from worlds.waiting import until_ended
 
 pytestmark = pytest.mark.slow
 
@@ -285,7 +286,7 @@ def test_after_ctrl_c_no_process_is_left_and_no_torn_file(tmp_path):
     launcher.send_signal(signal.SIGINT)
     launcher.wait(100)
     launcher.stdout.close()
-    assert psutil.wait_procs(family, timeout=100)[1] == []
+    until_ended(one.pid for one in family)
     assert checkpoint.latest(job / "checkpoints").step >= 20
     assert psutil_left(tmp_path) == []
 
@@ -300,7 +301,7 @@ def test_a_job_that_lost_every_process_resumes_exactly_with_another_number_of_wo
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert psutil.wait_procs(family, timeout=100)[1] == []
+    until_ended(one.pid for one in family)
     assert psutil_left(tmp_path) == []
     assert checkpoint.latest(job / "checkpoints").step >= 20
     result, heard = run(tmp_path, workers=3, epochs=12, resume=True)

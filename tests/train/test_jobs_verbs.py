@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -21,16 +20,9 @@ from trueline.train import settings as job_settings
 from trueline.train.journal import Journal
 from trueline.train.launch import detach
 from worlds.jobs import STEPS, TINY, seen_counts
+from worlds.waiting import until, until_ended
 
 pytestmark = pytest.mark.jobs
-
-
-def wait_for(condition, seconds=200.0):
-    """Asks until it is so; the job under test runs in other processes."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def said_by(capsys, *arguments) -> str:
@@ -60,10 +52,10 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     command = [sys.executable, "-m", "trueline", "train", str(TINY), *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
     assert json.loads(told.stdout) == {"job": str(job), "pid": folder.read_launch(job).pid}
-    wait_for(lambda: jobs.read(job).step > 45)
+    until(lambda: jobs.read(job).step > 45, "the job takes steps")
     assert jobs.read(job).state == "running"
     assert "3 workers from now on" in said_by(capsys, "scale", job, 3)
-    wait_for(lambda: len(jobs.status(job)["members"]) == 3 and jobs.status(job)["generation"] > 1)
+    until(lambda: len(jobs.status(job)["members"]) == 3 and jobs.status(job)["generation"] > 1, "the job has 3 workers")
     assert "worker-2.0" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="fewer than the job's minimum of 1"):
         jobs.scale(job, 0)
@@ -71,7 +63,7 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
         api.prepare_resume(job)
     running = family(job)
     left = json.loads(said_by(capsys, "halt", job, "--json"))
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert (left["state"], left["why"]) == ("stopped", "trueline halt")
     assert left["checkpoint"] > 45  # nobody but `halt` asked for one
     assert left["lost"] == left["step"] - left["checkpoint"] >= 0
@@ -92,13 +84,13 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
     shell = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     signal.signal(kill, as_usual)
     try:
-        wait_for(lambda: (job / "job.json").exists() and jobs.read(job).step > 5)
+        until(lambda: (job / "job.json").exists() and jobs.read(job).step > 5, "the job takes steps")
         running = family(job)
         shell.send_signal(kill)
         said = shell.communicate(timeout=100)[1]
     finally:
         shell.kill()
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert f"error: the job was stopped: the launcher got {kill.name}\nhint: go on with `trueline resume {job}`" in said
     assert (jobs.read(job).state, jobs.read(job).why) == ("stopped", f"the launcher got {kill.name}")
     assert not (job / "secret").exists()
@@ -107,11 +99,11 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
 def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, capsys):
     job = api.prepare(TINY, workers=1, epochs=4000, checkpoint_every=20, job_dir=tmp_path / "job")
     pid = detach(job)
-    wait_for(lambda: jobs.read(job).checkpoint >= 20)
+    until(lambda: jobs.read(job).checkpoint >= 20, "the job has a checkpoint")
     running = family(job)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert psutil.wait_procs(running, timeout=100)[1] == []
+    until_ended(one.pid for one in running)
     assert jobs.read(job).state == "dead"
     assert f"go on with: trueline resume {job}" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="is not running: it is dead"):

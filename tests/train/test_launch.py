@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -79,10 +80,12 @@ def test_a_launcher_hears_of_a_successor_by_the_line_that_it_had_to_the_master_b
     following = threading.Thread(target=running._follow)
     first.server.start()
     following.start()
-    told = [running._said.get(timeout=WAIT_S)]
+    told, states = [running._said.get(timeout=WAIT_S)], queue.SimpleQueue()
     first.server.stop(None).wait()
     told.append(running._said.get(timeout=WAIT_S))
-    time.sleep(0.3)  # nobody is there to be asked
+    running._line.subscribe(states.put)
+    while states.get(timeout=WAIT_S) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        pass  # until it has asked where nobody is
     second.server.add_insecure_port(f"127.0.0.1:{port}")
     second.server.start()
     told.append(running._said.get(timeout=WAIT_S))

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import socket
 from concurrent import futures
 
 import grpc
@@ -99,6 +100,24 @@ def test_a_master_that_comes_back_hears_at_once_from_its_workers(line):
     assert master.reports.get(timeout=WAIT_S).ref == link.ref
 
 
+def until_nobody_is_met(channel, **options):
+    """Returns when the channel has tried to connect, in vain."""
+    states = queue.SimpleQueue()
+    channel.subscribe(states.put, **options)
+    while states.get(timeout=WAIT_S) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        pass
+    channel.unsubscribe(states.put)
+
+
+def until_given_up(attempt_ms):
+    """Returns when a client that has so much patience gives up a master that does not greet it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = [*master_link.RECONNECTING[:2], ("grpc.min_reconnect_backoff_ms", attempt_ms),
+                   ("grpc.enable_http_proxy", 0)]  # fmt: skip
+        with grpc.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}", options=options) as impatient:
+            until_nobody_is_met(impatient, try_to_connect=True)
+
+
 def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repeated(monkeypatch):
     monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)  # who asks again asks too late
     master, here = Master(), grpc.server(futures.ThreadPoolExecutor(4))
@@ -108,7 +127,8 @@ def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repea
     link = MasterLink(f"127.0.0.1:{port}", "secret", "worker-0.0", lambda _: None)
     with futures.ThreadPoolExecutor(1) as beside:
         flushed = beside.submit(link.flush)
-        assert futures.wait([flushed], 0.3).not_done  # it has met nobody
+        until_nobody_is_met(link._channel)
+        assert not flushed.done()
         successor = grpc.server(futures.ThreadPoolExecutor(4))
         pb_grpc.add_MasterServicer_to_server(master, successor)
         successor.add_insecure_port(f"127.0.0.1:{port}")
@@ -133,7 +153,7 @@ def test_a_master_that_takes_its_time_to_greet_is_reached_all_the_same(line):
 
     async def late(reader, writer):
         tasks.append(asyncio.current_task())
-        await asyncio.sleep(0.6)  # what the machine is busy with
+        await asyncio.to_thread(until_given_up, attempt_ms=600)  # what the machine is busy with
         inwards, outwards = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(pump(reader, outwards), pump(inwards, writer), return_exceptions=True)
         for end in (writer, outwards):

@@ -16,6 +16,7 @@ from trueline.train.master import Master
 from trueline.train.settings import Fault
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
+from worlds.waiting import until_async
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_status_needs_no_worker(job, tmp_path):
 
 
 def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_engine_has(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("trueline.train.master.TICK_S", 0.001)
+    monkeypatch.setattr("trueline.train.master.TICK_S", 0)
     monkeypatch.setattr("trueline.train.autoscale.SETTLE_S", 0.01)
 
     async def scenario():
@@ -206,7 +207,7 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
                 nonlocal at
                 at += 0.001
                 master.account.applied += records
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
 
             scaling = master.keep(master.run_scaling())
             for slot in range(2):
@@ -233,8 +234,7 @@ def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
         async with serving(msgspec.structs.replace(job, faults=faults), tmp_path) as (master, stub):
             hello = pb.Hello(ref="worker-0.0", store="a:1", num_records=8, total_steps=2)
             watching = stub.Watch(hello, metadata=SECRET)
-            while not any(name == "worker.joined" for name, _ in said(master)):
-                await asyncio.sleep(0.001)
+            await until_async(lambda: any(name == "worker.joined" for name, _ in said(master)), "the worker joins")
             watching.cancel()
             return [fields for name, fields in said(master) if name == "fault.unreachable"]
 

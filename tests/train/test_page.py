@@ -14,6 +14,7 @@ from trueline import events
 from trueline.train import page as pages
 from trueline.train.page import Page, still, token_of
 from worlds import job_events
+from worlds.waiting import until_async
 
 HTML = Path(pages.__file__).with_name("page.html")
 
@@ -234,11 +235,9 @@ def test_the_page_of_a_folder_follows_what_another_process_writes(tmp_path, monk
                 rest = later.read_bytes()[(folder / "events.jsonl").stat().st_size :]
                 log.write(rest[:-40])
                 log.flush()
-                while page.board.step < 180:
-                    await asyncio.sleep(0.01)
+                await until_async(lambda: page.board.step >= 180, "the page has step 180")
                 log.write(rest[-40:])
-            while page.board.phase != "failed":
-                await asyncio.sleep(0.01)
+            await until_async(lambda: page.board.phase == "failed", "the page has the end")
             following.cancel()
             return page.board.changes
 

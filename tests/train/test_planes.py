@@ -77,6 +77,8 @@ def formed(planes, monkeypatch):
     group.address = address
     yield group
     group.close()
+    for made in planes.made:
+        made.aborted.set()  # sums of it are over: no thread keeps waiting for them
     del store
 
 
@@ -89,16 +91,21 @@ def test_a_sum_that_an_abort_has_ended_is_thrown_away_though_it_is_over(formed):
 
 
 def test_a_cut_reaches_who_waits_for_a_sum_and_is_noted_before_the_plane_is_aborted(formed, planes):
-    noted = []
+    noted, waited = [], threading.Event()
     planes.made[0].abort = lambda: noted.append(formed._broken)
     begun = formed.bucket_summed(torch.ones(3))
-    cutting = threading.Timer(0.05, formed.cut)
+    begun.over = lambda: waited.set() or planes.made[0].aborted.is_set()
+
+    def cut():
+        waited.wait(DEADLINE_S)
+        formed.cut()
+
+    cutting = threading.Thread(target=cut)
     cutting.start()
     with pytest.raises(RuntimeError, match="cut"):
         formed.wait_bucket(begun)
     cutting.join()
     assert noted[:1] == [True]
-    planes.made[0].aborted.set()
 
 
 def test_a_sum_that_was_over_before_the_cut_is_whole(formed):

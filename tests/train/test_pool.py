@@ -23,6 +23,7 @@ from trueline.train import pool
 from trueline.train.evaluate import evaluate
 from trueline.train.predict import predict
 from worlds.jobs import MEASURED, checkpoint_of
+from worlds.waiting import until_ended
 
 pytestmark = pytest.mark.jobs
 
@@ -189,7 +190,7 @@ def test_when_the_command_ends_its_processes_end(trained, number):
     process.send_signal(number)
     process.communicate(timeout=100)
     assert process.returncode != 0
-    assert psutil.wait_procs(below, timeout=100)[1] == []
+    until_ended(one.pid for one in below)
     if number == signal.SIGKILL:  # who is killed cannot clean up; nothing else stays
         for left in Path(tempfile.gettempdir()).iterdir():
             shutil.rmtree(left)

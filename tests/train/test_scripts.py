@@ -1,21 +1,23 @@
 """Promises to people with a loop of their own: their script is a job like any other."""
 
+import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trueline import errors, events
 from trueline.state import checkpoint
-from trueline.train import api, jobs
+from trueline.train import api, ending, jobs
 from trueline.train import settings as job_settings
 from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 
 LOOP = f"""
-import os, sys, time
+import os, sys
 sys.path.insert(0, {str(TINY.parent)!r})
 import tiny, torch, trueline
 
@@ -32,7 +34,8 @@ def main():
         job.step(tiny.loss(model(*batch.inputs), batch.labels))
     if len(sys.argv) > 2 and sys.argv[2] == "spoil":
         raise OSError("nowhere to write to")
-    time.sleep(0.5)  # something that takes its time after the last step
+    if os.path.exists("{{after}}"):
+        open("{{after}}").close()  # something that takes its time after the last step
     with open(os.path.join(os.environ["TRUELINE_JOB"], "done"), "a") as file:
         file.write(f"{{job.steps}} ")
 
@@ -78,7 +81,7 @@ def script(tmp_path, *arguments, code=LOOP, **options):
     return api.prepare_script(path, arguments, job_dir=tmp_path / "job", **options)
 
 
-def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(tmp_path):
+def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follows_its_loop(tmp_path, monkeypatch):
     killed = []
 
     def kill(name, fields):
@@ -87,7 +90,16 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
         if name == "step.applied" and fields["step"] == 20:
             os.kill(killed[1], signal.SIGKILL)
 
-    job = script(tmp_path, "30", workers=2, checkpoint_every=50)
+    after = tmp_path / "after"
+    os.mkfifo(after)
+
+    def let_go(_):
+        """Once the launcher waits: lets the scripts go on that wait for somebody to open the pipe."""
+        with contextlib.suppress(OSError):  # none waits yet, or any more
+            os.close(os.open(after, os.O_WRONLY | os.O_NONBLOCK))
+
+    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=let_go))
+    job = script(tmp_path, "30", code=LOOP.replace("{after}", str(after)), workers=2, checkpoint_every=50)
     with events.listening(kill):
         result = api.launch(job)
     settled = job_settings.load(job)
@@ -100,14 +112,14 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
 
 def test_a_loop_of_ones_own_is_evaluated_averaged_and_stopped_early_though_workers_die(tmp_path):
     def run(name, workers, kills=()):
-        pids, left = [], list(kills)
+        alive, left = [], list(kills)
 
         def kill(event, fields):
             if event == "worker.running":
-                pids.append(fields["pid"])
+                alive.append(fields["pid"])
             if event == "step.applied" and left and fields["step"] >= left[0]:
                 left.pop(0)
-                os.kill(pids[-1], signal.SIGKILL)
+                os.kill(alive.pop(), signal.SIGKILL)
 
         (tmp_path / name).mkdir()
         with events.listening(kill):

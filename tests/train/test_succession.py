@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
 from trueline.train import settings
 from trueline.train.succession import Succession
+from worlds.waiting import until, until_ended
 
 
 class Line:
@@ -32,11 +32,12 @@ class Line:
         file = self.folder / "master.json"
         file.unlink(missing_ok=True)
         self.masters.start("--port", str(port))
-        deadline = time.monotonic() + 200
-        while not file.exists():
+
+        def listens():
             assert self.masters.poll() is None, (self.folder / "logs" / "master.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return file.exists()
+
+        until(listens, "the master listens")
         told = json.loads(file.read_text())
         return psutil.Process(told["pid"]), int(told["address"].rpartition(":")[2])
 
@@ -53,10 +54,6 @@ def line(tmp_path):
     line.cut()
     line.masters.end()
     os.close(line.life)
-
-
-def gone(process):
-    return psutil.wait_procs([process], timeout=100)[1] == []
 
 
 def test_a_successor_comes_from_the_same_zygote_to_the_same_port_and_the_end_before_is_told(line):
@@ -85,7 +82,7 @@ def test_a_zygote_that_is_killed_takes_its_master_along_and_another_pair_can_beg
         master.send_signal(signal.SIGSTOP)
     zygote.kill()
     assert line.masters.wait(200) == -signal.SIGKILL
-    assert gone(master)
+    until_ended([master.pid])
     other, again = line.start(port)
     assert other.parent() != zygote
     assert again == port
@@ -100,7 +97,7 @@ def test_both_end_with_the_lifeline(line, stopped):
         master.send_signal(signal.SIGSTOP)
     line.cut()
     line.masters.end()
-    assert gone(master)
+    until_ended([master.pid])
 
 
 def test_a_master_that_cannot_begin_says_so_by_its_exit_code(line):

@@ -9,14 +9,14 @@ import base64
 import fcntl
 import json
 import os
-import select
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from worlds.waiting import until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
 WHY_NOT = "there is no Chromium here to open the page with (Debian: apt-get install chromium)"
@@ -51,15 +51,9 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script: str, timeout_s: float = 60.0) -> Any:
+    def until(self, script: str) -> Any:
         """The value of an expression as soon as it is a true one."""
-        ends = time.monotonic() + timeout_s
-        while not (found := self.ask(script)):
-            assert time.monotonic() < ends, (
-                f"{script} is {found!r} after {timeout_s:g} s; the page says {self.text()!r}"
-            )
-            select.select([self._reads], [], [], 0.05)
-        return found
+        return until(lambda: self.ask(script), lambda: f"{script}; the page says {self.text()!r}")
 
     def text(self) -> str:
         """What a reader sees."""

@@ -45,6 +45,9 @@ class Wire:
     def is_closing(self) -> bool:
         return self.closed
 
+    def answers(self) -> int:
+        return self.written.count(b"HTTP/1.1 ")
+
     def can_write_eof(self) -> bool:
         return True
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from contextlib import ExitStack
 from pathlib import Path
+
+from worlds.waiting import until
 
 
 def free_ports(count: int) -> list[int]:
@@ -15,12 +16,12 @@ def free_ports(count: int) -> list[int]:
         return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
-def until_listening(process: subprocess.Popen[bytes], port: int, log: Path, patience_s: float = 120.0) -> None:
+def until_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     """Returns once `process` listens. Raises AssertionError with the end of its log."""
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until and process.poll() is None:
+
+    def listens() -> bool:
+        assert process.poll() is None, f"{log.stem} has ended: {log.read_text()[-2000:]}"
         with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"{log.stem} does not listen: {log.read_text()[-2000:]}")
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    until(listens, lambda: f"{log.stem} listens: {log.read_text()[-2000:]}")

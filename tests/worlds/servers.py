@@ -28,6 +28,7 @@ from trueline.serve.routes import Routes
 from trueline.serve.store import Store
 from trueline.serve.version import Loaded
 from worlds import bundles
+from worlds.waiting import until
 
 _OWN = {"verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "timeout": 250.0}
 """To read all authorities of the web is more work than a request. Nothing ends by waiting; a machine may be slow."""
@@ -52,18 +53,18 @@ def keys_in(key_file: Path) -> dict[str, str]:
 
 
 def eventually(true: Callable[[], object]) -> None:
-    """Returns once `true` holds; the suite's own limit ends what never does."""
+    """Returns once `true` holds of servers that may not be there yet.
 
-    async def until() -> None:
-        while True:
-            try:
-                if true():
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.05)
+    Three times: all connections of one time may have come to the same of several processes.
+    """
 
-    asyncio.run(asyncio.wait_for(until(), 120))
+    def holds() -> object:
+        try:
+            return all(true() for _ in range(3))
+        except httpx.TransportError:
+            return False
+
+    until(holds, "servers follow what was asked of another")
 
 
 class Answers:

@@ -9,6 +9,8 @@ it is another than before; it ends with its standard input.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 import select
 import sys
@@ -71,4 +73,5 @@ def _say(line: Line) -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # the exit does not look through what MLflow has imported, for half a second
     sys.exit(main())
