@@ -23,7 +23,7 @@ from trueline.serve.recipe_archive import archive
 
 pytestmark = pytest.mark.slow
 
-WIDTH, LAYERS = 2048, 8
+WIDTH, LAYERS = 2048, 4
 WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
 
 
