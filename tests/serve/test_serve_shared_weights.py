@@ -21,7 +21,7 @@ from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow
 
-WIDTH, LAYERS = 2048, 8
+WIDTH, LAYERS = 2048, 4
 WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
 
 
