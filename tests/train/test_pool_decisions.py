@@ -1,0 +1,225 @@
+"""Promises of a pool that need no process: which answer counts, whom a failure is put down to, when it ends."""
+
+import asyncio
+import io
+import json
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from trueline import errors
+from trueline.engine.contract import Kind, Seen
+from trueline.train import evaluate, pool, pool_worker
+from trueline.train.pool import Message, Work
+from trueline.train.pool_worker import Order
+
+WORK = Work(entry="x:y", recipe="r.py", recipe_digest="d", source="", mode="evaluation", num_records=10, batch=4)
+
+
+class Line:
+    """What a worker is sent."""
+
+    def __init__(self):
+        self.orders = []
+
+    def write(self, line):
+        self.orders.append(json.loads(line))
+
+
+class Engine:
+    def __init__(self):
+        self.added = []
+
+    async def add(self, specs):
+        self.added += [spec.ref for spec in specs]
+
+
+class Pool:
+    """A pool in a loop of its own, with workers that the test plays."""
+
+    def __init__(self, tmp_path, work=WORK, workers=2):
+        self.loop, self.advanced = asyncio.new_event_loop(), []
+        self.pool = pool._Pool(work, workers, tmp_path, self.advanced.append)
+        self.pool.ended = self.loop.create_future()
+        self.pool.engine = Engine()
+        self.lines = {}
+
+    def ready(self, *slots, records=10):
+        for slot in slots:
+            self.pool._check(Message(op="ready", records=records))
+            self.lines[slot] = self.pool.lines[f"pool-{slot}.0"] = Line()
+            self.pool._offer(f"pool-{slot}.0")
+        return self
+
+    def done(self, slot, reply):
+        self.pool._done(f"pool-{slot}.0", reply)
+        self.pool._offer(f"pool-{slot}.0")
+        return self
+
+    def died(self, ref):
+        self.loop.run_until_complete(self.pool._died(Seen(ref=ref, kind=Kind.EXITED, code=1, reason="exit code 1")))
+
+    def ended(self):
+        return self.pool.ended.done()
+
+    def orders(self, slot):
+        return [(one["start"], one["stop"], one["careful"]) for one in self.lines[slot].orders]
+
+
+@pytest.fixture
+def of(tmp_path):
+    made = []
+
+    def new(*how, **kind):
+        made.append(Pool(tmp_path, *how, **kind))
+        return made[-1]
+
+    yield new
+    for one in made:
+        if one.ended():
+            one.pool.ended.exception()
+        one.loop.close()
+
+
+def test_a_pool_ends_with_the_last_chunk_and_its_replies_are_those_of_their_chunks(of):
+    found = of().ready(0, 1)
+    assert (found.orders(0), found.orders(1)) == ([(0, 4, False)], [(4, 8, False)])
+    found.done(1, {"n": 2})
+    assert found.orders(1)[1:] == [(8, 10, False)]
+    found.done(1, {"n": 3})
+    assert not found.ended()
+    found.done(0, {"n": 1})
+    assert (found.ended(), found.pool.replies, found.advanced) == (
+        True,
+        {0: {"n": 1}, 1: {"n": 2}, 2: {"n": 3}},
+        [4, 6, 10],
+    )
+
+
+def test_chunks_that_were_done_before_are_given_to_nobody_and_no_worker_is_started_for_them(of):
+    found = of(msgspec.structs.replace(WORK, done=(0, 2)), workers=5).ready(0)
+    assert (found.pool.workers, found.orders(0)) == (1, [(4, 8, False)])
+    assert found.done(0, {}).ended()
+
+
+def failed(found, slot, **how):
+    found.pool._failed(f"pool-{slot}.0", Message(op="failed", code="data", why="torn", hint="look", **how))
+    found.pool._offer(f"pool-{slot}.0")
+
+
+def test_a_chunk_that_fails_three_times_ends_the_pool_and_is_tried_record_by_record_before(of):
+    found = of(msgspec.structs.replace(WORK, num_records=4)).ready(0, records=4)
+    for _ in range(2):
+        failed(found, 0)
+    assert [careful for *_, careful in found.orders(0)] == [False, True, True]
+    with pytest.raises(errors.DataError, match="torn") as last:
+        failed(found, 0)
+    assert last.value.hint == "look"
+
+
+def test_what_every_worker_would_meet_ends_the_pool_at_once(of):
+    with pytest.raises(errors.DataError, match="torn"):
+        failed(of().ready(0), 0, fatal=True)
+
+
+def test_a_worker_that_sees_other_records_ends_the_pool(of):
+    with pytest.raises(errors.DataError, match=r"has 11 records in a worker and 10 here"):
+        of().ready(0, records=11)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_chunk_given_to_another(of):
+    found = of().ready(0, 1)
+    found.died("pool-0.0")
+    assert found.pool.engine.added == ["pool-0.1"]
+    found.done(1, {}).done(1, {})
+    assert found.orders(1) == [(4, 8, False), (8, 10, False), (0, 4, True)]
+
+
+def test_a_record_that_ends_every_process_is_named_as_far_as_it_is_known(of):
+    for trying, named in ((3, "record 3 of"), (None, "one of the records 0 to 3 of")):
+        found = of().ready(0)
+        for _ in range(2):
+            found.died("pool-0.0")
+            found.pool.lines["pool-0.0"] = Line()
+            found.pool.chunks._waiting.rotate(1)  # it is the next one again
+            found.pool._offer("pool-0.0")
+        if trying is not None:
+            found.pool.trying["pool-0.0"] = trying
+        with pytest.raises(errors.DataError, match=f"{named} .*ends every process that works on it: exit code 1"):
+            found.died("pool-0.0")
+
+
+def test_workers_that_end_before_they_are_ready_end_the_pool_when_it_is_three_in_a_row(of):
+    found = of()
+    found.died("pool-0.0")
+    found.died("pool-1.0")
+    found.ready(0)
+    found.died("pool-1.1")
+    found.died("pool-1.2")
+    with pytest.raises(errors.TrainError, match="workers end before they are ready: exit code 1"):
+        found.died("pool-1.3")
+
+
+# The worker's side. --------------------------------------------------------------------------------------------------
+
+
+def compute(*bad, whole=True):
+    def one(start, stop):
+        if any(start <= record < stop for record in bad) or (not whole and stop - start > 1):
+            raise ValueError("odd")
+        return {"sum": sum(range(start, stop))}
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("bad", "whole", "bounds", "named"),
+    [
+        ((6,), True, (4, 8), "record 6: ValueError: odd"),
+        ((5, 7), True, (4, 8), "record 5: ValueError: odd"),
+        ((4, 5, 6, 7), True, (4, 8), "records 4 to 7: ValueError: odd"),
+        ((), False, (4, 8), "records 4 to 7: ValueError: odd"),
+        ((4,), True, (4, 5), "record 4: ValueError: odd"),
+    ],
+)
+def test_a_chunk_that_fails_names_the_record_at_fault_where_one_is(bad, whole, bounds, named):
+    answer = pool_worker._answered(
+        io.BytesIO(), compute(*bad, whole=whole), Order(start=bounds[0], stop=bounds[1], careful=False)
+    )
+    assert (answer["op"], answer["why"], answer["code"]) == ("failed", named, "recipe")
+
+
+def test_a_careful_worker_says_which_record_it_tries_before_it_answers():
+    said = io.BytesIO()
+    answer = pool_worker._answered(said, compute(), Order(start=4, stop=7, careful=True))
+    assert answer == {"op": "done", "reply": {"sum": 15}}
+    assert [json.loads(line)["record"] for line in said.getvalue().splitlines()] == [4, 5, 6]
+
+
+# Sums of an evaluation. ----------------------------------------------------------------------------------------------
+
+
+def test_means_count_each_record_once_whatever_the_chunks_are():
+    chunks = [{"loss": 8.0, "metric a": 2.0}, {"loss": 1.0, "metric a": 3.0}]
+    assert evaluate._means(chunks, 10) == {"loss": 0.9, "metric a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("found", "total"), [([1.0, 2.0, 3.0], 6.0), (2.0, 6.0), ([[1.0, 3.0], [2.0, 4.0], [5.0, 5.0]], 10.0)], ids=str
+)
+def test_a_value_for_each_record_or_their_mean_makes_the_same_sum(found, total):
+    assert evaluate._sum("loss", found, 3) == total
+
+
+def test_another_number_of_values_than_records_is_refused():
+    with pytest.raises(errors.RecipeError, match=r"'loss' returned \[2\] values for 3 records"):
+        evaluate._sum("loss", [1.0, 2.0], 3)
+
+
+def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
+    recipe, how = SimpleNamespace(path=None, digest="d", name="r"), {"records": 3, "batch": 2}
+    found = pool.work("a:b", recipe, "r:x", "s", "evaluation", **how)
+    assert (found.recipe, found.recipe_digest, found.num_records, found.batch) == ("r:x", "d", 3, 2)
+    with pytest.raises(errors.UsageError, match="has no file that worker processes could load"):
+        pool.work("a:b", recipe, object(), "s", "evaluation", **how)
