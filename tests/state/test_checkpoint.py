@@ -120,3 +120,38 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     path = checkpoint.write(tmp_path, step=1, state=state, facts={"recipe": {"name": "large"}})
     with pytest.raises(CheckpointError, match="is of recipe 'large' and does not fit the model of recipe 'small'"):
         checkpoint.load_model(recipe, path)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_one_changed_bit_of_a_weight_is_an_error_that_names_the_file(tmp_path, place):
+    """The weights are most of the file, and nothing but the digest knows what they were."""
+    path = checkpoint.write(tmp_path, step=1, state={"model": {"w": torch.arange(5000.0)}}, facts={})
+    file = path / checkpoint.TENSORS
+    data = bytearray(file.read_bytes())
+    data[len(data) - 20_000 + round(place * 19_999)] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=rf"{checkpoint.TENSORS} was changed or torn"):
+        checkpoint.read(path)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_the_tensors_of_another_checkpoint_are_refused(tmp_path):
+    one, two = (
+        checkpoint.write(tmp_path, step=step, state={"model": {"w": torch.ones(3) * step}}, facts={}) for step in (1, 2)
+    )
+    (two / checkpoint.TENSORS).write_bytes((one / checkpoint.TENSORS).read_bytes())
+    with pytest.raises(CheckpointError, match=checkpoint.TENSORS):
+        checkpoint.read(two)
+    assert checkpoint.latest(tmp_path).step == 1
+
+
+def test_a_manifest_without_a_digest_of_its_tensors_is_refused(tmp_path):
+    path = checkpoint.write(tmp_path, step=1, state={"model": {"w": torch.ones(3)}}, facts={})
+    from trueline import files
+
+    body = json.loads(json.loads((path / checkpoint.MANIFEST).read_text())["body"])
+    for changed in ({}, {checkpoint.TENSORS: ""}, {checkpoint.TENSORS: "0" * 64}):
+        text = json.dumps({**body, "files": changed})
+        (path / checkpoint.MANIFEST).write_text(json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}))
+        with pytest.raises(CheckpointError, match=checkpoint.TENSORS):
+            checkpoint.read(path)
