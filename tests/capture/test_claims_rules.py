@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture import claims
+from trueline.runtime.export import Exported
 from trueline.runtime.probes import Probe
 from trueline.runtime.prove import Observation
 
@@ -79,3 +82,76 @@ def test_the_last_size_that_is_answered_is_found_on_either_side(first: int, last
 def test_a_probe_lies_inside_a_claim_by_its_sizes_and_its_guards() -> None:
     some = claim(NOT_SEVEN, length=Dim(max=8))
     assert [claims.allowed(some, seen(1, length).probe) for length in (6, 7, 8, 9)] == [True, False, True, False]
+
+
+class Doubling:
+    """An exported program that doubles, but for the lengths at which it does not."""
+
+    format = "torch_export"
+
+    def __init__(self, signature: Signature, *, wrong: int = 0) -> None:
+        self.signature = signature
+        self.wrong = wrong
+
+    def run(self, inputs: Any) -> dict[str, Any]:
+        return {"y": inputs["x"] * np.float32(3 if inputs["x"].shape[1] == self.wrong else 2)}
+
+
+def answered(batch: int, length: int) -> Observation:
+    """What a model that doubles answers at these sizes."""
+    x = np.ones((batch, length), np.float32)
+    probe = Probe(name=f"{batch}, {length}", origin="given", num_records=batch, inputs={"x": x})
+    return Observation(probe=probe, outputs={"y": x * np.float32(2)}, error="", way=())
+
+
+def borne_out(
+    monkeypatch: pytest.MonkeyPatch, made: Sequence[Signature], *sizes: tuple[int, int], wrong: int = 0
+) -> int:
+    """Which of the claims, from the widest on, a program that is wrong at one length bears out."""
+    whole = [msgspec.structs.replace(one, outputs=(msgspec.structs.replace(X, name="y"),)) for one in made]
+    exported = Exported(
+        program=None,  # type: ignore[arg-type]
+        signature=whole[0],
+        symbols={},
+        claims=tuple(whole),
+        boundaries={},
+        weight_bytes=0,
+    )
+    monkeypatch.setattr(claims, "LoadedProgram", lambda one: Doubling(one.signature, wrong=wrong))
+    found = claims.borne_out(exported, [answered(*one) for one in sizes])
+    return whole.index(found.signature)
+
+
+def test_the_widest_claim_is_taken_that_probes_between_it_and_the_strictest_bear_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = [claim(), claim(NOT_SEVEN), claim(NOT_SEVEN, EVEN)]
+    assert borne_out(monkeypatch, made, (2, 7), (3, 5)) == 0
+    assert borne_out(monkeypatch, made, (2, 7), (3, 5), wrong=7) == 1, "batches of any number, and no length of 7"
+    assert borne_out(monkeypatch, made, (2, 7), (3, 5), wrong=5) == 2
+
+
+def test_a_claim_that_no_probe_was_asked_about_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [claim(), claim(NOT_SEVEN, EVEN)]
+    assert borne_out(monkeypatch, made) == 1
+    assert borne_out(monkeypatch, made, (2, 3), (4, 5)) == 1
+    assert borne_out(monkeypatch, made, (2, 7), (4, 5)) == 1, "no odd batch was asked"
+
+
+def test_a_narrower_claim_is_the_next_one_and_after_the_strictest_there_is_none() -> None:
+    made = (claim(), claim(NOT_SEVEN), claim(NOT_SEVEN, EVEN))
+    exported = Exported(
+        program=None,  # type: ignore[arg-type]
+        signature=made[0],
+        symbols={},
+        claims=made,
+        boundaries={},
+        weight_bytes=0,
+    )
+    second = claims.narrower(exported)
+    assert second is not None
+    assert second.signature == made[1]
+    third = claims.narrower(second)
+    assert third is not None
+    assert third.signature == made[2]
+    assert claims.narrower(third) is None

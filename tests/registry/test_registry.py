@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trueline.errors import BundleError, RegistryError, RequestError, UsageError
-from trueline.registry import RunFacts, register, resolve, store, versions
+from trueline.bundle import signing
+from trueline.errors import BundleError, RegistryError, RequestError, StorageError, UsageError
+from trueline.registry import RunFacts, add, find, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
 from trueline.runtime.session import open_program
@@ -254,3 +255,104 @@ def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(timeout=100)
+
+
+def test_an_alias_stays_where_it_was_when_a_version_cannot_be_added(
+    tmp_path: Path, new_registry: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_registry(tmp_path)
+    bundles.scaled(tmp_path / "one.bundle")
+    bundles.scaled(tmp_path / "two.bundle", scale=3.0)
+    register(tmp_path / "one.bundle", tracking_uri=uri(tmp_path))
+    register(tmp_path / "two.bundle", tracking_uri=uri(tmp_path))
+    before = versions("double", tracking_uri=uri(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no space left on the device")
+
+    monkeypatch.setattr(add, "_add_version", full)
+    with pytest.raises(StorageError):
+        register(tmp_path / "one.bundle", tracking_uri=uri(tmp_path))
+    assert versions("double", tracking_uri=uri(tmp_path)) == before
+    assert [one.aliases for one in before] == [("champion",), ()]
+    with store.opened(uri(tmp_path)) as client:
+        experiment = client.get_experiment_by_name("double")
+        assert experiment is not None
+        states = [run.info.status for run in client.search_runs([experiment.experiment_id])]
+    assert sorted(states) == ["FAILED", "FINISHED", "FINISHED"]
+
+
+def listing(*numbers: int) -> list[find.ModelVersion]:
+    """Versions of `double` as the registry lists them; the lowest is the champion, and the third was not made here."""
+    return [
+        find.ModelVersion(
+            name="double",
+            version=number,
+            digest="" if number == 3 else f"d{number}",
+            aliases=("champion",) if number == min(numbers) else (),
+            created="",
+            run_id="",
+        )
+        for number in numbers
+    ]
+
+
+def test_the_latest_version_is_the_highest_number_and_not_the_last_by_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {str(one.version): one for one in listing(2, 10, 9, 1)}
+
+    class Client:
+        tracking_uri = "here"
+
+        def get_registered_model(self, name: str) -> None:
+            assert name == "double"
+
+        def search_model_versions(self, query: str) -> list[find.ModelVersion]:
+            return list(made.values())
+
+        def get_model_version(self, name: str, version: object) -> find.ModelVersion:
+            return made[str(version)]
+
+    monkeypatch.setattr(find, "to_version", lambda found: found)
+    found = find._versions(Client(), "double")  # type: ignore[arg-type]
+    assert [one.version for one in found] == [10, 9, 2, 1]
+    picked = [find._pick(found, None, "latest"), find._pick(found, None, "1"), find._pick(found, "champion", None)]
+    assert [one.version for one in picked] == [10, 1, 1]
+
+
+def test_a_version_that_trueline_did_not_register_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "opened", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(find, "_versions", lambda client, name: listing(3))
+    with pytest.raises(RegistryError, match="was not registered by Trueline"):
+        resolve("models:/double/3")
+
+
+def test_a_version_brings_the_signature_that_lay_beside_its_bundle(
+    tmp_path: Path, new_registry: Callable[[Path], str]
+) -> None:
+    new_registry(tmp_path)
+    bundle = bundles.scaled(tmp_path / "b.bundle")
+    assert register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path)).signature == ""
+    signing.place_of(bundle.path).write_text("trueline-signature-1 ab cd\n")
+    assert register(tmp_path / "b.bundle", tracking_uri=uri(tmp_path)).signature == "trueline-signature-1 ab cd"
+    assert resolve("models:/double/2", tracking_uri=uri(tmp_path)).signature == "trueline-signature-1 ab cd"
+
+
+def test_a_download_that_breaks_off_leaves_nothing_that_a_later_one_takes_for_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (version,) = listing(2)
+
+    def broken(where: str, *, dst_path: str, tracking_uri: str) -> None:
+        (Path(dst_path) / "bundle").mkdir()
+        (Path(dst_path) / "bundle" / "bundle.json").write_text("{")
+        raise ConnectionError("the line is dead")
+
+    monkeypatch.setattr("mlflow.artifacts.download_artifacts", broken)
+
+    class Client:
+        tracking_uri = "http://registry"
+
+    with pytest.raises(StorageError, match="the line is dead"):
+        find._downloaded(Client(), version, "models")  # type: ignore[arg-type]
+    assert [*(tmp_path / "trueline" / "bundles").iterdir()] == []
