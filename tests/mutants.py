@@ -207,7 +207,7 @@ def main() -> int:
     print(f"{len(sample)} mutants, seed {options.seed}", flush=True)
     if not run(list(sample), options.jobs, options.minutes * 60):
         # mutmut keeps what its tests print to itself.
-        print("mutmut could not begin: the tests have to pass on the copy, without a fault, first. To see which fails:\n"
+        print("mutmut could not begin: the tests have to pass on the copy without a fault. To see which fails:\n"
               "  cd mutants && MUTANT_UNDER_TEST= PYTHONPATH=src python -m pytest -x -m 'not slow and not jobs'",
               file=sys.stderr)  # fmt: skip
         return 2
