@@ -102,7 +102,7 @@ def test_a_bundle_without_a_golden_example_is_not_proven_here() -> None:
         asked(Kept(), right)
 
 
-def test_machine_code_is_opened_only_by_who_allows_it_and_an_unknown_format_by_none(tmp_path: Path) -> None:
+def test_machine_code_is_opened_only_with_native_and_an_unknown_format_never(tmp_path: Path) -> None:
     (tmp_path / "model.so.pt2").write_bytes(b"machine code")
     with pytest.raises(UsageError, match="is machine code, and opening it runs it"):
         open_session("aotinductor", tmp_path / "model.so.pt2", SIGNATURE)
