@@ -413,7 +413,7 @@ def test_one_changed_bit_anywhere_in_any_file_is_an_error_that_names_the_file(
 ) -> None:
     content = bytearray((weighty / name).read_bytes())
     at = round(place * (len(content) - 1))
-    # Of the manifest the spaces between its words are nobody's: there a letter is changed.
+    # Spaces between the words of a manifest say nothing: the next letter is changed there.
     at = next(
         at for at in [*range(at, len(content)), *range(at, -1, -1)] if name == WEIGHTS or content[at] not in b" \n"
     )

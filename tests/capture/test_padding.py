@@ -121,3 +121,20 @@ def test_lengths_of_a_bucket_share_a_run_and_others_do_not() -> None:
     even = padding.even([of(3), of(7)])
     assert [one["x"].shape[1] for one in even] == [7, 7]
     assert even[0]["mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0]]
+
+
+def test_a_model_that_draws_or_keeps_a_state_is_never_filled_up() -> None:
+    claim = signature()
+    assert proven(Model(masked_mean, claim), claim, EXAMPLE).padded == ("length",)
+    drawing = Signature(inputs=claim.inputs, outputs=claim.outputs, dims=claim.dims, random=True)
+    assert proven(Model(masked_mean, drawing), drawing, EXAMPLE) == drawing
+    state = TensorSpec(name="state.h", datatype="FP32", shape=("batch", 2), role="state")
+    left = TensorSpec(name="next.h", datatype="FP32", shape=("batch", 2), role="state")
+    keeping = Signature(inputs=(*claim.inputs, state), outputs=(*claim.outputs, left), dims=claim.dims)
+
+    class Remembering(Model):
+        def run(self, inputs: Any) -> dict[str, Any]:
+            return {**super().run(inputs), "next.h": inputs["state.h"]}
+
+    example = {**EXAMPLE, "state.h": np.zeros((3, 2), np.float32)}
+    assert proven(Remembering(masked_mean, keeping), keeping, example) == keeping

@@ -158,7 +158,7 @@ def test_the_probes_are_fresh_ones_unless_those_of_the_capture_are_asked_for(
     assert asked() == fresh
 
 
-def test_machine_code_is_looked_at_only_by_who_trusts_its_maker_and_else_there_is_a_note(
+def test_machine_code_is_looked_at_only_with_native_and_a_note_says_that_it_was_not(
     verified: Callable[..., Verified],
 ) -> None:
     native = Program("aotinductor")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
+from trueline.runtime import ranges
 from trueline.runtime.ranges import Claim, Found, borders, claims
 
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
@@ -61,3 +63,16 @@ def test_borders_lie_on_both_sides() -> None:
     found = borders(claimed(f"{L} <= 64", f"{M} % 4 == 0"))
     assert {64, 65} <= set(found["length"])
     assert {3, 4} <= set(found["other"])
+
+
+def test_guards_of_which_none_says_the_other_are_all_kept() -> None:
+    holes = [Guard(text=f"a != {size}", rule=f"d0 != {size}", symbols=("a",)) for size in (7, 9, 30)]
+    pair = [
+        Guard(text="a != b", rule="d0 != d1", symbols=("a", "b")),
+        Guard(text="a + b != 9", rule="d0 + d1 != 9", symbols=("a", "b")),
+    ]
+    found = ranges._reduced([*holes, *pair], {"a": Dim(), "b": Dim()})
+    assert {guard.text for guard in found.guards} == {guard.text for guard in (*holes, *pair)}
+    for a in range(1, 40):
+        for b in (1, 2, 3, 8):
+            assert found.allows({"a": a, "b": b}) is (a not in (7, 9, 30) and a not in (b, 9 - b))

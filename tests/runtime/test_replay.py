@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from trueline.bundle import Dim, Golden, Signature, TensorSpec
 from trueline.errors import BundleError, NotProven, UsageError
+from trueline.runtime import session
 from trueline.runtime.session import open_session, replay
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
@@ -100,7 +102,7 @@ def test_a_bundle_without_a_golden_example_is_not_proven_here() -> None:
         asked(Kept(), right)
 
 
-def test_machine_code_is_opened_only_by_who_allows_it_and_an_unknown_format_by_none(tmp_path: Path) -> None:
+def test_machine_code_is_opened_only_with_native_and_an_unknown_format_never(tmp_path: Path) -> None:
     (tmp_path / "model.so.pt2").write_bytes(b"machine code")
     with pytest.raises(UsageError, match="is machine code, and opening it runs it"):
         open_session("aotinductor", tmp_path / "model.so.pt2", SIGNATURE)
@@ -108,3 +110,28 @@ def test_machine_code_is_opened_only_by_who_allows_it_and_an_unknown_format_by_n
         open_session("pickle", tmp_path / "model.so.pt2", SIGNATURE, native=True)
     with pytest.raises(BundleError, match="there is no program at"):
         open_session("onnx", tmp_path / "absent.onnx", SIGNATURE)
+
+
+def test_a_program_is_opened_with_what_its_masks_have_to_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mask = TensorSpec(name="mask", datatype="INT64", shape=("batch", 2))
+    plain = Signature(inputs=(mask,), outputs=(mask,), dims={"batch": Dim()})
+
+    class Two(Kept):
+        """A bundle of two programs, one of which was proven only for rows that show something."""
+
+        signature = plain
+        digest = "ab"
+
+        def program(self, format: str | None = None) -> Any:
+            return SimpleNamespace(format=format)
+
+        def program_path(self, format: str | None = None) -> Path:
+            return tmp_path
+
+        def signature_of(self, format: str | None = None) -> Signature:
+            return plain.with_rows({"mask": "some"}) if format == "onnx" else plain
+
+    monkeypatch.setattr(session, "open_session", lambda format, path, signature, **_: (format, signature.rows))
+    bundle: Any = Two(1)
+    assert session.open_program(bundle, "onnx") == ("onnx", {"mask": "some"})
+    assert session.open_program(bundle, "torch_export") == ("torch_export", {})

@@ -319,7 +319,7 @@ def test_a_deadline_passes_at_its_moment_and_not_before() -> None:
         assert (found.run, found.expired) == ((), (one,))
 
 
-def test_the_answer_of_a_request_that_is_gone_goes_to_nobody_else() -> None:
+def test_the_answer_of_a_withdrawn_request_goes_to_no_other() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
         running = batcher.submit(rows(1), 1, "k")
         await entered(gate)
@@ -346,7 +346,7 @@ def test_a_request_that_is_gone_while_it_runs_hurts_none_that_runs_with_it() -> 
     assert play(scene, Policy()).rows == [2, 1]
 
 
-def test_only_who_is_more_urgent_than_the_last_of_a_full_queue_has_room() -> None:
+def test_only_a_request_more_urgent_than_the_last_of_a_full_queue_has_room() -> None:
     async def scene(batcher: Batcher, gate: Gate) -> None:
         asked = [batcher.submit(rows(1), 1, "k")]
         await entered(gate)

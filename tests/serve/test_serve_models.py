@@ -1,4 +1,4 @@
-"""Which version a request goes to: by its name, the split, or the default; and who is told that this has changed."""
+"""Which version a request goes to: by its name, the split, or the default; and what was remembered of it ends."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def remembers(models: Models) -> Callable[[], bool]:
     return changed
 
 
-def test_every_act_that_sends_requests_elsewhere_is_noticed_by_who_remembers() -> None:
+def test_every_act_that_sends_requests_elsewhere_ends_what_is_remembered() -> None:
     models = served("1", "2")
     changed = remembers(models)
     models.put(Version(model="tiny", version="2", state="ready"))
@@ -155,7 +155,7 @@ def test_a_server_is_ready_when_every_default_is_and_while_it_runs_also_when_one
 ) -> None:
     models = served("1", "2")
     models.put(Version(model="other", version="1", state=state))  # type: ignore[arg-type]
-    models.find("tiny", "2").state = "failed"  # not the default: it hinders nobody
+    models.find("tiny", "2").state = "failed"  # not the default: the server is ready without it
     assert models.ready is at_start
     models.started = True
     assert models.ready is later

@@ -325,7 +325,7 @@ def test_a_short_request_that_is_held_for_the_end_of_the_turn_keeps_its_version(
 
 
 class FakeWorker:
-    """A handler's process that is none: it is ready at once, and answers when it is told to."""
+    """A handler's worker without a process: ready at once, it answers when the test lets it."""
 
     made: list[FakeWorker]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -185,3 +187,34 @@ def test_a_server_that_asks_for_certificates_may_be_reached_and_answers_over_htt
             given = grpc_client.InferInput("x", [1, 3], "FP32")
             given.set_data_from_numpy(np.ones((1, 3), np.float32))
             assert asking.infer("tiny", [given]).as_numpy("y").tolist() == [[3, 3, 3]]
+
+
+def test_over_grpc_too_only_a_certificate_of_the_client_authority_comes_in(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    own, ours, others = authority.issue("server"), authority.issue("client"), stranger.issue("other")
+    root = authority.certificate.read_bytes()
+
+    def said(server: tls.Certificates, client: Issued | None) -> grpc.StatusCode:
+        """What a client of a service without methods hears: UNIMPLEMENTED once it is let in."""
+        shown = (None, None) if client is None else (client.key.read_bytes(), client.certificate.read_bytes())
+        with ThreadPoolExecutor(1) as threads:
+            served = grpc.server(threads)
+            port = served.add_secure_port("127.0.0.1:0", tls.grpc_credentials(server))
+            served.start()
+            try:
+                with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(root, *shown)) as channel:
+                    with pytest.raises(grpc.RpcError) as refused:
+                        channel.unary_unary("/none/None")(b"", timeout=100)
+                    code: grpc.StatusCode = refused.value.code()
+                    return code
+            finally:
+                served.stop(None).wait()
+
+    mutual = tls.Certificates(certificate=own.certificate, private_key=own.key, client_ca=authority.certificate)
+    assert [said(mutual, one) for one in (ours, None, others)] == [
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNAVAILABLE,
+    ]
+    plain = tls.Certificates(certificate=own.certificate, private_key=own.key)
+    assert said(plain, None) == grpc.StatusCode.UNIMPLEMENTED

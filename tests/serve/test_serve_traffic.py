@@ -282,7 +282,7 @@ def test_a_canary_whose_version_was_replaced_or_left_out_of_the_split_is_over(pa
     pair_app.fleet.set_split("pair", {"1": 1})
     pair_app.management._traffic.tick()
     assert pair_app.manage("GET", "/models/pair/traffic")[1]["canary"]["over"] is True
-    assert pair_app.models.split("pair") is not None, "what somebody set stays"
+    assert pair_app.models.split("pair") is not None, "a split that was set by hand stays"
 
 
 @pytest.mark.parametrize(("wait", "asked"), [(2, 1), (3, 0)])
@@ -298,7 +298,7 @@ def test_a_shadow_is_left_out_when_its_queue_is_more_than_half_full(
     assert (shadow.asked, shadow.left_out, shadow.agreed) == (asked, 1 - asked, asked)
 
 
-def test_a_shadow_that_fails_in_any_way_is_counted_and_nobody_sees_it(
+def test_a_shadow_that_fails_in_any_way_is_counted_and_raises_nothing(
     pair_app: StoreApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair_app.manage("PUT", "/models/pair/2/shadow")

@@ -1,0 +1,105 @@
+"""A model that remembers is refused for every format, before any of them is tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trueline.capture import ladder
+from trueline.errors import CaptureError, NotProven
+from trueline.runtime.probes import Probe
+from trueline.runtime.prove import Observation
+from trueline.runtime.steady import Unsteady
+
+REMEMBERS = Unsteady(why="the model keeps a state", place=None, hint="make it a buffer")
+NOTHING = CaptureError("it is not exported")
+
+
+def seen(answer: float) -> Observation:
+    x = np.ones((1, 2), np.float32)
+    probe = Probe(name="p", origin="given", num_records=1, inputs={"x": x})
+    return Observation(probe=probe, outputs={"y": x * np.float32(answer)}, error="", way=())
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The formats that were tried of a model that looks steady, is not exported, and answers as `observed` says."""
+    formats: list[str] = []
+    for room, name, answer in (
+        (ladder.steady, "unsteady", None),
+        (ladder.seldom, "seldom", None),
+        (ladder.steady, "recalled", None),
+        (ladder.steady, "searched", REMEMBERS),
+    ):
+        monkeypatch.setattr(room, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(ladder, "_observed", lambda *_, random: (NOTHING, (seen(1), seen(1))))
+
+    def attempt(format: str, *_: Any) -> Any:
+        formats.append(format)
+        return SimpleNamespace(attempt=SimpleNamespace(verdict="refused"), disagreeing=None)
+
+    monkeypatch.setattr(ladder, "_try", attempt)
+    return formats
+
+
+def climb() -> Any:
+    eager = SimpleNamespace(signature=SimpleNamespace(state={}))
+    subject: Any = SimpleNamespace(eager=eager, random=False, module=None)
+    return ladder.climb(subject, ["onnx", "torch_export"], Path())
+
+
+def test_a_model_that_answers_alike_is_tried_in_every_format(tried: list[str]) -> None:
+    assert len(climb()) == 2
+    assert tried == ["onnx", "torch_export"]
+
+
+def test_a_model_that_answers_equal_questions_differently_is_refused_for_all(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "_observed", lambda *_, random: (NOTHING, (seen(1), seen(2))))
+    with pytest.raises(NotProven, match="the model keeps a state"):
+        climb()
+    assert tried == []
+
+
+@pytest.mark.parametrize("look", ["unsteady", "recalled"])
+def test_a_model_that_another_look_finds_out_is_refused_for_all(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    monkeypatch.setattr(ladder.steady, look, lambda *_: REMEMBERS)
+    with pytest.raises(NotProven, match="the model keeps a state") as refused:
+        climb()
+    assert (refused.value.hint, tried) == ("make it a buffer", [])
+
+
+def test_a_model_that_does_something_only_once_is_refused_for_all(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder.seldom, "seldom", lambda *_: REMEMBERS)
+    with pytest.raises(NotProven):
+        climb()
+    assert tried == []
+
+
+def test_random_answers_are_refused_unless_they_are_allowed_and_other_states_always(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = Unsteady(why="it draws", place=None, hint="", random=True)
+    monkeypatch.setattr(ladder.steady, "unsteady", lambda *_: draws)
+    with pytest.raises(NotProven, match="it draws"):
+        climb()
+    eager = SimpleNamespace(signature=SimpleNamespace(state={}))
+    allowed: Any = SimpleNamespace(eager=eager, random=True, module=None)
+    ladder.climb(allowed, ["onnx"], Path())
+    assert tried == ["onnx"]
+    monkeypatch.setattr(ladder.steady, "unsteady", lambda *_: REMEMBERS)
+    with pytest.raises(NotProven, match="keeps a state"):
+        ladder.climb(allowed, ["onnx"], Path())
+    eager.signature.state = {"state.h": "next.h"}
+    monkeypatch.setattr(ladder.steady, "unsteady", lambda *_: draws)
+    with pytest.raises(NotProven, match="and it keeps a state"):
+        ladder.climb(allowed, ["onnx"], Path())
