@@ -282,6 +282,7 @@ class Endless(nn.Module):
 def test_a_loop_that_never_ends_is_ended_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "MAX_EVENTS", 1000)
     monkeypatch.setattr(paths, "ENDLESS_S", 0.05)
+    monkeypatch.setattr(paths, "AGAIN_S", 0.02)
     eager = EagerSession(Endless().eval(), torch.ones(3, 4))
     found = observe(eager, make_probes(eager.example, signature=eager.calling.presumed, seed=0))
     ended = [one for one in found if "does not end" in one.error]
