@@ -13,8 +13,9 @@ import pytest
 
 from conformance.engine import *  # noqa: F403  the shared tests
 from conformance.engine import spec, until
-from trueline.engine.agent import exited, lost
-from trueline.engine.contract import Kind
+from trueline.engine import lifeline
+from trueline.engine.agent import Agent, exited, lost
+from trueline.engine.contract import Kind, Seen
 from trueline.engine.local import LocalEngine, start_agent
 from worlds import TESTS
 from worlds.waiting import until_ended
@@ -147,3 +148,23 @@ def test_importing_the_engine_loads_no_torch():
 def test_who_ends_badly_by_itself_is_told_from_who_was_killed(code, failed):
     assert exited("worker-0.0", 7, code).failed is failed
     assert not lost("worker-0.0", 7).failed  # nobody knows
+
+
+def test_a_second_order_to_end_gives_a_process_no_more_time_and_its_death_ends_the_wait(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
+        monkeypatch.delenv(lifeline.VARIABLE, raising=False)
+        agent, now, sent = Agent(f"{scratch}/a"), [100.0], []
+        monkeypatch.setattr("trueline.engine.agent.time.monotonic", lambda: now[0])
+        monkeypatch.setattr(agent, "_signal", lambda seen, number: sent.append((seen.ref, number)))
+        agent.seen["w"] = Seen(ref="w", kind=Kind.STARTED, pid=1)
+        agent._kill("w", 5.0)
+        now[0] = 104.0
+        agent._kill("w", 5.0)
+        agent._overdue(104.9)
+        assert sent == [("w", signal.SIGTERM)] * 2
+        agent._overdue(105.0)
+        agent._overdue(999.0)
+        assert sent[2:] == [("w", signal.SIGKILL)]
+        for connection in (agent.listener, agent.wake, agent.waker):
+            connection.close()
+        agent.selector.close()

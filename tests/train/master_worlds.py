@@ -18,6 +18,7 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 
 JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=1, global_batch=4, seed=0, min_workers=1)
 RECORDS, STEPS = 8, 2
+WAIT_S = 60
 A, B = "worker-0.0", "worker-1.0"
 SECRET = (("authorization", "Bearer secret"),)
 CERTIFICATE = pb.Certificate(
@@ -42,6 +43,13 @@ class NoEngine:
 
     async def capacity(self):
         return 2
+
+
+async def until(condition):
+    """Returns when `condition` holds. Nothing here ends by waiting; a machine may be slow."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def said(master):

@@ -94,3 +94,43 @@ def test_whoever_dies_every_record_is_answered_exactly_once(num_records, size, h
     assert chunks.finished
     assert sorted(answered) == list(range(num_records))
     assert MAX_TRIES > 1
+
+
+def test_a_slow_chunk_is_given_to_one_more_worker_once_it_is_known_what_slow_is():
+    chunks = Chunks(num_records=6, size=3)
+    assert [chunks.give(worker, 0.0).index for worker in "ab"] == [0, 1]
+    assert chunks.give("c", 1000.0) is None, "nothing was finished yet: all of them may be long"
+    chunks.done("b", 0.1)
+    assert chunks.give("b", 0.5) is None, "a second is not long for anything"
+    assert chunks.give("b", 1.0) is None
+    assert chunks.give("b", 1.01).index == 0
+    assert chunks.give("c", 99.0) is None, "two have it"
+    assert not chunks.finished
+    assert chunks.done("b", 2.0).index == 0
+    assert chunks.finished
+    assert (chunks.lost("a"), chunks.tries[0]) == (None, 0), "nothing is lost with a second one"
+
+
+def test_three_times_as_long_as_the_slowest_is_slow_and_ten_times_is_stuck():
+    chunks = Chunks(num_records=9, size=3)
+    for worker in "abc":
+        chunks.give(worker, 0.0)
+    assert (chunks.stuck(600.0, patience_s=60.0), chunks.stuck(600.1, patience_s=60.0)) == ([], ["a", "b", "c"])
+    chunks.done("a", 0.2)
+    assert (chunks.stuck(60.0, patience_s=60.0), chunks.stuck(60.1, patience_s=60.0)) == ([], ["b", "c"])
+    chunks.done("b", 10.0)
+    assert (chunks.stuck(100.0, patience_s=60.0), chunks.stuck(100.1, patience_s=60.0)) == ([], ["c"])
+    assert chunks.give("a", 30.0) is None
+    assert chunks.give("a", 30.1).index == 2
+
+
+def test_a_chunk_that_two_had_and_one_lost_stays_with_the_other():
+    chunks = Chunks(num_records=6, size=3)
+    for worker in "ab":
+        chunks.give(worker, 0.0)
+    chunks.done("b", 0.1)
+    chunks.give("b", 5.0)
+    assert chunks.lost("a").index == 0
+    assert (chunks.tries[0], chunks.give("c", 6.0)) == (1, None)
+    assert chunks.lost("b").index == 0
+    assert chunks.give("c", 6.0).index == 0

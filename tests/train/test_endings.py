@@ -138,6 +138,7 @@ def test_a_job_is_what_its_folder_says(job_dir):
     assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("failed", "odd")
     held = folder.hold(job_dir)
     try:
+        assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("running", "")
         with pytest.raises(errors.UsageError, match="is running"):
             folder.hold(job_dir)
     finally:

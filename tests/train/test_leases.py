@@ -293,3 +293,14 @@ def test_a_token_is_given_out_once_over_all_masters():
         rows += leases.begun()
         tokens |= {leases.lease(worker, 0.0).token for worker in "abc"}
     assert len(tokens) == 9
+
+
+def test_a_late_commit_counts_for_nothing_though_another_worker_has_its_range_now():
+    leases = epoch(lease_s=10.0)
+    late = leases.lease("a", 0.0)
+    leases.expire(10.0)
+    again = leases.lease("b", 10.0)
+    assert (again.start, again.stop, again.token != late.token) == (late.start, late.stop, True)
+    assert leases.commit(late.token, 400, 11.0) is None
+    assert leases.committed == 0
+    assert leases.commit(again.token, 400, 11.0) == [done(0, 400)]

@@ -7,7 +7,7 @@ import json
 import grpc
 import msgspec
 import pytest
-from master_worlds import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
+from master_worlds import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving, until
 
 from trueline.errors import StorageError
 from trueline.train import happenings as h
@@ -268,8 +268,7 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         master.job = msgspec.structs.replace(master.job, workers=6)
         prepare(master)
         scaling = master.keep(master.run_scaling())
-        while len(looks) < 4:
-            await asyncio.sleep(0)
+        await until(lambda: len(looks) >= 4)
         scaling.cancel()
         return master
 

@@ -6,7 +6,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from master_worlds import JOB, RECORDS, STEPS, A, B, at_work, finish, master_of, other_digest, rows, said
+from master_worlds import JOB, RECORDS, STEPS, A, B, at_work, finish, master_of, other_digest, rows, said, until
 
 from trueline import files
 from trueline.engine.contract import Kind, Seen
@@ -270,8 +270,7 @@ def test_what_the_engine_says_of_an_end_reaches_the_decision_and_what_it_says_of
             seen("worker-2.0", code=3, reason="exit code 3"), seen("worker-9.0", code=1),
         )  # fmt: skip
         engine = asyncio.ensure_future(master.run_engine())
-        while not heard:
-            await asyncio.sleep(0)
+        await until(lambda: heard)
         engine.cancel()
         return heard
 

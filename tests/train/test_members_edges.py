@@ -13,8 +13,9 @@ from worlds.membership import POLICY, A, B, C, World, logged, running
 D = "worker-3.0"
 
 
-def broken(world: World, generation: int | None = None) -> World:
-    return world.happen(h.GroupBroken(A, world.state.generation if generation is None else generation, "reset by peer"))
+def broken(world: World, generation: int | None = None, ref: str = A) -> World:
+    generation = world.state.generation if generation is None else generation
+    return world.happen(h.GroupBroken(ref, generation, "reset by peer"))
 
 
 def ready(*refs: str) -> list[h.Ready]:
@@ -128,6 +129,8 @@ def test_fewer_than_the_minimum_begin_no_view_though_nobody_else_is_on_the_way()
 def test_a_worker_that_is_about_to_leave_is_not_counted_for_the_first_view():
     world = World().happen(h.Begin(), *ready(A, B), h.Leaving(B)).wait(4.75, A, B)
     assert world.wait(0.25, A).state.view == ()
+    begun = World().happen(h.Begin(), *ready(A, B), h.Leaving(B), *ready(C))
+    assert begun.of(h.Publish)[0].reason == "2 of 3 are ready, nobody else is on the way"
 
 
 # Views and groups. ---------------------------------------------------------------------------------------------------
@@ -147,7 +150,8 @@ def test_a_view_is_written_whole():
 def test_survivors_keep_their_order_and_newcomers_come_behind_them():
     world = running().happen(h.Gone(A, "killed")).enter(b=5, c=5).happen(*ready("worker-0.1"))
     assert world.state.view == (B, C, "worker-0.1")
-    assert broken(world).state.view == (B, C, "worker-0.1")
+    assert broken(world, ref=B).state.view == (B, C, "worker-0.1")
+    assert world.state.generation == 4
 
 
 def test_an_entry_of_a_worker_that_the_view_does_not_hold_opens_no_group_again():
@@ -368,6 +372,9 @@ def test_a_waiting_worker_of_a_slot_that_goes_is_killed_whether_it_was_ready_or_
     world = World().happen(h.Begin(), *ready(B), h.Scale(1, "asked for"))
     assert [kill.ref for kill in world.of(h.Kill)] == [C, B]
     assert world.state.pending.keys() | world.state.members.keys() == {A}
+    assert World().happen(h.Begin(), h.Scale(2, "asked for")).of(h.Kill) == [
+        h.Kill(C, "not needed: the job has 2 workers now")
+    ]
 
 
 def test_after_a_death_with_just_enough_left_replacements_wait_for_a_step_or_a_moment():

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from master_worlds import JOB, RECORDS, SECRET, STEPS, A, B, at_work, finish, said, serving
+from master_worlds import JOB, RECORDS, SECRET, STEPS, WAIT_S, A, B, at_work, finish, said, serving, until
 
 from trueline.train import happenings as h
 from trueline.wire import train_pb2 as pb
@@ -48,7 +48,7 @@ def test_a_worker_that_was_given_up_is_fenced_at_every_call_and_leaves_no_trace(
     async def act(master, stub):
         before = len(said(master)), master.state.generation
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await getattr(stub, name)(calls(STRANGER)[name], metadata=SECRET)
+            await getattr(stub, name)(calls(STRANGER)[name], metadata=SECRET, timeout=WAIT_S)
         assert [event for event, _ in said(master)[before[0] :] if event != "worker.fenced"] == []
         assert (master.account.logged, master.state.generation, master.state.phase) == (0, before[1], "running")
         assert (master.state.checkpoint, master.state.suspects, master.save_from) == ("", {}, 0)
@@ -94,7 +94,8 @@ def test_who_enters_or_finishes_another_generation_is_answered_at_once_that_it_i
     tmp_path, name, generation
 ):
     async def act(master, stub):
-        plan = await getattr(stub, name)(pb.Entry(ref=A, generation=generation, step=2), metadata=SECRET)
+        entry = pb.Entry(ref=A, generation=generation, step=2)
+        plan = await getattr(stub, name)(entry, metadata=SECRET, timeout=WAIT_S)
         return plan, master.state.finishing, master.state.members[A].entered
 
     assert scene(tmp_path, act) == (pb.Plan(superseded=True), False, -1)
@@ -116,7 +117,7 @@ def test_who_enters_brings_along_what_it_had_not_reported_and_its_speed(tmp_path
             pb.Entry(ref=ref, generation=2, step=step, rate=rate, progress=pb.Progress(ref=ref, applied=[STEP]))
             for ref, step, rate in ((A, 1, 10.0), (B, 0, 30.0))
         ]
-        first, second = await asyncio.gather(*(stub.Enter(entry, metadata=SECRET) for entry in entries))
+        first, second = await asyncio.gather(*(stub.Enter(entry, metadata=SECRET, timeout=WAIT_S) for entry in entries))
         assert first == second
         logged = [event for event, _ in said(master) if event == "step.applied"]
         return list(first.steps), first.source, list(first.rates), logged, master.account.logged
@@ -161,7 +162,7 @@ def test_an_error_that_every_worker_would_meet_ends_the_job_with_its_words(tmp_p
 
 def test_a_worker_that_asks_after_the_end_is_answered_that_the_job_is_finished(tmp_path):
     async def act(master, stub):
-        return await stub.Finish(pb.Entry(ref=A, generation=1, step=STEPS), metadata=SECRET)
+        return await stub.Finish(pb.Entry(ref=A, generation=1, step=STEPS), metadata=SECRET, timeout=WAIT_S)
 
     assert scene(tmp_path, act, prepare=finish) == pb.Plan(finished=True)
 
@@ -170,8 +171,7 @@ def test_a_worker_of_a_job_that_failed_at_its_end_is_not_answered_that_it_is_fin
     async def act(master, stub):
         master.finishing.clear()
         asked = asyncio.ensure_future(stub.Finish(pb.Entry(ref=A, generation=1, step=STEPS), metadata=SECRET))
-        while A not in master.finishing and not asked.done():
-            await asyncio.sleep(0)
+        await until(lambda: A in master.finishing or asked.done())
         answered = asked.done() or master.finishing[A].done()
         asked.cancel()
         return master.state.phase, answered
@@ -181,7 +181,7 @@ def test_a_worker_of_a_job_that_failed_at_its_end_is_not_answered_that_it_is_fin
 
 def test_who_watches_gets_the_view_in_force_and_each_new_one_once(tmp_path):
     async def act(master, stub):
-        watching = stub.Watch(HELLO, metadata=SECRET)
+        watching = stub.Watch(HELLO, metadata=SECRET, timeout=WAIT_S)
         generations = [(await watching.read()).generation]
         for generation in (1, 2):
             master.happen(h.GroupBroken(A, generation, "reset by peer"))
@@ -195,13 +195,11 @@ def test_who_watches_gets_the_view_in_force_and_each_new_one_once(tmp_path):
 def test_the_first_worker_says_what_the_job_is_and_one_that_sees_other_data_ends_it(tmp_path):
     async def act(master, stub):
         watching = stub.Watch(HELLO, metadata=SECRET)
-        while A not in master.state.members:
-            await asyncio.sleep(0)
+        await until(lambda: A in master.state.members)
         facts = [body for kind, body in master.journal.rows() if kind == "FACTS"]
         other = pb.Hello(ref=B, store="b:1", num_records=RECORDS + 1, total_steps=STEPS)
         late = stub.Watch(other, metadata=SECRET)
-        while not master.failed:
-            await asyncio.sleep(0)
+        await until(lambda: master.failed)
         watching.cancel(), late.cancel()
         return facts, said(master)
 
