@@ -6,8 +6,9 @@ mutmut lacks (a negated condition, a call statement left out), ends the run in t
 
     python tests/mutants.py [--seed N] [--sample N] [--minutes M] [--only PATTERN] [--jobs N]
 
-Left out are mutants that change nothing but text for people: literals of several words, and the message or hint of an
-exception. `equivalent_mutants.toml` beside this file lists mutants that no test can catch, each with the reason.
+Left out are mutants that change nothing but text for people (literals of several words, the message or hint of an
+exception) or what only guards against our own mistakes (`strict` of a zip, `ignore_errors` of a clean-up).
+`equivalent_mutants.toml` beside this file lists mutants that no test can catch, each with the reason.
 The last line is one JSON object. The exit status is 1 when less than 90 % of the sample was caught.
 
 Modules, tests and time limits: `[tool.mutmut]` in pyproject.toml. A mutant counts as a timeout when its tests take ten
@@ -99,7 +100,11 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class _WithoutText(ast.NodeTransformer):
-    """Takes out what only people read: literals of several words, messages and hints of exceptions."""
+    """Takes out what only people read, and what only guards against our own mistakes."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.keywords = [one for one in node.keywords if one.arg not in ("strict", "ignore_errors")]
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("") if isinstance(node.value, str) and " " in node.value else node
