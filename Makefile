@@ -14,7 +14,7 @@ UV     = UV_DEFAULT_INDEX="$$($(call PIPSET,index-url))" UV_EXTRA_INDEX_URL="$$(
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms test-jobs mutants test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
+.PHONY: help setup demo test test-full test-quick again suite-line suite-train suite-programs suite-rooms quick-train quick-programs quick-rooms test-jobs mutants test-long test-s3 check bench bench-train bench-data bench-capture bench-serve clients peers peers-zoo peers-serving chaos protos clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +46,8 @@ test-full: $(STAMP)
 	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_full); $(call SUMMARY,full)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-quick -m 'not slow and not chaos and not line and not jobs and not long'; \
-	  $(call SUMMARY,quick)
+	@rm -rf $(addsuffix /v/trueline,$(addprefix $(CACHE)/,$(SUITES_quick)))
+	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_quick); $(call SUMMARY,quick)
 
 # What was skipped, and why, stands last, whatever failed.
 SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SUITES_$(1))); exit $$status
@@ -55,8 +55,12 @@ SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SU
 # Each suite remembers on its own what failed: two at a time would overwrite each other's memory.
 CACHE := .pytest_cache
 SUITES_full := suite-programs suite-train suite-rooms suite-line
-SUITES_quick := suite-quick
+SUITES_quick := quick-rooms quick-train quick-programs
 SUITES_jobs := suite-jobs
+QUICK := -m 'not slow and not chaos and not line and not jobs and not long'
+PROGRAMS := tests/capture tests/doctor tests/runtime
+TRAIN := tests/train tests/engine tests/data tests/state
+ROOMS := tests $(addprefix --ignore=,$(PROGRAMS) $(TRAIN))
 
 again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
 	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
@@ -68,14 +72,22 @@ suite-line: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
 
 suite-train: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/train tests/engine tests/data tests/state
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(TRAIN)
 
 suite-programs: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ tests/capture tests/doctor tests/runtime
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(PROGRAMS)
 
 suite-rooms: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ --ignore=tests/train --ignore=tests/engine \
-	  --ignore=tests/data --ignore=tests/state --ignore=tests/capture --ignore=tests/doctor --ignore=tests/runtime
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(ROOMS)
+
+quick-train: $(STAMP)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(TRAIN)
+
+quick-programs: $(STAMP)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(PROGRAMS)
+
+quick-rooms: $(STAMP)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms: exactness, pools, poison, verbs, loops of one's own
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m jobs $(call MARKED,jobs); $(call SUMMARY,jobs)
