@@ -176,13 +176,13 @@ def test_other_epochs_and_other_seeds_are_other_orders_of_these_too(kind: str) -
 
 
 def test_each_pool_of_batches_has_an_order_of_its_own_and_the_short_batch_stays_at_its_end() -> None:
-    order = Bucketed(InFileOrder(43), lambda records: records % 10, batch=2, seed=1, pool_batches=5)
+    order = Bucketed(InFileOrder(47), lambda records: records % 10, batch=2, seed=1, pool_batches=5)
     for epoch in range(3):
-        whole = order.at(np.arange(43), epoch=epoch)
+        whole = order.at(np.arange(47), epoch=epoch)
         pools = [whole[at : at + 10] - at for at in range(0, 40, 10)]
         assert all(sorted(pool.tolist()) == list(range(10)) for pool in pools)
         assert len({tuple(pool.tolist()) for pool in pools}) > 1
-        assert whole[42] == 42, "the longest of the last pool, in a batch of one"
+        assert whole[46] == 46, "the longest of the last pool, in a batch of one"
 
 
 def test_a_part_that_begins_again_comes_in_another_order_and_so_do_parts_of_one_size() -> None:
@@ -212,6 +212,12 @@ def test_a_draw_that_rounds_to_the_very_end_is_of_the_last_record_that_has_a_wei
     monkeypatch.setattr("trueline.data.orders.key_of", lambda *parts: (1 << 64) - 1)
     found = Weighted([1.0, 1.0, 0.0], seed=0, num_draws=3).at(np.arange(3), epoch=0)
     assert set(found.tolist()) == {0, 1}
+
+
+def test_a_draw_on_the_bound_of_two_records_is_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueline.data.orders.key_of", lambda *parts: 0)
+    found = Weighted([0.0, 1.0, 1.0], seed=0, num_draws=4).at(np.arange(4), epoch=0)
+    assert sorted(found.tolist()) == [1, 1, 2, 2]
 
 
 def test_windows_refuse_positions_outside_and_units_without_records() -> None:

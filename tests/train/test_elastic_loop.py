@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
+from trueline.errors import TrainError
 from trueline.train import elastic
 from trueline.train import ledger as books
 from trueline.train.elastic import Elastic
@@ -356,3 +357,120 @@ def test_random_numbers_of_a_shard_are_its_own_whatever_was_drawn_before(monkeyp
     calm = masks(0, False)
     assert masks(0, True) == calm
     assert len({tuple(one) for one in calm + masks(1, False)}) == 10, "each shard of each step and seed has others"
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_running_statistics_move_once_a_step_by_what_its_shards_saw(monkeypatch, micro_batch):
+    job, _ = job_of(monkeypatch, model=Norm(), micro_batch=micro_batch, epochs=1)
+    plan, inputs = JobPlan(num_records=RECORDS, global_batch=BATCH, epochs=1, seed=0), data().tensors[0]
+    mean, variance = torch.zeros(4), torch.ones(4)
+    for step in range(STEPS):
+        records = plan.records(step)
+        shards = [
+            inputs[torch.from_numpy(records[at : at + micro_batch])] for at in range(0, len(records), micro_batch)
+        ]
+        weights = [len(shard) / len(records) for shard in shards]
+        mean += sum(weight * 0.1 * (shard.mean(0) - mean) for shard, weight in zip(shards, weights, strict=True))
+        variance += sum(weight * 0.1 * (shard.var(0) - variance) for shard, weight in zip(shards, weights, strict=True))
+    trained(job)
+    torch.testing.assert_close(job.model.norm.running_mean, mean)
+    torch.testing.assert_close(job.model.norm.running_var, variance)
+    assert job.model.norm.num_batches_tracked == STEPS
+
+
+def test_a_loss_that_is_no_number_is_looked_into_and_no_member_applies_the_step(monkeypatch):
+    job, _ = job_of(monkeypatch)
+    before = [value.clone() for value in job.model.parameters()]
+    batch = next(iter(job))
+    with pytest.raises(TrainError, match="the loss of step 0 is not finite"):
+        job.step(loss_of(job, batch) * float("nan"))
+    assert (job.steps, job._link.steps) == (0, [])
+    assert all(torch.equal(value, was) for value, was in zip(job.model.parameters(), before, strict=True))
+
+
+def test_only_rank_0_writes_checkpoints(monkeypatch):
+    job, line = job_of(monkeypatch, keep=True, epochs=1)
+    fellows = job._fellows
+
+    def applied(step, sums, certificate):
+        fellows.rank = 1 if step == 1 else 0
+
+    job._report = SimpleNamespace(applied=applied, regrouped=lambda: None, redone=0)
+
+    def back(step):
+        fellows.rank = 0
+
+    trained(job, back)
+    assert [one for one in line.said if one[0] == "keep"] == [("keep", 1), ("keep", 3, "epoch")]
+
+
+def test_a_member_that_still_takes_the_state_stands_at_the_step_of_the_others(monkeypatch):
+    job, _ = job_of(monkeypatch)
+    next(iter(job))
+    assert job._at == 0
+    job._healing._fetch, job._healing.observed = SimpleNamespace(over=False), 7
+    assert job._at == 7
+
+
+def test_a_loss_that_is_no_number_for_a_peers_sake_is_the_peers_to_explain(monkeypatch):
+    job, line = job_of(monkeypatch)
+    reduce, left = job._replica.reduce, [1]
+
+    def poisoned(*how):
+        summed = reduce(*how)
+        if left and job.steps == left[0]:
+            left.pop()
+            summed[8] = float("nan")
+        return summed
+
+    monkeypatch.setattr(job._replica, "reduce", poisoned)
+    complain(line)
+    trained(job)
+    assert line.entered == [(1, -1), (2, 1)], "it waits for the view without the record"
+    expect_the_same(job.model, expected())
+
+
+def test_what_is_read_ahead_is_the_part_of_the_next_step(monkeypatch):
+    job, _ = job_of(monkeypatch)
+    ahead, read = [], job._reader.read_ahead
+    job._reader.read_ahead = lambda records, *, epoch: (
+        ahead.append((records.tolist(), epoch)),
+        read(records, epoch=epoch),
+    )
+    given = trained(job)
+    assert ahead == [(records, step // STEPS) for step, records in given[1:]]
+
+
+def test_a_group_is_left_with_the_state_of_the_last_applied_step_and_nothing_on_its_way(monkeypatch):
+    job, line = job_of(monkeypatch, model=Norm(), micro_batch=2)
+    heal, begun, healed = job._healing.heal, [], []
+
+    def watched():
+        healed.append((job.model.norm.running_mean.clone(), list(job._healing._kept)))
+        heal()
+
+    def at(step):
+        begun.append(job.model.norm.running_mean.clone())
+        if step == 1:
+            job._healing._kept.append([0.0])
+
+    monkeypatch.setattr(job._healing, "heal", watched)
+    failing(job, 1)
+    complain(line)
+    trained(job, at)
+    (_, (mean, kept)) = healed
+    assert torch.equal(mean, begun[2]), "as the failed step had found them"
+    assert kept == []
+
+
+def test_an_observer_that_keeps_too_much_waits_and_catches_up_when_the_state_is_there(monkeypatch):
+    job, _ = job_of(monkeypatch)
+    done = []
+    monkeypatch.setattr(job, "_catch_up", lambda: done.append("catch up"))
+    for crowded, arrived in ((False, False), (True, False), (True, True)):
+        job._healing = SimpleNamespace(
+            keep=lambda words: done.append("keep"), crowded=crowded, wait=lambda: done.append("wait"),
+            arrived=lambda arrived=arrived: arrived,
+        )  # fmt: skip
+        job._observe([0.0] * 10)
+    assert done == ["keep", "keep", "wait", "keep", "wait", "catch up"]

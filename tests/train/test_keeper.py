@@ -215,3 +215,17 @@ def test_the_memory_of_a_written_copy_is_used_for_the_next_one(tmp_path):
         job.step()
         job.keeper._join()
     assert [one.busy for one in job.keeper._copies._sets] == [False]
+
+
+def test_one_state_is_written_after_the_other(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    job = Job(Keeper(tmp_path, {}, every=1))
+    job.step()
+    (first,) = job.keeper._writers
+    waits, join = threading.Event(), first.join
+    monkeypatch.setattr(first, "join", lambda: (waits.set(), join()))
+    job.step(best=True)
+    assert waits.wait(60), "the second waits for the first"
+    slow.gate.set()
+    job.complete()
+    assert slow.written == [(1, 1.0), (2, 2.0)]

@@ -144,3 +144,32 @@ def test_records_change_hands_with_the_rotation_however_uneven_the_members_were(
         owners += holders
     assert len(owners) == 4
     assert all(one != other for one, other in itertools.pairwise(owners))
+
+
+def test_one_slow_member_of_many_is_noticed_though_none_is_fast():
+    split = shares.Split((100.0,) * 8)
+    assert split.following([100.0] * 7 + [85.0], 800).weights == (100.0,) * 7 + (85.0,)
+    assert split.following([100.0] * 7 + [115.0], 800).weights == (100.0,) * 7 + (115.0,)
+    assert split.following([100.0] * 7 + [95.0], 800).weights == split.weights
+
+
+def test_who_has_taken_the_state_gets_a_part_at_once_and_who_takes_it_has_none():
+    split = shares.Split((100.0, 100.0, 0.0))
+    assert split.following([100.0, 101.0, 0.0], 200) == split
+    assert split.following([100.0, 100.0, 60.0], 200).weights == (100.0, 100.0, 60.0)
+    assert shares.Split((100.0, 100.0)).following([100.0, 0.0], 200).weights == (100.0, 0.0)
+
+
+def test_a_speed_that_was_only_tried_counts_while_none_was_measured():
+    assert shares.first([-900.0, 300.0], behind=[False, False]) == (300.0, 300.0)
+    assert shares.first([-900.0, -300.0], behind=[False, False]) == (900.0, 300.0)
+    assert shares.first([0.0, 0.0], behind=[False, False]) == (1.0, 1.0)
+
+
+def test_the_time_of_settling_ends():
+    split, left = shares.Split((100.0, 100.0), settling=3), []
+    for _ in range(4):
+        split = split.following([100.0, 101.0], 200)
+        left.append(split.settling)
+    assert left == [2, 1, 0, 0]
+    assert split.following([100.0, 94.0], 200).weights == (100.0, 100.0), "one uneven step is not enough any more"
