@@ -630,7 +630,7 @@ def test_a_way_that_an_earlier_probe_took_is_kept_once() -> None:
 
 
 def test_a_loop_of_the_model_that_does_not_end_is_ended_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "MAX_EVENTS", 50)
+    monkeypatch.setattr(paths, "MAX_EVENTS", 2000)
     monkeypatch.setattr(paths, "ENDLESS_S", 0.0)
 
     def answer(x: Array) -> Array:
