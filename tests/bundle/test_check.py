@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.bundle.guards import Guard
+from trueline.bundle.padding import Padding
 from trueline.bundle.signature import Check
 from trueline.errors import RequestError
 
@@ -206,3 +207,45 @@ def test_the_first_row_that_is_hidden_is_named_by_its_place(rows: Any, mask: lis
     assert words(Check(signature), {"mask": np.array(mask)}) == said
     assert said.startswith(f"input 'mask' hides row {row}: " if row else "")
     assert bool(said) is bool(row)
+
+
+PADDED = Signature(
+    inputs=(
+        TensorSpec(name="x", datatype="FP32", shape=("batch", "length", 2)),
+        TensorSpec(name="mask", datatype="INT64", shape=("batch", "length"), fill=7),
+        TensorSpec(name="other", datatype="INT64", shape=("batch", "width")),
+    ),
+    outputs=(TensorSpec(name="y", datatype="FP32", shape=("length", "batch")),),
+    dims={"batch": Dim(), "length": Dim(), "width": Dim()},
+    padded=("length",),
+)
+
+
+def asked(batch: int, length: int, width: int = 3) -> dict[str, Any]:
+    x = np.ones((batch, length, 2), np.float32)
+    return {"x": x, "mask": np.ones((batch, length), np.int64), "other": np.ones((batch, width), np.int64)}
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"),
+    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 1024), (1025, 2048)],
+)
+def test_lengths_share_runs_up_to_the_next_power_of_two(length: int, bucket: int) -> None:
+    padding = Padding(PADDED)
+    assert padding.bucket("length", length) == bucket
+    key = (("x", bucket, 2), ("mask", bucket), ("other", 3))
+    assert padding.key(asked(1, length)) == padding.key(asked(5, length)) == key
+
+
+def test_requests_are_filled_up_to_the_longest_and_their_answers_cut_to_their_own_length() -> None:
+    padding, items = Padding(PADDED), [asked(1, 2), asked(2, 4), asked(1, 3, 5)]
+    even = padding.even(items)
+    assert [{name: array.shape for name, array in one.items()} for one in even] == [
+        {"x": (batch, 4, 2), "mask": (batch, 4), "other": (batch, width)} for batch, width in ((1, 3), (2, 3), (1, 5))
+    ]
+    assert even[0]["mask"].tolist() == [[1, 1, 7, 7]]
+    assert even[0]["x"][0, :, 0].tolist() == [1, 1, 0, 0]
+    assert even[1]["x"] is items[1]["x"], "what is long enough is not copied"
+    assert padding.sizes(items[2]) == {"length": 3}
+    answer = np.arange(8.0).reshape(4, 2)
+    assert padding.cut({"y": answer}, items[0])["y"].tolist() == [[0.0, 1.0], [2.0, 3.0]]

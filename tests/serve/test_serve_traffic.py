@@ -418,9 +418,9 @@ ALLOWED = lower_bound(5, 50)
         (seen(60), seen(60), Rule(max_latency_ratio=1.0), Verdict("watch")),
         (
             seen(60, seconds=0.001),
-            seen(60, seconds=0.005),
+            seen(60, seconds=0.01),
             Rule(),
-            Verdict("roll back", "its median is 3.75 ms, the other version's 0.75 ms; 2 times that would be allowed"),
+            Verdict("roll back", "its median is 7.5 ms, the other version's 0.75 ms; 2 times that would be allowed"),
         ),
         (seen(60, seconds=0.001), seen(60, seconds=0.005), Rule(max_latency_ratio=5.1), Verdict("watch")),
         (seen(60), seen(99), Rule(promote_after=100), Verdict("watch")),
