@@ -489,6 +489,9 @@ def test_a_program_disagrees_with_an_answer_by_its_values_or_its_shape_and_else_
     assert disagreement(flat, asked, {"output": rows(1)[0]}) == (
         "output 'output' has shape [2], the signature promises ['batch', 2]"
     )
+    assert disagreement(flat, asked, {"output": rows(1, 3)[0]}) == (
+        "output 'output' differs by 3 (2 of 2 elements beyond 1e-05+0.0001*scale)"
+    ), "the values come before the shape"
 
 
 def test_a_size_of_an_output_that_no_input_has_may_be_any() -> None:
