@@ -612,3 +612,58 @@ def test_a_packed_link_is_refused_also_where_what_it_holds_is_what_was_sealed(se
     evil = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", right, mode=stat.S_IFLNK | 0o777)
     with pytest.raises(BundleError, match="no plain file of the bundle"):
         unpack(evil, tmp_path / "out")
+
+
+def test_a_line_that_is_no_evidence_is_named_by_its_number_counted_from_one(sealed: Path) -> None:
+    bundle = open_bundle(sealed)
+    line = (sealed / "evidence.jsonl").read_bytes()
+    (sealed / "evidence.jsonl").write_bytes(line + line + b"{}\n")
+    found = bundle.evidence()
+    assert next(found) == next(found)
+    with pytest.raises(BundleError, match=r"evidence\.jsonl line 3 is no evidence"):
+        next(found)
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"3", b"null", b'"x"', b"{", b""])
+def test_a_lineage_that_is_no_object_is_refused(sealed: Path, content: bytes) -> None:
+    bundle = open_bundle(sealed)
+    (sealed / "lineage.json").write_bytes(content)
+    with pytest.raises(BundleError, match=r"lineage\.json is no lineage"):
+        bundle.lineage()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which temporary folders are made."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+def test_a_packed_bundle_is_unpacked_into_a_folder_that_says_whose_it_is(
+    sealed: Path, tmp_path: Path, temporary: Path
+) -> None:
+    bundle = open_bundle(pack(sealed, tmp_path / "digits.zip"))
+    assert (bundle.path.name, bundle.path.parent.parent) == ("bundle", temporary)
+    assert bundle.path.parent.name.startswith("trueline-bundle-")
+    assert bundle.manifest == open_bundle(sealed).manifest
+    del bundle
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_packed_bundle_that_is_refused_leaves_no_temporary_folder(
+    sealed: Path, tmp_path: Path, temporary: Path
+) -> None:
+    packed = repacked(pack(sealed, tmp_path / "digits.zip"), "lineage.json", b"{}")
+    with pytest.raises(BundleError, match=r"lineage\.json"):
+        open_bundle(packed)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_manifest_is_read_up_to_its_bound_and_not_beyond(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (sealed / "bundle.json").stat().st_size
+    monkeypatch.setattr("trueline.bundle.schema.MANIFEST_BYTES", size)
+    assert open_bundle(sealed).name == "digits"
+    monkeypatch.setattr("trueline.bundle.schema.MANIFEST_BYTES", size - 1)
+    with pytest.raises(BundleError, match=f"not a regular file of at most {size - 1} bytes"):
+        open_bundle(sealed)

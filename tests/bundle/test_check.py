@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.bundle.guards import Guard
+from trueline.bundle.padding import Padding
 from trueline.bundle.signature import Check
 from trueline.errors import RequestError
 
@@ -150,3 +151,101 @@ def test_a_mask_shows_in_every_row_what_the_program_needs(rows: Any, fine: list[
             spoilt = [*fine[:at], hidden, *fine[at:]]
             assert not takes(signature, {"mask": np.array(spoilt)})
             assert takes(signature, {"mask": np.array(fine)})
+
+
+def test_what_fits_is_let_through_without_the_signatures_words_and_then_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the table lets it through")
+
+    fixed = TensorSpec(name="f", datatype="INT64", shape=(3, "length"))
+    signature = Signature(inputs=(X, fixed), outputs=(), dims=DIMS, guards=GUARDED.guards)
+    monkeypatch.setattr(Signature, "check", never)
+    check = Check(signature)
+    for batch, length in ((1, 2), (3, 4), (3, 4), (2, 100)):
+        check({"x": np.zeros((batch, length), np.float32), "f": np.zeros((3, length), np.int64)})
+    assert len(check._let_through) == 3
+
+
+def test_a_datatype_is_named_as_the_protocol_does_and_else_as_numpy_does() -> None:
+    signature = Signature(inputs=(X,), outputs=(), dims=DIMS)
+    for dtype, name in (("float64", "FP64"), ("bool", "BOOL"), ("complex64", "complex64"), (">f4", ">f4")):
+        assert words(signature.check, {"x": np.zeros((1, 2), dtype)}).strip() == (
+            f"input 'x' has datatype {name}, expected FP32"
+        )
+
+
+@pytest.mark.parametrize(
+    ("dim", "size", "proven"),
+    [
+        (Dim(min=2), 1, "at least 2"),
+        (Dim(max=6), 7, "at least 1 and at most 6"),
+        (Dim(multiple_of=4), 6, "at least 1 and a multiple of 4"),
+    ],
+)
+def test_only_the_bounds_that_there_are_are_named(dim: Dim, size: int, proven: str) -> None:
+    x = TensorSpec(name="x", datatype="FP32", shape=("n",))
+    said = words(Signature(inputs=(x,), outputs=(), dims={"n": dim}).check, {"x": np.zeros(size, np.float32)})
+    assert said.strip() == f"input 'x' has size {size} in dimension 0 (n), proven only for sizes of {proven}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "row"),
+    [
+        ("some", [[[0, 1], [1, 0]], [[1, 1], [0, 1]]], None),
+        ("some", [[[0, 1], [1, 0]], [[0, 0], [0, 1]]], [1, 0]),
+        ("first", [[[1, 0], [1, 0]], [[1, 1], [0, 1]]], [1, 1]),
+        ("first", [[[1, 0], [0, 1]], [[0, 0], [1, 1]]], [0, 1]),
+        ("first", [[[1, 0], [1, 1]], [[1, 0], [1, 1]]], None),
+    ],
+)
+def test_the_first_row_that_is_hidden_is_named_by_its_place(rows: Any, mask: list[Any], row: list[int] | None) -> None:
+    spec = TensorSpec(name="mask", datatype="INT64", shape=("batch", 2, 2), rows=rows)
+    signature = Signature(inputs=(spec,), outputs=(), dims={"batch": Dim()})
+    said = words(signature.check, {"mask": np.array(mask)})
+    assert words(Check(signature), {"mask": np.array(mask)}) == said
+    assert said.startswith(f"input 'mask' hides row {row}: " if row else "")
+    assert bool(said) is bool(row)
+
+
+PADDED = Signature(
+    inputs=(
+        TensorSpec(name="x", datatype="FP32", shape=("batch", "length", 2)),
+        TensorSpec(name="mask", datatype="INT64", shape=("batch", "length"), fill=7),
+        TensorSpec(name="other", datatype="INT64", shape=("batch", "width")),
+    ),
+    outputs=(TensorSpec(name="y", datatype="FP32", shape=("length", "batch")),),
+    dims={"batch": Dim(), "length": Dim(), "width": Dim()},
+    padded=("length",),
+)
+
+
+def asked(batch: int, length: int, width: int = 3) -> dict[str, Any]:
+    x = np.ones((batch, length, 2), np.float32)
+    return {"x": x, "mask": np.ones((batch, length), np.int64), "other": np.ones((batch, width), np.int64)}
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"),
+    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 1024), (1025, 2048)],
+)
+def test_lengths_share_runs_up_to_the_next_power_of_two(length: int, bucket: int) -> None:
+    padding = Padding(PADDED)
+    assert padding.bucket("length", length) == bucket
+    key = (("x", bucket, 2), ("mask", bucket), ("other", 3))
+    assert padding.key(asked(1, length)) == padding.key(asked(5, length)) == key
+
+
+def test_requests_are_filled_up_to_the_longest_and_their_answers_cut_to_their_own_length() -> None:
+    padding, items = Padding(PADDED), [asked(1, 2), asked(2, 4), asked(1, 3, 5)]
+    even = padding.even(items)
+    assert [{name: array.shape for name, array in one.items()} for one in even] == [
+        {"x": (batch, 4, 2), "mask": (batch, 4), "other": (batch, width)} for batch, width in ((1, 3), (2, 3), (1, 5))
+    ]
+    assert even[0]["mask"].tolist() == [[1, 1, 7, 7]]
+    assert even[0]["x"][0, :, 0].tolist() == [1, 1, 0, 0]
+    assert even[1]["x"] is items[1]["x"], "what is long enough is not copied"
+    assert padding.sizes(items[2]) == {"length": 3}
+    answer = np.arange(8.0).reshape(4, 2)
+    assert padding.cut({"y": answer}, items[0])["y"].tolist() == [[0.0, 1.0], [2.0, 3.0]]

@@ -110,3 +110,23 @@ def test_a_division_by_zero_lets_no_request_in() -> None:
     assert never.holds({"length": 4})
     with pytest.raises(RequestError):
         signature(never).check(request(3, 6))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "d0.real == 1",
+        "1 == d0.real",
+        "-d0.real == 1",
+        "d0.real + 1 == 1",
+        "1 + d0.real == 1",
+        "d0 == 1 or d0.real == 1",
+        "d0.real == 1 and d0 == 1",
+        "min(d0.real, 1) == 1",
+        "1 == max(1, -(2 * d0.real))",
+    ],
+)
+def test_what_a_guard_may_not_hold_is_named_with_its_rule_wherever_it_stands(rule: str) -> None:
+    with pytest.raises(ValueError, match="may not hold") as refused:
+        guards.read(rule)
+    assert str(refused.value) == f"a guard may not hold 'd0.real': {rule!r}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trueline.data.order import key_of
 from trueline.data.orders import Bucketed, InFileOrder, Mixed, Order, Permuted, Weighted
 from trueline.data.source import Unit
 from trueline.data.windows import WindowOrder, blocks_of
@@ -228,3 +230,51 @@ def test_windows_refuse_positions_outside_and_units_without_records() -> None:
     for counts in ([5, 0], [0], [5, -1]):
         with pytest.raises(DataError, match="empty unit"):
             WindowOrder(units_of(counts), seed=0)
+
+
+def test_a_pool_of_one_full_batch_lies_by_length_and_equal_lengths_stay_in_their_order() -> None:
+    order = Bucketed(InFileOrder(100), lambda records: records % 2, batch=100, seed=1, pool_batches=1)
+    assert order.at(np.arange(100), epoch=0).tolist() == [*range(0, 100, 2), *range(1, 100, 2)]
+
+
+def test_a_pool_of_two_full_batches_is_shuffled_too() -> None:
+    order = Bucketed(InFileOrder(43), lambda records: records, batch=2, seed=1, pool_batches=2)
+    whole = order.at(np.arange(43), epoch=0).tolist()
+    pools = {tuple(record - at for record in whole[at : at + 4]) for at in range(0, 40, 4)}
+    assert pools == {(0, 1, 2, 3), (2, 3, 0, 1)}
+    assert whole[40:] == [40, 41, 42]
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"pool_batches": 0}, {"batch": -1}])
+def test_a_pool_holds_one_batch_and_a_batch_one_record_at_least(wrong: dict[str, int]) -> None:
+    assert Bucketed(InFileOrder(3), lambda r: r, batch=1, seed=0, pool_batches=1).at([2], epoch=0).tolist() == [2]
+    with pytest.raises(DataError, match="expected 1 or more"):
+        Bucketed(InFileOrder(3), lambda r: r, seed=0, **{"batch": 1, "pool_batches": 1, **wrong})
+
+
+def test_as_many_records_are_drawn_as_there_are_weights_unless_another_number_is_asked_for() -> None:
+    assert Weighted([1, 2, 3], seed=0).num_records == 3
+    assert Weighted([1, 2, 3], seed=0, num_draws=1).num_records == 1
+    assert Mixed([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0).num_records == 7
+    assert Mixed([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0, num_records=1).num_records == 1
+
+
+def test_the_only_draw_falls_anywhere_as_the_seed_and_the_epoch_say() -> None:
+    for seed in range(4):
+        order = Weighted(np.ones(1000), seed=seed, num_draws=1)
+        found = [int(order.at([0], epoch=epoch)[0]) for epoch in range(4)]
+        assert found == [key_of(seed, epoch) * 1000 >> 64 for epoch in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "bucketed", "mixed", "in file order"])
+@pytest.mark.parametrize("positions", [[], [1, 3], np.array([1, 3], np.uint8), np.array([3], np.int32)])
+def test_records_are_whole_numbers_of_one_dtype_however_they_are_asked_for(kind: str, positions: Any) -> None:
+    order = InFileOrder(5) if kind == "in file order" else drawn_order(kind)
+    found = order.at(positions, epoch=0)
+    assert (found.dtype, found.shape) == (np.int64, (len(positions),))
+
+
+def test_records_beyond_the_whole_numbers_of_a_float_are_mixed_exactly() -> None:
+    order = Mixed([InFileOrder(2**62)], [1], seed=3)
+    start = 2**60 // 1000 * 1000
+    assert sorted(order.at(np.arange(start, start + 1000), epoch=0).tolist()) == list(range(start, start + 1000))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -265,3 +267,90 @@ def test_a_tree_is_taken_apart_only_when_another_has_its_name(tmp_path, monkeypa
     with files.atomic_dir(tmp_path / "tree", replace=True) as partial:
         (partial / "new").write_text("")
     assert seen == [["new"]]
+
+
+def test_the_cache_lies_where_the_environment_says_and_else_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
+    assert files.user_cache() == Path("/somewhere/else/trueline")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert files.user_cache() == tmp_path / ".cache" / "trueline"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.user_cache() == tmp_path / ".cache" / "trueline"
+
+
+OTHER_DISK = "free some space, or write to another disk, and try again"
+OTHER_FOLDER = "choose a folder that you may write to"
+
+
+@pytest.mark.parametrize(
+    ("number", "message", "hint"),
+    [
+        (errno.ENOSPC, "no room left to write {path} (3.5 MiB free); nothing was changed", OTHER_DISK),
+        (errno.EDQUOT, "no room left to write {path} (3.5 MiB free); nothing was changed", OTHER_DISK),
+        (
+            errno.EFBIG,
+            "cannot write {path}: a file in it is longer than this process may write; nothing was changed",
+            "raise the limit (ulimit -f), or write to a file system that takes longer files",
+        ),
+        (errno.EROFS, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
+        (errno.EACCES, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
+        (errno.EPERM, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
+        (errno.EIO, "writing {path} failed: the reason; nothing was changed", ""),
+    ],
+)
+def test_what_a_disk_refuses_is_said_with_the_path_and_what_to_do(tmp_path, monkeypatch, number, message, hint):
+    asked = []
+
+    def usage(folder):
+        asked.append(folder)
+        return SimpleNamespace(total=2**40, used=2**40, free=7 * 2**19)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    path = tmp_path / "not" / "there"
+    found = files.storage_error(OSError(number, "the reason"), path)
+    assert (found.message, found.hint) == (message.format(path=path), hint)
+    assert asked == ([tmp_path] if "free)" in message else [])
+
+
+def test_an_error_without_a_number_is_said_in_its_own_words(tmp_path):
+    found = files.storage_error(OSError("the store is gone"), tmp_path)
+    assert found.message == f"writing {tmp_path} failed: the store is gone; nothing was changed"
+
+
+def test_a_disk_that_does_not_say_its_room_is_still_said_to_be_full(tmp_path, monkeypatch):
+    def unknown(folder):
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(shutil, "disk_usage", unknown)
+    found = files.storage_error(OSError(errno.ENOSPC, "full"), tmp_path)
+    assert found.message == f"no room left to write {tmp_path} (an unknown amount free); nothing was changed"
+
+
+def test_sweeping_removes_files_and_folders_under_construction_and_nothing_else(tmp_path, monkeypatch):
+    for name in (".partial-a", ".partial-b", "kept"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_text("")
+    for name in (".partial-c", "file.partial-", "partial-d"):
+        (tmp_path / name).write_text("")
+    found = [*tmp_path.glob(files.PARTIAL + "*"), tmp_path / ".partial-gone"]
+    monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: iter(found))
+    assert files.sweep(tmp_path) == 4, "one of them was removed by another at this moment"
+    assert sorted(os.listdir(tmp_path)) == ["file.partial-", "kept", "partial-d"]
+    assert (tmp_path / "kept" / "deep" / "file").exists()
+
+
+def test_a_tree_that_makes_way_lies_under_construction_beside_its_place(tmp_path, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    moved, real = [], os.rename
+
+    def renamed(source, target):
+        moved.append(Path(target))
+        return real(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with files.atomic_dir(tmp_path / "tree", replace=True):
+        pass
+    old, new = moved
+    assert (old.name, old.parent.parent, new) == ("old", tmp_path, tmp_path / "tree")
+    assert old.parent.name.startswith(files.PARTIAL)

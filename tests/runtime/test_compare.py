@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.runtime.compare import compare
+from trueline.runtime.compare import Comparison, Tolerance, _compare_exact, compare, refusal
 
 Array = npt.NDArray[np.generic]
 
@@ -57,8 +57,6 @@ def test_another_name_dtype_or_shape_disagrees_in_words() -> None:
 
 
 def test_a_clear_decision_may_not_change_even_within_a_wide_tolerance() -> None:
-    from trueline.runtime.compare import Tolerance
-
     wide = {np.dtype(np.float32): Tolerance(0.0, 0.05)}
     found = compare(outputs([1.0, 0.8]), outputs([0.96, 0.96 + 1e-6]), tolerances=wide)
     assert found.decisions_changed == 1
@@ -170,8 +168,6 @@ def test_whole_numbers_and_truths_have_no_tolerance_in_either_direction() -> Non
 
 
 def test_a_decision_within_the_tolerance_of_its_rival_is_none_and_a_clear_one_is() -> None:
-    from trueline.runtime.compare import Tolerance
-
     wide = {np.dtype(np.float32): Tolerance(0.25, 0.0)}
 
     def changed(first: float, second: float) -> int:
@@ -182,3 +178,103 @@ def test_a_decision_within_the_tolerance_of_its_rival_is_none_and_a_clear_one_is
     assert changed(1.0, 0.75) == 0
     assert changed(1.0, 0.5) == 0
     assert changed(1.0, 0.25) == 1
+
+
+def test_a_refusal_has_no_numbers() -> None:
+    assert refusal("why") == Comparison(
+        agrees=False, reason="why", max_abs_error=0.0, max_rel_error=0.0, decisions_changed=0, how=""
+    )
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "dtype", "count", "error"),
+    [
+        ([1, 2, 3], [1, 2, 3], "int64", 0, 0.0),
+        ([1, 2, 3], [1, 5, 2], "int64", 2, 3.0),
+        ([0, 255], [255, 0], "uint8", 2, 255.0),
+        ([True, False], [True, True], "bool", 1, 1.0),
+        ([2.5], [1.0], "longdouble", 1, 1.5),
+        ([], [], "int32", 0, 0.0),
+    ],
+)
+def test_whole_numbers_are_compared_one_by_one(
+    want: list[float], got: list[float], dtype: str, count: int, error: float
+) -> None:
+    found = compare({"y": np.array(want, dtype)}, {"y": np.array(got, dtype)})
+    assert found == Comparison(
+        agrees=count == 0,
+        reason=f"output 'y' differs in {count} of {len(want)} elements" if count else "",
+        max_abs_error=error,
+        max_rel_error=0.0,
+        decisions_changed=count,
+    )
+    assert _compare_exact("y", np.array(want, dtype), np.array(got, dtype)) == found
+
+
+def test_the_largest_errors_and_all_changed_decisions_of_all_outputs_are_counted() -> None:
+    wide = {np.dtype(np.float32): Tolerance(0.0, 0.25)}
+    want = {
+        "a": np.array([[8.0, 2.0], [8.0, 2.0]], np.float32),
+        "b": np.array([[2.0, 1.0]], np.float32),
+        "c": np.array([1, 2, 3]),
+        "d": np.array([4.0], np.float32),
+    }
+    got = {
+        "a": np.array([[7.0, 2.0], [8.0, 2.0]], np.float32),
+        "b": np.array([[1.5, 1.5]], np.float32),
+        "c": np.array([1, 0, 0]),
+        "d": np.array([4.0], np.float32),
+    }
+    assert compare(want, got, tolerances=wide) == Comparison(
+        agrees=False,
+        reason="output 'c' differs in 2 of 3 elements",
+        max_abs_error=3.0,
+        max_rel_error=0.25,
+        decisions_changed=2,
+    )
+
+
+WIDE = {np.dtype(np.float64): Tolerance(0.5, 0.25)}
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "reason", "error", "relative", "changed"),
+    [
+        (2.0, 3.0, "", 1.0, 0.5, 0),  # no dimension: its own scale; the bound itself is within
+        (2.0, 3.0625, "differs by 1.06 (1 of 1 elements beyond 0.5+0.25*scale)", 1.0625, 0.53125, 0),
+        (0.0, 0.5, "", 0.5, 0.0, 0),
+        ([0.0, -8.0], [0.5, -10.5], "", 2.5, 0.3125, 0),  # one record each
+        ([0.0, -8.0], [0.5625, -8.0], "differs by 0.562 (1 of 2 elements beyond 0.5+0.25*scale)", 0.5625, 0.0, 0),
+        ([[0.0, -8.0]], [[2.5, -8.0]], "", 2.5, 0.3125, 0),  # one record of two
+        ([[[1.0], [-8.0]]], [[[3.5], [-8.0]]], "", 2.5, 0.3125, 0),  # and of two times one
+        ([[16.0, 0.0], [1.0, 0.0]], [[16.0, 0.0], [2.0, 0.0]],
+         "differs by 1 (1 of 4 elements beyond 0.5+0.25*scale)", 1.0, 1.0, 0),
+        ([np.nan, np.inf, 4.0], [np.nan, np.inf, 5.0], "", 1.0, 0.25, 0),
+        ([np.nan, np.inf, 4.0], [np.inf, np.inf, 5.0], "has 1 infinities or NaN where the other has none",
+         1.0, 0.25, 0),
+        ([1.0, np.inf, 4.0], [np.nan, -np.inf, 9.0], "has 2 infinities or NaN where the other has none", 5.0, 1.25, 0),
+        ([[5.0, 1.0]], [[3.25, 2.75]], "", 1.75, 0.35, 0),
+        ([[5.0, 1.0]], [[1.0, 5.0]], "differs by 4 (2 of 2 elements beyond 0.5+0.25*scale)", 4.0, 0.8, 1),
+        ([[5.0, np.nan]], [[5.0, np.nan]], "", 0.0, 0.0, 0),
+    ],
+)  # fmt: skip
+def test_numbers_are_compared_against_the_scale_of_their_record(
+    want: object, got: object, reason: str, error: float, relative: float, changed: int
+) -> None:
+    found = compare({"y": np.array(want, np.float64)}, {"y": np.array(got, np.float64)}, tolerances=WIDE)
+    assert found == Comparison(
+        agrees=not reason,
+        reason=f"output 'y' {reason}" if reason else "",
+        max_abs_error=error,
+        max_rel_error=pytest.approx(relative, rel=1e-12),
+        decisions_changed=changed,
+    )
+
+
+def test_each_record_that_decides_otherwise_is_counted_in_any_number_of_dimensions() -> None:
+    want = np.zeros((2, 2, 3))
+    want[..., 0] = 1.0
+    got = want.copy()
+    got[0, 1], got[1, 0], got[1, 1] = [0.0, 0.2, 0.1], [0.1, 0.0, 0.3], [0.51, 0.4, 0.49]
+    found = compare({"y": want}, {"y": got}, tolerances={np.dtype(np.float64): Tolerance(0.49, 0.0)})
+    assert (found.decisions_changed, found.agrees) == (2, False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +13,23 @@ import pytest
 import torch
 from torch import nn
 
+from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.runtime import paths
+from trueline.errors import CaptureError
+from trueline.runtime import paths, wild
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.probes import Probe, make_probes
-from trueline.runtime.prove import Observation, Proof, judge, observe, parting, prove
+from trueline.runtime.prove import (
+    Observation,
+    Proof,
+    care,
+    disagreement,
+    hidden_state,
+    judge,
+    observe,
+    parting,
+    prove,
+)
 from worlds.models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, place_of
 
 if TYPE_CHECKING:
@@ -318,3 +333,456 @@ def test_a_made_probe_that_the_model_refuses_stays_on_record() -> None:
     probes = make_probes(eager.example)
     tame = [probe.name for probe in probes if not probe.wild]
     assert [one.probe.name for one in observe(eager, probes) if not one.probe.wild] == tame
+
+
+# Whole answers, with programs and models that are a function each. ------------------------------------------------
+
+
+class Asked:
+    """A model or program that is a function of the array x; it counts its calls."""
+
+    format = "asked"
+
+    def __init__(self, answer: Any, signature: Signature | None = None) -> None:
+        self.answer, self.signature = answer, signature or program(None).signature
+        self.calls = 0
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        self.calls += 1
+        return {"output": self.answer(inputs["x"])}
+
+
+def raising(error: Exception) -> Any:
+    def answer(x: Array) -> Array:
+        raise error
+
+    return answer
+
+
+def probe_of(name: str, x: Array, *, origin: Any = "made", wild: bool = False, records: int | None = None) -> Probe:
+    return Probe(
+        name=name, origin=origin, num_records=len(x) if records is None else records, inputs={"x": x}, wild=wild
+    )
+
+
+def sha_of(x: Array, name: str = "x") -> str:
+    return hashlib.sha256(f"{name}|{x.dtype.str}|{x.shape}|".encode() + x.tobytes()).hexdigest()
+
+
+def evidence(name: str, x: Array, verdict: Any, reason: str = "", **more: Any) -> Evidence:
+    """Of the program `frozen`, where nothing was compared unless `more` says so."""
+    usual = {"max_abs_error": None, "max_rel_error": None, "tolerance": "", "origin": "made", "versions": {}}
+    return Evidence(
+        format="frozen",
+        against="eager",
+        probe=name,
+        inputs_sha256=sha_of(x),
+        shapes={"x": x.shape},
+        verdict=verdict,
+        reason=reason,
+        **{**usual, **more},
+    )
+
+
+OF_FLOATS = "float32: 1e-05+0.0001*scale"
+STEP = 2.0**-20
+
+
+def test_a_proof_is_the_whole_of_what_was_found() -> None:
+    found = judge(
+        program(lambda x: x + np.float32(STEP), upper=3),
+        [
+            seen("near", rows(1, 2), rows(1, 2), origin="given"),
+            seen("wide", rows(4), rows(4)),
+            seen("mute", rows(2, 9), None),
+            seen("off", rows(3, 1), rows(3, 5)),
+        ],
+        versions={"torch": "2", "onnx": "1"},
+    )
+    versions = {"torch": "2", "onnx": "1"}
+    refused = "input 'x' has size 4 in dimension 0 (batch), proven only for sizes of at least 1 and at most 3"
+    differs = f"output 'output' differs by 4 (6 of 6 elements beyond {OF_FLOATS.partition(': ')[2]})"
+    off = 4 - STEP
+    assert found == Proof(
+        format="frozen",
+        proven=False,
+        reason=f"on probe 'off': {differs}",
+        disagreeing="off",
+        evidence=(
+            evidence("near", rows(1, 2), "agrees", origin="given", max_abs_error=STEP, max_rel_error=STEP / 2,
+                     tolerance=OF_FLOATS, versions=versions),
+            evidence("wide", rows(4), "outside", refused, versions=versions),
+            evidence("mute", rows(2, 9), "unanswered", "the eager model raises", versions=versions),
+            evidence("off", rows(3, 1), "disagrees", differs, max_abs_error=off, max_rel_error=off / 5,
+                     tolerance=OF_FLOATS, versions=versions),
+        ),
+        max_abs_error=STEP,
+    )  # fmt: skip
+
+
+def test_a_proof_of_no_probes_and_one_of_a_hidden_state_are_whole_too() -> None:
+    assert judge(program(pytest.fail), []) == Proof(
+        format="frozen", proven=False, reason=NOTHING, disagreeing="", evidence=(), max_abs_error=0.0
+    )
+    first, last = seen("first", rows(1), rows(1, 1)), seen("last", rows(1), rows(1, 2))
+    differs = "output 'output' differs by 1 (2 of 2 elements beyond 1e-05+0.0001*scale)"
+    found = judge(program(lambda x: x + np.float32(1)), [first, last])
+    assert found.reason == f"the model answers differently when it is asked the same again: {differs}"
+    assert (found.proven, found.disagreeing, found.max_abs_error) == (False, "", 0.0)
+    assert [(one.verdict, one.reason) for one in found.evidence] == [("agrees", ""), ("disagrees", differs)]
+
+
+def test_a_proof_asks_the_model_and_the_program_each_probe_once_and_names_the_versions() -> None:
+    model, made = Asked(lambda x: x * np.float32(2)), Asked(lambda x: x + x)
+    found = prove(made, model, [probe_of("a", rows(1, 1)), probe_of("b", rows(2, 3))], versions={"torch": "9"})
+    assert (found.format, found.proven, found.reason, model.calls, made.calls) == ("asked", True, "", 2, 2)
+    assert [dict(one.versions) for one in found.evidence] == [{"torch": "9"}] * 2
+    assert [dict(one.versions) for one in prove(made, model, [probe_of("a", rows(1))]).evidence] == [{}]
+
+
+def test_progress_is_told_after_each_probe() -> None:
+    done: list[tuple[int, int]] = []
+    asked = [seen(name, rows(1), rows(1)) for name in "abc"]
+    judge(program(lambda x: x), asked, progress=lambda *now: done.append(now))
+    assert done == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "worst"),
+    [
+        ([(3, 1), (1, 4), (2, 1)], "p1"),  # the fewest records
+        ([(1, 3), (1, 2), (1, 4)], "p1"),  # as many records, the fewest values
+        ([(2, 2), (1, 3), (1, 3)], "p1"),  # equal in both: the first
+    ],
+)
+def test_the_smallest_probe_is_that_of_the_fewest_records_and_then_of_the_fewest_values(
+    sizes: list[tuple[int, int]], worst: str
+) -> None:
+    asked = []
+    for number, (records, length) in enumerate(sizes):
+        x = rows(length, number)
+        asked.append(replace(seen("", x, x + np.float32(9)), probe=probe_of(f"p{number}", x, records=records)))
+    assert judge(program(lambda x: x), asked).disagreeing == worst
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (ValueError(), "ValueError: "),
+        (ValueError("   "), "ValueError: "),
+        (KeyError("x"), "KeyError: 'x'"),
+        (RuntimeError("\n  no kernel\nat line 3"), "RuntimeError: no kernel"),
+    ],
+)
+def test_what_a_program_raises_is_told_by_its_first_line(error: Exception, first: str) -> None:
+    wrong = disagreement(program(raising(error)), probe_of("p", rows(1)), {"output": rows(1)})
+    assert wrong == f"the program raises {first}"
+
+
+def test_a_program_disagrees_with_an_answer_by_its_values_or_its_shape_and_else_not() -> None:
+    adding, asked = program(lambda x: x + np.float32(1)), probe_of("p", rows(1))
+    assert disagreement(adding, asked, {"output": rows(1, 1)}) == ""
+    assert disagreement(adding, asked, {"output": rows(1, 3)}) == (
+        "output 'output' differs by 2 (2 of 2 elements beyond 1e-05+0.0001*scale)"
+    )
+    flat = program(lambda x: x[0])
+    assert disagreement(flat, asked, {"output": rows(1)[0]}) == (
+        "output 'output' has shape [2], the signature promises ['batch', 2]"
+    )
+    assert disagreement(flat, asked, {"output": rows(1, 3)[0]}) == (
+        "output 'output' differs by 3 (2 of 2 elements beyond 1e-05+0.0001*scale)"
+    ), "the values come before the shape"
+
+
+def test_a_size_of_an_output_that_no_input_has_may_be_any() -> None:
+    spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    out = TensorSpec(name="output", datatype="FP32", shape=("batch", "found"))
+    made = Frozen(Signature(inputs=(spec,), outputs=(out,), dims={"batch": Dim(), "found": Dim()}), lambda x: x[:, :1])
+    assert disagreement(made, probe_of("p", rows(3)), {"output": rows(3)[:, :1]}) == ""
+
+
+def test_the_tolerance_names_each_dtype_of_the_answers_once() -> None:
+    signature = program(None).signature
+    outputs = {
+        "output": rows(1),
+        "ids": np.array([1]),
+        "more": rows(1),
+        "fine": np.ones(1, np.float64),
+        "half": np.ones(1, np.float16),
+    }
+
+    class Many:
+        format = "many"
+
+        def __init__(self) -> None:
+            self.signature = signature
+
+        def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+            return outputs
+
+    asked = Observation(probe=probe_of("p", rows(1)), outputs=outputs, error="", way=())
+    (one,) = judge(Many(), [asked]).evidence
+    assert one.tolerance == (
+        "float32: 1e-05+0.0001*scale, int64: equal, float64: 1e-09+1e-07*scale, float16: 0.01+0.01*scale"
+    )
+
+
+def test_the_digest_is_of_all_inputs_in_the_order_of_their_names() -> None:
+    one, two = rows(1, 1), np.arange(6).reshape(2, 3).T
+    probe = Probe(name="p", origin="made", num_records=1, inputs={"b": two, "a": one})
+    (found,) = judge(program(pytest.fail), [Observation(probe=probe, outputs=None, error="", way=())]).evidence
+    both = b"a|<f4|(1, 2)|" + one.tobytes() + b"b|<i8|(3, 2)|" + np.ascontiguousarray(two).tobytes()
+    assert found.inputs_sha256 == hashlib.sha256(both).hexdigest()
+
+
+# Observing. -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError(), "raises ValueError: "),
+        (ValueError("give me two\nor more"), "raises ValueError: give me two"),
+        (KeyError("x"), "raises KeyError: 'x'"),
+    ],
+)
+def test_what_the_model_raises_is_recorded_with_its_first_line(error: Exception, told: str) -> None:
+    (one,) = observe(Asked(raising(error)), [probe_of("p", rows(1))], num_draws=5)
+    assert (one.outputs, one.error, one.draws) == (None, told, None)
+
+
+def test_what_the_model_answers_is_recorded_as_it_is() -> None:
+    asked = [probe_of(name, rows(1, value)) for name, value in (("a", 1), ("b", 2))]
+    found = observe(Asked(lambda x: x + x), asked)
+    assert [one.probe for one in found] == asked
+    assert [(one.error, one.draws) for one in found] == [("", None)] * 2
+    assert [(one.outputs or {})["output"].tolist() for one in found] == [[[2.0, 2.0]], [[4.0, 4.0]]]
+
+
+def test_a_model_that_returns_other_outputs_on_a_probe_is_an_error_with_the_line_where_its_code_parted() -> None:
+    def answer(x: Array) -> Array:
+        if x.sum() > 1:
+            raise CaptureError("returns other outputs", hint="return the same")
+        return x
+
+    small, large = probe_of("small", rows(1)), probe_of("large", rows(1, 5))
+    with pytest.raises(CaptureError) as first:
+        observe(Asked(answer), [large])
+    assert (first.value.message, first.value.hint) == (
+        "on probe 'large' returns other outputs",
+        "return the same",
+    )
+    with pytest.raises(CaptureError) as second:
+        observe(Asked(answer), [small, large])
+    message, _, place = second.value.message.partition("; see ")
+    assert (message, second.value.hint) == ("on probe 'large' returns other outputs", "return the same")
+    assert place.startswith(__file__)
+    assert place.endswith("if x.sum() > 1:")
+
+
+def test_a_model_whose_code_took_the_same_way_has_no_line_to_name() -> None:
+    answers = iter([rows(1), CaptureError("returns other outputs")])
+
+    def run(x: Array) -> Array:
+        return opened(next(answers))
+
+    with pytest.raises(CaptureError) as refused:
+        observe(Asked(run), [probe_of("a", rows(1)), probe_of("b", rows(1))])
+    assert refused.value.message.startswith("on probe 'b' returns other outputs")
+
+
+def opened(found: Any) -> Any:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def test_a_wild_probe_that_is_refused_is_left_out_and_those_after_it_are_asked() -> None:
+    def answer(x: Array) -> Array:
+        return x if np.isfinite(x).all() or len(x) > 1 else opened(ValueError("no numbers"))
+
+    asked = [
+        probe_of("raises", rows(1, np.nan), wild=True),
+        probe_of("answers NaN", rows(2, np.nan), wild=True),
+        probe_of("answers", rows(1, 3), wild=True),
+        probe_of("tame NaN", rows(2, np.inf)),
+        probe_of("tame", rows(1)),
+    ]
+    found = observe(Asked(answer), asked)
+    assert [one.probe.name for one in found] == ["answers", "tame NaN", "tame"]
+    assert all(one.outputs is not None and one.error == "" for one in found)
+
+
+def test_whole_numbers_are_numbers_also_on_a_wild_probe() -> None:
+    found = observe(Asked(lambda x: np.isnan(x)), [probe_of("p", rows(1, np.nan), wild=True)])
+    assert len(found) == 1
+
+
+def test_a_way_that_an_earlier_probe_took_is_kept_once() -> None:
+    def answer(x: Array) -> Array:
+        if x.sum() > 1:
+            return x + np.float32(1)
+        return x
+
+    found = observe(Asked(answer), [probe_of(str(value), rows(1, value)) for value in (0, 5, 0, 6)])
+    ways = [one.way for one in found]
+    assert ways[0] is ways[2]
+    assert ways[1] is ways[3]
+    assert ways[0] != ways[1]
+    assert all(ways)
+
+
+def test_a_loop_of_the_model_that_does_not_end_is_ended_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "MAX_EVENTS", 2000)
+    monkeypatch.setattr(paths, "ENDLESS_S", 0.0)
+
+    def answer(x: Array) -> Array:
+        for _ in range(1000):
+            x = x + np.float32(1)
+        return x
+
+    (one,) = observe(Asked(answer), [probe_of("p", rows(1))])
+    assert (one.outputs, one.error[:16]) == (None, "raises Endless: ")
+
+
+def test_only_wild_values_are_kept_from_lapack() -> None:
+    assert isinstance(care(probe_of("p", rows(1), wild=True)), wild.Careful)
+    assert isinstance(care(probe_of("p", rows(1))), nullcontext)
+
+
+# Models that draw random numbers. ---------------------------------------------------------------------------------
+
+
+def noise(x: Array) -> Array:
+    return x + torch.rand(x.shape).numpy()
+
+
+def drawn(count: int, *shape: int) -> Array:
+    """The first draws from the seed of every observation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return np.stack([torch.rand(shape).numpy() for _ in range(count)])
+
+
+def test_a_model_that_draws_is_asked_many_times_from_the_same_seed_and_disturbs_no_other_draws() -> None:
+    model = Asked(noise)
+    torch.manual_seed(5)
+    after_one = (torch.rand(1, 2), torch.rand(2, 2), torch.rand(3))[-1]
+    torch.manual_seed(5)
+    found = observe(model, [probe_of("a", rows(1)), probe_of("b", rows(2))], num_draws=4)
+    assert torch.equal(torch.rand(3), after_one)
+    assert model.calls == 2 + 2 * 4
+    for one, size in zip(found, (1, 2), strict=True):
+        assert one.draws is not None
+        assert one.draws["output"].tolist() == drawn(4, size, 2).tolist()
+        assert one.outputs is not None
+    assert [one.draws for one in observe(Asked(noise), [probe_of("a", rows(1))])] == [None]
+
+
+def random_seen(count: int = 40, *, names: str = "a") -> list[Observation]:
+    asked = [replace(seen(name, rows(1), rows(1)), draws={"output": drawn(count, 1, 2)}) for name in names]
+    return [replace(one, outputs={"output": drawn(1, 1, 2)[0]}) for one in asked]
+
+
+def test_a_program_that_draws_as_the_model_does_agrees_draw_by_draw() -> None:
+    made = Asked(noise)
+    (one,) = judge(made, random_seen(7)).evidence
+    assert (one.verdict, one.reason, one.max_abs_error, one.max_rel_error) == ("agrees", "", 0.0, 0.0)
+    assert one.tolerance == "from the same seeds the same answers: 7 draws of each, one by one"
+    assert made.calls == 7
+
+
+def test_a_program_that_draws_otherwise_is_judged_by_the_level_of_all_probes_together() -> None:
+    found = judge(Asked(lambda x: noise(x) + np.float32(5)), random_seen(names="ab"))
+    assert (found.proven, found.disagreeing) == (False, "a")
+    for one in found.evidence:
+        assert one.verdict == "disagrees"
+        assert one.reason.startswith("output 'output' is drawn from another distribution: its mean differs (p = ")
+        assert "where 2.5e-06 is the least to be expected of 20 tests)" in one.reason  # 1e-4, of 2 probes, 20 tests
+        assert one.max_abs_error == pytest.approx(10.0), "of the sum of both elements"
+        assert one.tolerance.startswith("statistical: 40 draws of each, ")
+
+
+def test_a_random_program_whose_answer_has_another_shape_than_promised_disagrees() -> None:
+    flat = [replace(one, draws={"output": drawn(7, 2)}) for one in random_seen()]
+    (one,) = judge(Asked(lambda x: noise(x[0])), flat).evidence
+    assert (one.verdict, one.tolerance) == ("disagrees", OF_FLOATS)
+    assert one.reason == "output 'output' has shape [2], the signature promises ['batch', 2]"
+
+
+def test_a_random_program_that_raises_disagrees_in_its_words() -> None:
+    (one,) = judge(Asked(raising(ValueError("no dice"))), random_seen(3)).evidence
+    assert (one.verdict, one.reason) == ("disagrees", "the program raises ValueError: no dice")
+
+
+# Hidden states. ---------------------------------------------------------------------------------------------------
+
+DIFFERS = "output 'output' differs by 1 (2 of 2 elements beyond 1e-05+0.0001*scale)"
+ONE, TWO = (seen("one", rows(1), rows(1, 1)), seen("two", rows(1), rows(1, 2)))
+MUTE = seen("mute", rows(1), None)
+OTHER, OTHERWISE = (seen("other", rows(2), rows(2, value)) for value in (1, 1))
+RANDOM = replace(TWO, draws={"output": rows(1, 2)[None]})
+
+
+@pytest.mark.parametrize(
+    ("asked", "hidden"),
+    [
+        ([], ""),
+        ([ONE], ""),
+        ([ONE, ONE], ""),
+        ([ONE, OTHER], ""),
+        ([ONE, TWO], DIFFERS),
+        ([OTHER, ONE, OTHERWISE, TWO], DIFFERS),
+        ([MUTE, ONE], ""),
+        ([ONE, MUTE], ""),
+        ([MUTE, MUTE], ""),
+        ([ONE, MUTE, TWO], DIFFERS),
+        ([MUTE, ONE, TWO], ""),
+        ([ONE, RANDOM], ""),
+        ([ONE, RANDOM, TWO], DIFFERS),
+    ],
+)
+def test_a_hidden_state_shows_where_equal_inputs_have_other_answers(asked: list[Observation], hidden: str) -> None:
+    assert hidden_state(asked) == hidden
+
+
+# Where two probes part. -------------------------------------------------------------------------------------------
+
+
+def steps_of(asked: Observation, *offsets: int) -> Observation:
+    """The same, as if its way had gone through these instructions of one function."""
+    return replace(asked, way=[(1, steps_of.__code__, offset) for offset in offsets])
+
+
+def test_probes_part_where_one_that_answers_went_another_way() -> None:
+    a, b = (steps_of(seen(name, rows(1), rows(1)), 0, 2) for name in "ab")
+    parted = steps_of(seen("parted", rows(1), rows(1)), 0, 4)
+    wide = steps_of(seen("wide", rows(3), rows(3)), 0, 6)
+    cut = steps_of(seen("cut", rows(1), None), 0, 8)
+    names = {
+        "same": parting([a, b]),
+        "none": parting([]),
+        "first": parting([a, parted]),
+        "named": parting([a, b, parted], "parted"),
+        "unknown": parting([parted, a], "nothing of this name"),
+        "cut short": parting([cut, a, b], "a"),
+        "after one cut short": parting([a, cut, parted], "a"),
+        "of its size": parting([wide, a, parted], "parted"),
+        "of another size": parting([wide, a, b], "b"),
+        "itself cut short": parting([a, cut], "cut"),
+    }
+    assert {key: found and found[1:] for key, found in names.items()} == {
+        "same": None,
+        "none": None,
+        "first": ("parted", "a"),
+        "named": ("a", "parted"),
+        "unknown": ("a", "parted"),
+        "cut short": None,
+        "after one cut short": ("parted", "a"),
+        "of its size": ("a", "parted"),
+        "of another size": ("wide", "b"),
+        "itself cut short": ("a", "cut"),
+    }
+    place = names["first"]
+    assert place is not None
+    assert (place[0].file, place[0].line >= steps_of.__code__.co_firstlineno) == (__file__, True)

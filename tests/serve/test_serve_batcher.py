@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trueline import events
 from trueline.errors import DeadlineExceeded, Overloaded
-from trueline.serve.batcher import LEVEL_S, PRIORITIES, Item, Policy, decide, refusal, run_batch
+from trueline.serve.batcher import LEVEL_S, PRIORITIES, Decision, Item, Policy, decide, refusal, run_batch
 from trueline.serve.lanes import Batcher
 
 
@@ -398,3 +399,65 @@ def test_a_run_that_breaks_its_thread_fails_all_that_were_in_it_and_the_next_is_
             assert (await batcher.submit(rows(3), 1, "k"))["y"].tolist() == [3]
 
     asyncio.run(main())
+
+
+LEARNS = Policy(max_delay_s=0.25, max_batch=4)
+ONE, TWO, LATE = item(since=5.0), item(rows=2, since=4.5), item(since=1.0, deadline=7.0)
+OTHER = item(key="other", since=1.0)
+
+
+@pytest.mark.parametrize(
+    ("queue", "busy", "now", "policy", "decision"),
+    [
+        ([], 0, 0.0, Policy(), Decision((), (), None, "empty")),
+        ([], 1, 0.0, Policy(), Decision((), (), None, "empty")),
+        ([LATE], 0, 7.0, Policy(), Decision((), (LATE,), None, "empty")),
+        ([LATE], 0, 6.9, Policy(), Decision((LATE,), (), None, "idle")),
+        ([LATE, ONE], 1, 8.0, Policy(), Decision((), (LATE,), None, "busy")),
+        ([LATE, ONE], 0, 8.0, Policy(), Decision((ONE,), (LATE,), None, "idle")),
+        ([ONE], 1, 8.0, Policy(lanes=2), Decision((ONE,), (), None, "idle")),
+        ([ONE], 2, 8.0, Policy(lanes=2), Decision((), (), None, "busy")),
+        ([ONE, TWO], 0, 8.0, Policy(batch=False), Decision((ONE,), (), None, "idle", full=True)),
+        ([LATE, ONE], 0, 8.0, Policy(batch=False), Decision((ONE,), (LATE,), None, "idle", full=True)),
+        ([ONE, TWO], 0, 4.7, LEARNS, Decision((), (), 4.75, "filling")),
+        ([LATE, ONE, TWO], 0, 4.7, LEARNS, Decision((LATE, ONE, TWO), (), None, "idle", full=True)),
+        ([ONE, TWO], 0, 4.75, LEARNS, Decision((ONE, TWO), (), None, "idle")),
+        ([TWO, TWO], 0, 4.7, LEARNS, Decision((TWO, TWO), (), None, "idle", full=True)),
+        ([TWO, ONE, TWO], 0, 4.7, LEARNS, Decision((TWO, ONE), (), None, "idle", full=True)),
+        ([ONE, OTHER], 0, 4.7, LEARNS, Decision((ONE,), (), None, "idle")),
+        ([ONE, OTHER, TWO], 0, 4.7, LEARNS, Decision((ONE, TWO), (), None, "idle")),
+    ],
+)
+def test_a_decision_says_what_runs_what_is_too_late_and_when_to_ask_again(
+    queue: list[Item], busy: int, now: float, policy: Policy, decision: Decision
+) -> None:
+    assert decide(queue, busy=busy, now=now, policy=policy) == decision
+
+
+@pytest.mark.parametrize(
+    ("waiting", "held", "asked", "why"),
+    [
+        (1, 50, 50, None),
+        (1, 50, 51, "requests of 50 bytes wait for this model already"),
+        (0, 0, 1000, None),
+        (0, 50, 51, None),
+        (2, 0, 0, "2 requests wait for this model already, about 1.23 s of work"),
+        (3, 99, 99, "3 requests wait for this model already, about 1.23 s of work"),
+    ],
+)
+def test_a_request_is_refused_in_words_from_the_bound_on(waiting: int, held: int, asked: int, why: str | None) -> None:
+    assert refusal(waiting, held, asked, 1.234, Policy(max_requests=2, max_bytes=100)) == why
+
+
+def test_a_batch_that_fails_is_reported_with_its_size_and_what_failed() -> None:
+    def run(inputs: Any) -> dict[str, Any]:
+        if len(inputs["x"]) > 1:
+            raise ZeroDivisionError("together")
+        return {"y": inputs["x"]}
+
+    heard: list[tuple[str, dict[str, Any]]] = []
+    with events.listening(lambda name, fields: heard.append((name, fields))):
+        run_batch(run, [{"x": np.array([value])} for value in (1, 2, 3)], [1, 1, 1])
+        run_batch(run, [{"x": np.array([1])}], [1])
+        run_batch(run, [{"x": np.array([1, 2])}], [2])
+    assert heard == [("batch.failed", {"items": 3, "why": "ZeroDivisionError"})]

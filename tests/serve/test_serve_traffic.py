@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.errors import StorageError
+from trueline.errors import RequestError, StorageError
 from trueline.serve.batcher import Policy
-from trueline.serve.canary import Rule, Sample, judge, lower_bound, median_s
-from trueline.serve.stats import BOUNDS_S, Histogram
+from trueline.serve.canary import Rule, Sample, Verdict, judge, lower_bound, median_s, sample
+from trueline.serve.stats import BOUNDS_S, Histogram, VersionStats
 from worlds import bundles
 from worlds.servers import StoreApp
 
@@ -317,3 +317,135 @@ def test_a_shadow_that_answers_what_it_shadows_is_not_asked_again(pair_app: Stor
     assert set(ask(pair_app, 3)) == {200}
     pair_app.run(settled())
     assert pair_app.models.shadows["pair"].asked == 0
+
+
+def cells(**counts: int) -> list[int]:
+    """Requests by the histogram's cells, of which `c3` is the fourth."""
+    return [counts.get(f"c{number}", 0) for number in range(len(BOUNDS_S) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([], 0.0),
+        (cells(), 0.0),
+        (cells(c0=1), 2.5e-5),
+        (cells(c0=4), 2.5e-5),
+        (cells(c0=2, c1=2), 5e-5),
+        (cells(c0=1, c1=3), 5e-5 + 5e-5 / 3),
+        (cells(c0=1, c2=4), 1e-4 + 1.5e-4 * 1.5 / 4),
+        (cells(c4=10, c12=3), 5e-4 + 5e-4 * 6.5 / 10),
+        (cells(c16=1), 7.5),
+        (cells(c17=1), 15.0),
+        (cells(c0=1, c17=5), 10.0 + 10.0 * 2 / 5),
+    ],
+)
+def test_the_median_lies_in_its_cell_in_proportion(found: list[int], expected: float) -> None:
+    assert median_s(Sample(answered=sum(found), failed=3, seconds=found)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("failed", "requests", "bound"),
+    [
+        (0, 0, 0.0),
+        (0, 50, 0.0),
+        (1, 1, 0.206543291474),
+        (2, 2, 0.342371952890),
+        (1, 3, 0.061490315276),
+        (3, 10, 0.107789287486),
+        (1, 100, 0.001767386566),
+        (50, 100, 0.403829828590),
+        (300, 300, 0.987356570002),
+    ],
+)
+def test_the_bound_is_the_lower_end_of_wilsons_interval(failed: int, requests: int, bound: float) -> None:
+    assert lower_bound(failed, requests) == pytest.approx(bound, abs=1e-11)
+
+
+def test_a_rule_takes_every_value_up_to_its_bounds() -> None:
+    usual = Rule()
+    assert (usual.max_error_rate, usual.max_latency_ratio) == (0.01, 2.0)
+    assert (usual.min_requests, usual.promote_after) == (50, 0)
+    edge = Rule(max_error_rate=0.0, max_latency_ratio=1.0, min_requests=1, promote_after=0)
+    assert (edge.max_error_rate, edge.max_latency_ratio, edge.min_requests, edge.promote_after) == (0.0, 1.0, 1, 0)
+    assert Rule(max_error_rate=0.999).max_error_rate == 0.999
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_error_rate": -0.001}, "max_error_rate is from 0 up to 1"),
+        ({"max_error_rate": 1.0}, "got 1 and 2"),
+        ({"max_latency_ratio": 0.999}, "got 0.01 and 0.999"),
+        ({"max_latency_ratio": float("nan")}, "got 0.01 and nan"),
+        ({"min_requests": 0}, "min_requests is at least 1 and promote_after at least 0; got 0 and 0"),
+        ({"promote_after": -1}, "got 50 and -1"),
+    ],
+)
+def test_a_rule_refuses_every_value_beyond_its_bounds(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Rule(**change)
+
+
+ALLOWED = lower_bound(5, 50)
+
+
+@pytest.mark.parametrize(
+    ("base", "canary", "rule", "verdict"),
+    [
+        (seen(90), seen(10), Rule(), Verdict("watch")),
+        (seen(90, 10), seen(88, 12), Rule(), Verdict("watch")),
+        (
+            seen(90, 10),
+            seen(50, 50),
+            Rule(),
+            Verdict("roll back", "50 of 100 requests failed; 0.11 of them would be allowed"),
+        ),
+        (
+            seen(0),
+            seen(0, 2),
+            Rule(max_error_rate=0.02),
+            Verdict("roll back", "2 of 2 requests failed; 0.02 of them would be allowed"),
+        ),
+        (seen(0), seen(0, 1), Rule(max_error_rate=0.02), Verdict("watch")),
+        (seen(0), seen(45, 5), Rule(max_error_rate=ALLOWED), Verdict("watch")),
+        (
+            seen(0),
+            seen(45, 5),
+            Rule(max_error_rate=0.99 * ALLOWED),
+            Verdict("roll back", "5 of 50 requests failed; 0.043 of them would be allowed"),
+        ),
+        (seen(60), seen(60), Rule(max_latency_ratio=1.0), Verdict("watch")),
+        (
+            seen(60, seconds=0.001),
+            seen(60, seconds=0.01),
+            Rule(),
+            Verdict("roll back", "its median is 7.5 ms, the other version's 0.75 ms; 2 times that would be allowed"),
+        ),
+        (seen(60, seconds=0.001), seen(60, seconds=0.005), Rule(max_latency_ratio=5.1), Verdict("watch")),
+        (seen(60), seen(99), Rule(promote_after=100), Verdict("watch")),
+        (seen(60), seen(100), Rule(promote_after=100), Verdict("promote", "100 requests, 0 failed")),
+        (seen(60), seen(99, 1), Rule(promote_after=100), Verdict("promote", "100 requests, 1 failed")),
+        (seen(60), seen(1), Rule(promote_after=1), Verdict("promote", "1 requests, 0 failed")),
+        (seen(0), seen(0), Rule(), Verdict("watch")),
+    ],
+)
+def test_a_verdict_says_what_to_do_and_why(base: Sample, canary: Sample, rule: Rule, verdict: Verdict) -> None:
+    assert judge(base, canary, rule) == verdict
+
+
+def test_what_a_version_did_is_counted_from_its_beginning_or_since_an_earlier_look() -> None:
+    stats = VersionStats()
+    stats.failed = 3
+    stats.request_s.add(0.001, 5)
+    first = sample(stats)
+    assert first == Sample(answered=5, failed=3, seconds=cells(c4=5))
+    assert first.requests == 8
+    stats.failed = 10
+    stats.request_s.add(0.001, 2)
+    stats.request_s.add(20.0, 4)
+    assert first.seconds == cells(c4=5), "a sample stays as it was taken"
+    assert sample(stats) == Sample(answered=11, failed=10, seconds=cells(c4=7, c17=4))
+    since = sample(stats, first)
+    assert since == Sample(answered=6, failed=7, seconds=cells(c4=2, c17=4))
+    assert since.requests == 13

@@ -8,10 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from trueline import files
-from trueline.errors import CheckpointError, StorageError
+from trueline import events, files
+from trueline.errors import CheckpointError, RecipeError, StorageError
 from trueline.state import checkpoint, tensorfile, tree
-from worlds.recipes import small
+from worlds.recipes import small, untrained
 
 
 def trained():
@@ -251,3 +251,70 @@ def test_a_manifest_without_a_digest_of_its_tensors_is_refused(tmp_path):
         (path / checkpoint.MANIFEST).write_text(json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}))
         with pytest.raises(CheckpointError, match=checkpoint.TENSORS):
             checkpoint.read(path)
+
+
+@pytest.mark.parametrize(
+    ("made", "found", "hint"),
+    [
+        (torch.nn.Linear, "the class Linear", "make one of it: return Linear(...)"),
+        (3, "a int", "return the model"),
+        (None, "a NoneType", "return the model"),
+    ],
+)
+def test_a_recipe_that_makes_no_model_is_told_what_it_made(made, found, hint):
+    with pytest.raises(RecipeError) as refused:
+        checkpoint.load_model(untrained(lambda: made, name="digits"), None)
+    assert (refused.value.message, refused.value.hint) == (
+        f"recipe 'digits': model() returned {found}, expected a torch.nn.Module",
+        hint,
+    )
+
+
+def test_a_manifest_is_the_schema_the_time_the_step_the_facts_and_the_digests(tmp_path, monkeypatch):
+    monkeypatch.setattr("trueline.clock.utc_now", lambda: "2030-01-02T03:04:05Z")
+    path = checkpoint.write(tmp_path, step=3, state={"w": torch.ones(3)}, facts={"seed": 1})
+    found = checkpoint.read_manifest(path)
+    assert found == {
+        "schema": 1,
+        "created": "2030-01-02T03:04:05Z",
+        "step": 3,
+        "seed": 1,
+        "files": {checkpoint.TENSORS: files.sha256_file(path / checkpoint.TENSORS)},
+        "digest": json.loads((path / checkpoint.MANIFEST).read_text())["digest"],
+    }
+    assert checkpoint.read(path).manifest == found
+
+
+def test_steps_of_any_length_are_found_and_other_names_are_none(tmp_path):
+    for step in (7, 123_456_789):
+        checkpoint.write(tmp_path, step=step, state={}, facts={})
+    for name in ("step-", "step-x", "step-1x", "notes", "steps", "-step-3"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.steps(tmp_path) == [7, 123_456_789]
+    assert checkpoint._steps(["step-5", "step-00000012", "step-", "xstep-3", "step-²"]) == [5, 12]
+
+
+@pytest.mark.parametrize("ask", [checkpoint.latest, checkpoint.best])
+def test_a_checkpoint_that_is_passed_over_is_reported_with_its_path_and_why(tmp_path, ask):
+    for step in (1, 2, 3):
+        checkpoint.write(tmp_path, step=step, state={}, facts={"evaluations": evaluated((1, True))})
+    for step in (2, 3):
+        (tmp_path / f"step-0000000{step}" / checkpoint.MANIFEST).write_text("[]")
+    heard = []
+    with events.listening(lambda name, fields: heard.append((name, fields))):
+        found = ask(tmp_path)
+    assert getattr(found, "path", found) == tmp_path / "step-00000001"
+    torn = [tmp_path / f"step-0000000{step}" for step in (3, 2)]
+    why = "is torn or not a checkpoint's: list indices must be integers or slices, not str"
+    assert heard == [
+        ("checkpoint.refused", {"path": str(path), "why": f"{path / checkpoint.MANIFEST} {why}"}) for path in torn
+    ]
+
+
+@pytest.mark.parametrize("facts", [{}, {"recipe": {}}])
+def test_a_checkpoint_without_a_recipes_name_is_of_another_recipe(tmp_path, facts):
+    state = {"model": dict(torch.nn.Linear(3, 3).state_dict())}
+    path = checkpoint.write(tmp_path, step=1, state=state, facts=facts)
+    with pytest.raises(CheckpointError, match="is of recipe 'another recipe' and does not fit") as refused:
+        checkpoint.load_model(small(), path)
+    assert refused.value.hint == "pass the recipe that the checkpoint was trained with"
