@@ -7,7 +7,6 @@ import json
 import grpc
 import msgspec
 import pytest
-from master_worlds import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving, until
 
 from trueline.errors import StorageError
 from trueline.train import happenings as h
@@ -16,6 +15,7 @@ from trueline.train.master import Master
 from trueline.train.settings import Fault
 from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
+from worlds.masters import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
 from worlds.waiting import until_async
 
 
@@ -268,7 +268,7 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         master.job = msgspec.structs.replace(master.job, workers=6)
         prepare(master)
         scaling = master.keep(master.run_scaling())
-        await until(lambda: len(looks) >= 4)
+        await until_async(lambda: len(looks) >= 4, "four looks")
         scaling.cancel()
         return master
 

@@ -6,7 +6,6 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from master_worlds import JOB, RECORDS, STEPS, A, B, at_work, finish, master_of, other_digest, rows, said, until
 
 from trueline import files
 from trueline.engine.contract import Kind, Seen
@@ -15,6 +14,8 @@ from trueline.train import happenings as h
 from trueline.train import ledger
 from trueline.train.journal import Journal
 from trueline.wire import train_pb2 as pb
+from worlds.masters import JOB, RECORDS, STEPS, A, B, at_work, finish, master_of, other_digest, rows, said
+from worlds.waiting import until_async
 
 
 def ended(tmp_path, *, job=JOB, journal=Journal, **how):
@@ -270,7 +271,7 @@ def test_what_the_engine_says_of_an_end_reaches_the_decision_and_what_it_says_of
             seen("worker-2.0", code=3, reason="exit code 3"), seen("worker-9.0", code=1),
         )  # fmt: skip
         engine = asyncio.ensure_future(master.run_engine())
-        await until(lambda: heard)
+        await until_async(lambda: heard, "the event is published")
         engine.cancel()
         return heard
 

@@ -4,10 +4,11 @@ import asyncio
 
 import grpc
 import pytest
-from master_worlds import JOB, RECORDS, SECRET, STEPS, WAIT_S, A, B, at_work, finish, said, serving, until
 
 from trueline.train import happenings as h
 from trueline.wire import train_pb2 as pb
+from worlds.masters import JOB, RECORDS, SECRET, STEPS, WAIT_S, A, B, at_work, finish, said, serving
+from worlds.waiting import until_async
 
 STRANGER = "worker-0.7"
 STEP = pb.Applied(step=0, generation=1, records=4, digest=1, workers=2)
@@ -171,7 +172,7 @@ def test_a_worker_of_a_job_that_failed_at_its_end_is_not_answered_that_it_is_fin
     async def act(master, stub):
         master.finishing.clear()
         asked = asyncio.ensure_future(stub.Finish(pb.Entry(ref=A, generation=1, step=STEPS), metadata=SECRET))
-        await until(lambda: A in master.finishing or asked.done())
+        await until_async(lambda: A in master.finishing or asked.done(), "the worker waits at the finish")
         answered = asked.done() or master.finishing[A].done()
         asked.cancel()
         return master.state.phase, answered
@@ -195,11 +196,11 @@ def test_who_watches_gets_the_view_in_force_and_each_new_one_once(tmp_path):
 def test_the_first_worker_says_what_the_job_is_and_one_that_sees_other_data_ends_it(tmp_path):
     async def act(master, stub):
         watching = stub.Watch(HELLO, metadata=SECRET)
-        await until(lambda: A in master.state.members)
+        await until_async(lambda: A in master.state.members, "the worker is a member")
         facts = [body for kind, body in master.journal.rows() if kind == "FACTS"]
         other = pb.Hello(ref=B, store="b:1", num_records=RECORDS + 1, total_steps=STEPS)
         late = stub.Watch(other, metadata=SECRET)
-        await until(lambda: master.failed)
+        await until_async(lambda: master.failed, "the job fails")
         watching.cancel(), late.cancel()
         return facts, said(master)
 

@@ -45,13 +45,6 @@ class NoEngine:
         return 2
 
 
-async def until(condition):
-    """Returns when `condition` holds. Nothing here ends by waiting; a machine may be slow."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def said(master):
     return [(event.name, json.loads(event.fields)) for event in master.teller.said]
 
