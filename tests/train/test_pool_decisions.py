@@ -97,6 +97,13 @@ def test_a_pool_ends_with_the_last_chunk_and_its_replies_are_those_of_their_chun
     )
 
 
+def test_a_chunk_that_two_workers_answer_counts_once(of):
+    found = of().ready(0, 1)
+    found.pool.chunks.held["pool-1.0"] = (0, 0.0)  # it was slow, and given again
+    found.done(0, {"n": 1}).done(1, {"n": 2})
+    assert (found.pool.replies, found.advanced, found.ended()) == ({0: {"n": 1}}, [4], False)
+
+
 def test_chunks_that_were_done_before_are_given_to_nobody_and_no_worker_is_started_for_them(of):
     found = of(msgspec.structs.replace(WORK, done=(0, 2)), workers=5).ready(0)
     assert (found.pool.workers, found.orders(0)) == (1, [(4, 8, False)])
