@@ -6,11 +6,16 @@ import json
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from trueline import errors
+from trueline.data.source import Batch
+from trueline.data.write import Plan
 from trueline.engine.contract import Kind, Seen
-from trueline.train import evaluate, pool, pool_worker
+from trueline.state import checkpoint
+from trueline.train import evaluate, parts, pool, pool_worker
 from trueline.train.pool import Message, Work
 from trueline.train.pool_worker import Order
 
@@ -95,6 +100,20 @@ def test_a_pool_ends_with_the_last_chunk_and_its_replies_are_those_of_their_chun
         {0: {"n": 1}, 1: {"n": 2}, 2: {"n": 3}},
         [4, 6, 10],
     )
+
+
+def test_a_chunk_that_two_workers_answer_counts_once(of):
+    found = of().ready(0, 1)
+    found.pool.chunks.held["pool-1.0"] = (0, 0.0)  # it was slow, and given again
+    found.done(0, {"n": 1}).done(1, {"n": 2})
+    assert (found.pool.replies, found.advanced, found.ended()) == ({0: {"n": 1}}, [4], False)
+
+
+def test_a_record_that_was_tried_in_an_earlier_chunk_is_not_named_in_a_later_one(of):
+    found = of().ready(0)
+    found.pool.trying["pool-0.0"] = 3
+    found.done(0, {})
+    assert found.pool.trying == {}
 
 
 def test_chunks_that_were_done_before_are_given_to_nobody_and_no_worker_is_started_for_them(of):
@@ -223,3 +242,51 @@ def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
     assert (found.recipe, found.recipe_digest, found.num_records, found.batch) == ("r:x", "d", 3, 2)
     with pytest.raises(errors.UsageError, match="has no file that worker processes could load"):
         pool.work("a:b", recipe, object(), "s", "evaluation", **how)
+
+
+class Drawing:
+    """Records that are drawn anew at each reading."""
+
+    num_records = 8
+
+    def read(self, indices):
+        return Batch(torch.rand(len(indices), 1), None)
+
+
+def test_what_an_evaluation_draws_is_of_its_chunk_and_leaves_the_generators_alone():
+    recipe = SimpleNamespace(loss=lambda outputs, labels: outputs.mean(), metrics=None)
+    compute = evaluate.measuring(recipe, torch.nn.Identity(), Drawing())
+    torch.manual_seed(1)
+    found = [compute(start, start + 4)["loss"] for start in (0, 4, 0)]
+    assert (found[0] == found[2], found[0] == found[1]) == (True, False)
+    drawn = torch.rand(1).item()
+    torch.manual_seed(1)
+    assert torch.rand(1).item() == drawn
+
+
+# Parts. --------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_made_of_the_recipe_the_checkpoints_content_what_is_read_and_the_batch(tmp_path):
+    def made_of(value, *, digest="r", mode="evaluation", batch=4):
+        path = checkpoint.write(tmp_path, step=1, state={"w": torch.full((2,), value)}, facts={})
+        return parts.made_of(SimpleNamespace(digest=digest), str(path), mode, batch)
+
+    others = [made_of(2.0), made_of(1.0, digest="s"), made_of(1.0, mode="training"), made_of(1.0, batch=5)]
+    assert len({made_of(1.0), *others, parts.made_of(SimpleNamespace(digest="r"), "", "evaluation", 4)}) == 6
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_where_all_parts_are_there_nothing_is_opened_or_started(tmp_path, monkeypatch, workers):
+    plan = Plan(num_records=5, range_records=2, format="jsonl", of="x")
+
+    def answer(start, stop):
+        return {"y": np.arange(start, stop, dtype=np.float64)}
+
+    how = {"work": lambda: pytest.fail("no pool"), "event": "evaluation.advanced"}
+    assert parts.write(tmp_path / "out", plan, 1, answering=lambda: (5, answer), workers=1, **how) == 3
+    monkeypatch.setattr(parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
+    assert (
+        parts.write(tmp_path / "out", plan, 1, answering=lambda: pytest.fail("no model"), workers=workers, **how) == 0
+    )
+    assert parts.sums(tmp_path / "out") == {"record": 10.0, "y": 10.0}
