@@ -543,6 +543,16 @@ def test_in_a_forced_view_who_goes_stays_unless_another_has_the_state_be_it_of_n
     assert broken(world).state.view == view
 
 
+@pytest.mark.parametrize(
+    ("steps", "view"), [((0, 5, 5), (A,)), ((-1, 0, 5), (B,)), ((-1, -1, 1), (C,)), ((-1, -1, -1), (A, B, C))]
+)
+def test_when_all_go_the_first_that_has_the_state_stays_alone_be_it_of_no_step(steps, view):
+    world = running()
+    for ref, of in zip((A, B, C), steps, strict=True):
+        world.state.members[ref].steps, world.state.members[ref].leaving = of, True
+    assert world.happen(h.Tick()).state.view == view
+
+
 def test_where_one_has_left_already_none_of_those_who_go_is_called_to_stay():
     world = running().happen(h.Leaving(A)).enter(b=6, c=6)
     assert world.state.members[A].left
