@@ -396,6 +396,15 @@ def test_after_a_death_with_just_enough_left_replacements_wait_for_a_step_or_a_m
 # Stuck and stranded. -------------------------------------------------------------------------------------------------
 
 
+def test_of_two_members_one_can_be_stuck_and_of_one_none():
+    world = running()
+    del world.state.members[C]
+    for view, stuck in (((A, B), [B]), ((B,), [])):
+        world.state.view = view
+        world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
+        assert [gone.ref for gone in health.given_up(world.state, world.now, POLICY)] == stuck
+
+
 def test_who_has_not_been_let_go_into_a_group_is_not_stuck():
     world = broken(running().happen(*(h.Heard(ref, 6) for ref in (A, B, C))))
     world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(C, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
