@@ -355,3 +355,246 @@ def test_the_rate_counts_the_records_between_the_first_report_and_the_last():
     for step, now in enumerate((10.0, 11.0, 13.0)):
         books.report(applied(step), now)
     assert books.records_per_s(13.0) == pytest.approx(8 / 3)
+
+
+NOTHING = {
+    "num_records": 0, "total_steps": 0, "shard_records": 0, "blocks": (), "logged": 0, "loss": 0.0, "rates": (-1, ()),
+    "digests": {}, "certificates": {}, "evaluations": {}, "regroups": {}, "_formed": set(), "applied": 0,
+    "reading_s": 0.0, "steps_s": 0.0,
+}  # fmt: skip
+ROW = {"step": 4, "generation": 2, "records": 8, "digest": 9, "loss": 0.25, "workers": 3, "gap_ms": 70.0, "at_ns": 5}
+VIEWED = ("VIEW", {"generation": 2, "reason": "begun"})
+
+
+def known_of(books: Account) -> dict:
+    """All that an account knows but for the pace of the last seconds."""
+    return {name: value for name, value in vars(books).items() if name != "recent"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ([], {}),
+        ([("FACTS", {"num_records": 10, "total_steps": 9, "shard_records": 4, "blocks": [5, 5]})],
+         {"num_records": 10, "total_steps": 9, "shard_records": 4, "blocks": (5, 5)}),
+        ([("FACTS", {"num_records": 10, "total_steps": 9, "shard_records": 0})], {"num_records": 10, "total_steps": 9}),
+        ([("COMMIT", ROW)], {"logged": 5, "loss": 0.25, "digests": {4: 9}}),
+        ([VIEWED], {"regroups": {2: {"generation": 2, "reason": "begun", "gap_ms": 0.0, "workers": 0}}}),
+        ([VIEWED, ("COMMIT", ROW)],
+         {"logged": 5, "loss": 0.25, "digests": {4: 9},
+          "regroups": {2: {"generation": 2, "reason": "begun", "gap_ms": 70.0, "workers": 3}}}),
+        ([VIEWED, ("FORMED", {"generation": 2, "step": 4, "gap_ms": 80.0, "workers": 2})],
+         {"_formed": {2}, "regroups": {2: {"generation": 2, "reason": "begun", "gap_ms": 80.0, "workers": 2}}}),
+        ([VIEWED, ("FORMED", {"generation": 2, "step": 4, "gap_ms": 80.0, "workers": 2}), ("COMMIT", ROW)],
+         {"_formed": {2}, "logged": 5, "loss": 0.25, "digests": {4: 9},
+          "regroups": {2: {"generation": 2, "reason": "begun", "gap_ms": 80.0, "workers": 3}}}),
+        ([("FORMED", {"generation": 3, "step": 4, "gap_ms": 80.0, "workers": 2})], {"_formed": {3}}),
+        ([("COMMIT", ROW), ("COMMIT", {**ROW, "step": 5, "digest": 1, "loss": 0.5}), ("TRUNCATE", {"steps": 5})],
+         {"logged": 5, "loss": 0.5, "digests": {4: 9}}),
+        ([("EPOCH", {"epoch": 1, "steps": 3})], {"certificates": {1: {"epoch": 1, "steps": 3}}}),
+        ([("EVAL", {"step": 7, "loss": 0.5})], {"evaluations": {7: {"step": 7, "loss": 0.5}}}),
+        ([("START", {"ref": "worker-0.0"}), ("CKPT", {"step": 2, "path": "/c"})], {}),
+    ],
+    ids=lambda found: "+".join(kind for kind, _ in found) if isinstance(found, list) else "",
+)  # fmt: skip
+def test_each_row_of_the_journal_changes_what_it_is_about_and_nothing_else(rows, changes):
+    assert known_of(Account(rows)) == {**NOTHING, **changes}
+
+
+def test_digests_are_remembered_of_the_newest_steps_only(monkeypatch):
+    monkeypatch.setattr("trueline.train.account.REMEMBERED", 3)
+    books = account()
+    books.report(applied(*range(5)))
+    assert books.digests == {2: 7, 3: 7, 4: 7}
+
+
+def test_a_report_of_steps_is_entered_written_and_told_whole():
+    books = Account([VIEWED])
+    books.total_steps = 9
+    one = pb.Applied(
+        step=0, generation=2, records=8, digest=9, loss=0.25, workers=3, gap_ms=70.0, at_ns=5, rates=[10.0, 20.25],
+        shares=[3, 5], data_ms=1000.0, compute_ms=2000.0, wait_ms=300.0, commit_ms=40.0, redone=2,
+    )  # fmt: skip
+    two = pb.Applied(step=1, generation=2, records=8, digest=8, loss=0.125, workers=3, data_ms=500.0)
+    row = {**ROW, "step": 0}
+    next_row = {**row, "step": 1, "digest": 8, "loss": 0.125, "gap_ms": 0.0, "at_ns": 0}
+    found = books.report(pb.Progress(ref="w", applied=[one, two]), now=4.0)
+    assert found.rows == [
+        ("COMMIT", row),
+        ("FORMED", {"generation": 2, "step": 0, "gap_ms": 70.0, "workers": 3}),
+        ("COMMIT", next_row),
+    ]
+    assert found.told == [
+        ("step.applied", {"total": 9, **row, "rates": "[10.0, 20.2]", "data_ms": 1000.0, "compute_ms": 2000.0,
+                          "wait_ms": 300.0, "commit_ms": 40.0, "redone": 2, "shares": "[3, 5]"}),
+        ("step.applied", {"total": 9, **next_row, "rates": "[]", "data_ms": 500.0, "compute_ms": 0.0, "wait_ms": 0.0,
+                          "commit_ms": 0.0, "redone": 0}),
+    ]  # fmt: skip
+    assert found.fault == ""
+    assert known_of(books) == {
+        **NOTHING, "total_steps": 9, "logged": 2, "loss": 0.125, "rates": (2, (10.0, 20.25)), "digests": {0: 9, 1: 8},
+        "regroups": {2: {"generation": 2, "reason": "begun", "gap_ms": 70.0, "workers": 3}}, "_formed": {2},
+        "applied": 16, "reading_s": 1.5, "steps_s": pytest.approx(3.84),
+    }  # fmt: skip
+    assert list(books.recent) == [(4.0, 8), (4.0, 8)]
+
+
+def test_the_first_step_of_a_generation_that_was_published_is_marked_and_later_ones_with_a_gap():
+    books = Account([VIEWED])
+    marked = []
+    for step, generation, gap_ms in ((0, 2, 0.0), (1, 2, 0.0), (2, 2, 50.0), (3, 7, 60.0), (4, 7, 0.0)):
+        one = pb.Applied(step=step, generation=generation, records=4, digest=7, workers=2, gap_ms=gap_ms)
+        rows = books.report(pb.Progress(ref="w", applied=[one])).rows
+        marked += [body for kind, body in rows if kind == "FORMED"]
+    assert marked == [
+        {"generation": 2, "step": 0, "gap_ms": 0.0, "workers": 2},
+        {"generation": 2, "step": 2, "gap_ms": 50.0, "workers": 2},
+    ]
+
+
+def test_certificates_and_evaluations_are_written_and_told_whole():
+    plain, named = signed(0), signed(1, out=(3, 7), low=0)
+    named.set_aside_of.extend((5, 6))
+    found = Account().report(
+        pb.Progress(ref="w", certificates=[plain, named], evaluations=[evaluation(3, best=True), evaluation(4)])
+    )
+    whole = {"epoch": 0, "steps": 3, "records": 10, "digest": plain.digest, "tally_min": 1, "tally_max": 1}
+    part = {"epoch": 1, "steps": 3, "records": 8, "digest": named.digest, "tally_min": 0, "tally_max": 1}
+    best = {"step": 3, "records": 50, "loss": 0.5, "metrics": '{"accuracy": 0.9}', "best": True, "stop": False}
+    assert found.rows == [
+        ("EPOCH", whole), ("EPOCH", {**part, "set_aside": [3, 7], "set_aside_of": [5, 6]}),
+        ("EVAL", best), ("EVAL", {**best, "step": 4, "best": False}),
+    ]  # fmt: skip
+    assert found.told == [
+        ("epoch.certified", {**whole, "set_aside": "[]"}),
+        ("epoch.certified", {**part, "set_aside": "[3, 7]", "set_aside_of": "[5, 6]"}),
+        ("evaluation.done", best), ("evaluation.done", {**best, "step": 4, "best": False}),
+    ]  # fmt: skip
+
+
+def test_the_summary_of_a_job_in_which_nothing_has_happened_is_whole():
+    assert Account().summary(JOB, State(workers=2)) == {
+        "name": "x", "epochs": 3, "steps": 0, "records": 0, "global_batch": 4, "workers_started": 0, "generations": 0,
+        "regroups": [], "certificates": [], "checkpoint": "", "evaluations": [], "best": None, "reading_s": 0.0,
+        "steps_s": 0.0, "stopped_early": False, "set_aside": [], "quarantined": [],
+    }  # fmt: skip
+
+
+def test_the_summary_of_a_job_says_all_that_happened_in_order():
+    books = account(signed(1), signed(0), evaluations=[evaluation(6, stop=True), evaluation(3, best=True)])
+    books.evaluations[6]["metrics"] = ""
+    for generation in (1, 2, 3):
+        books.regrouping(generation, f"reason {generation}")
+    books.report(pb.Progress(ref="w", applied=[
+        pb.Applied(step=0, generation=1, workers=2, data_ms=250.0, compute_ms=1000.0),
+        pb.Applied(step=1, generation=3, workers=1, gap_ms=70.0),
+    ]))  # fmt: skip
+    state = State(
+        workers=3, generation=3, incarnations={0: 2, 1: 3}, checkpoint="/job/step-6", set_aside={7: "odd", 4: "even"},
+        places={4: "record 4 of x"}, quarantined={2: "died", 1: "failed"},
+    )  # fmt: skip
+    told = {"records": 50, "loss": 0.5}
+    assert books.summary(JOB, state) == {
+        "name": "x", "epochs": 3, "steps": 6, "records": 10, "global_batch": 4, "workers_started": 5, "generations": 3,
+        "regroups": [
+            {"generation": 1, "reason": "reason 1", "gap_ms": 0.0, "workers": 2},
+            {"generation": 3, "reason": "reason 3", "gap_ms": 70.0, "workers": 1},
+        ],
+        "certificates": [books.certificates[0], books.certificates[1]],
+        "checkpoint": "/job/step-6",
+        "evaluations": [
+            {"step": 3, **told, "metrics": {"accuracy": 0.9}, "best": True, "stop": False},
+            {"step": 6, **told, "metrics": {}, "best": False, "stop": True},
+        ],
+        "best": {"step": 3, "loss": 0.5, "metrics": {"accuracy": 0.9}},
+        "reading_s": 0.25, "steps_s": 1.25, "stopped_early": True,
+        "set_aside": [
+            {"record": 4, "where": "record 4 of x", "why": "even"}, {"record": 7, "where": "", "why": "odd"},
+        ],
+        "quarantined": [{"slot": 1, "why": "failed"}, {"slot": 2, "why": "died"}],
+    }  # fmt: skip
+
+
+def test_the_faults_of_all_epochs_are_named_in_order():
+    assert account().faults(JOB) == [f"epoch {epoch} has no certificate" for epoch in range(3)]
+    books = account(signed(0), signed(2, low=0))
+    assert books.faults(JOB) == ["epoch 1 has no certificate", "epoch 2: records were applied 0 to 1 times"]
+    assert Account().faults(JOB) == [], "no step was planned"
+
+
+@pytest.mark.parametrize(
+    ("reports", "now", "rate"),
+    [
+        ([], 5.0, 0.0),
+        ([(1.0, 40)], 5.0, 4.0),
+        ([(1.0, 40)], 11.0, 4.0),
+        ([(1.0, 40)], 11.1, 0.0),
+        ([(1.0, 40), (3.0, 60)], 5.0, 15.0),
+        ([(1.0, 40), (3.0, 60), (4.0, 20)], 5.0, 20.0),
+        ([(1.0, 40), (3.0, 60), (4.0, 20)], 11.5, 20.0 / 8.5),
+        ([(1.0, 40), (1.0, 60)], 1.0, 600.0),
+        ([(1.0, 40), (1.05, 60)], 1.05, 600.0),
+        ([(1.0, 40), (1.5, 60)], 1.5, 120.0),
+    ],
+    ids=str,
+)
+def test_the_rate_is_that_of_the_reports_of_the_last_ten_seconds(reports, now, rate):
+    books = Account()
+    for step, (at, records) in enumerate(reports):
+        books.report(pb.Progress(ref="w", applied=[pb.Applied(step=step, records=records)]), at)
+    assert books.records_per_s(now) == pytest.approx(rate)
+
+
+def test_the_facts_of_the_first_worker_are_written_and_compared_with_those_of_the_others():
+    books = Account()
+    assert books.accept(10, 9, 4, (5, 5)) == (
+        "", [("FACTS", {"num_records": 10, "total_steps": 9, "shard_records": 4, "blocks": [5, 5]})],
+    )  # fmt: skip
+    assert books.accept(10, 9, 4, (5, 5)) == ("", [])
+    assert books.accept(11, 9, 4, (5, 5)) == ("a worker sees 11 records (9 steps), the others 10 (9 steps)", [])
+    assert books.accept(10, 9, 0, (5, 5)) == (
+        "a worker takes steps whole, the others in shards of 4 records: "
+        "its model differs or its trial of a forward failed", [],
+    )  # fmt: skip
+    assert books.accept(10, 9, 4, (4, 6)) == (
+        "a worker finds the records in other blocks (2 blocks, the others 2): "
+        "its files are others, or written anew", [],
+    )  # fmt: skip
+    assert books.accept(10, 9, 4)[0] != "", "no blocks are other blocks"
+    bare = Account()
+    assert bare.accept(10, 9, 0) == ("", [("FACTS", {"num_records": 10, "total_steps": 9, "shard_records": 0})])
+    assert bare.accept(10, 9, 0) == ("", [])
+
+
+def test_the_part_of_an_epoch_of_more_than_a_million_records_is_added_up_in_pieces():
+    job = msgspec.structs.replace(JOB, global_batch=1000)
+    plan = planned_records(job, 2_500_000, IN_ORDER, epoch=0, steps=2200, named=[2_300_000, 1_500_000, 2_150_000, 5])
+    assert plan == Planned(2_200_000, ledger.digest(np.arange(2_200_000)), False, (5, 1_500_000, 2_150_000))
+    assert planned_records(job, 2000, epoch=0, steps=2, named=[7, 3]) == Planned(
+        2000, ledger.digest_of_all(2000), True, (7, 3)
+    )
+
+
+def test_what_stood_at_a_position_counts_only_where_records_are_said_to_be_drawn():
+    kept = np.setdiff1d(np.arange(10), [3])
+    named = {**GOOD, "records": 9, "digest": ledger.digest(kept), "set_aside": [3], "set_aside_of": [5]}
+    planned = Planned(10, WHOLE.digest, True, (3,))
+    said = ["1 records were left out and 1 are said to have stood there"]
+    assert certificate_faults(named, steps=3, planned=planned, set_aside={5}) == said
+    assert certificate_faults(named, steps=3, planned=planned, set_aside={5}, drawn=True) == []
+    assert certificate_faults(named, steps=3, planned=planned, drawn=True) == [
+        "record 5 was left out and nobody has set it aside"
+    ]
+
+
+def test_all_faults_of_a_certificate_are_named_in_order():
+    bad = {**GOOD, "steps": 4, "records": 7, "digest": WRONG, "tally_min": 0, "tally_max": 2, "set_aside": [3, 7]}
+    kept = ledger.digest(np.setdiff1d(np.arange(10), [3, 7]))
+    assert certificate_faults(bad, steps=3, planned=Planned(10, WHOLE.digest, True, (3, 7))) == [
+        "record 3 was left out and nobody has set it aside",
+        "record 7 was left out and nobody has set it aside",
+        "7 records were applied and 2 set aside, planned were 10",
+        "4 steps were applied, the epoch has 3",
+        f"the digest of the applied records is {WRONG:06x}, not {kept:06x}",
+        "records were applied 0 to 2 times",
+    ]

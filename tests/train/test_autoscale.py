@@ -137,3 +137,77 @@ def test_a_window_is_of_one_number_of_workers_and_ten_seconds_or_more():
     assert (scaling.speed(3), scaling.speed(4)) == (None, 30.0)
     scaling.measure(5, 500, 32.1 + FORGET_S)
     assert scaling.speed(4) is None
+
+
+@pytest.mark.parametrize(
+    ("speeds", "workers", "speed", "bounds", "expected"),
+    [
+        ({}, 3, 300.0, BOUNDS, (4, "300 records/s with 3 workers: one more may pay")),
+        ({"w2": 200.0}, 3, 249.0, BOUNDS, (2, "249 records/s with 3 workers, 200 with 2")),
+        ({"w2": 200.0}, 3, 250.0, BOUNDS, (4, "250 records/s with 3 workers: one more may pay")),
+        ({"w2": 200.0, "w4": 291.0}, 3, 250.0, BOUNDS, (3, "")),
+        ({"w4": 349.0}, 3, 300.0, BOUNDS, (3, "")),
+        ({"w4": 350.0}, 3, 300.0, BOUNDS, (4, "300 records/s with 3 workers: one more may pay")),
+        ({"w1": 300.0, "w3": 301.0}, 2, 300.0, BOUNDS, (2, "")),  # fewer than the least are not asked for
+        ({"w5": 500.0}, 6, 600.0, BOUNDS, (6, "")),
+        ({"w5": 500.0}, 6, 501.0, BOUNDS, (5, "501 records/s with 6 workers, 500 with 5")),
+        ({"w3": 300.0}, 4, 400.0, Bounds(low=2, high=6, capacity=4), (4, "")),
+    ],
+    ids=str,
+)
+def test_a_change_of_workers_comes_with_the_speeds_that_speak_for_it(speeds, workers, speed, bounds, expected):
+    scaling = known(**speeds)
+    assert decide(scaling, workers, 0, 0.0, bounds) == (workers, ""), "a window has just begun"
+    assert decide(scaling, workers, int(10 * speed), 10.0, bounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "bounds", "expected"),
+    [
+        (0, BOUNDS, (2, "at least 2 workers")),
+        (1, BOUNDS, (2, "at least 2 workers")),
+        (2, BOUNDS, (2, "")),
+        (6, BOUNDS, (6, "")),
+        (7, BOUNDS, (6, "there is room for 6 workers")),
+        (5, Bounds(low=2, high=6, capacity=4), (4, "there is room for 4 workers")),
+        (4, Bounds(low=2, high=6, capacity=4), (4, "")),
+        (3, Bounds(low=2, high=6, capacity=1), (2, "there is room for 2 workers")),
+        (7, Bounds(low=2, high=6, capacity=9), (6, "there is room for 6 workers")),
+        (1, Bounds(low=2, high=6, capacity=0), (2, "at least 2 workers")),
+    ],
+    ids=str,
+)
+def test_bounds_are_kept_before_anything_is_measured_and_named(workers, bounds, expected):
+    assert decide(Scaling(), workers, 0, 0.0, bounds) == expected
+
+
+def test_a_new_window_begins_with_another_number_of_workers_or_with_fewer_records():
+    scaling = Scaling()
+    seen = [
+        scaling.measure(*call)
+        for call in (
+            (3, 1000, 100.0), (3, 1200, 110.0),  # 20 a second
+            (3, 1200, 119.9), (3, 1500, 120.0),  # 30 a second
+            (4, 1600, 130.0), (4, 1600, 140.0),  # none
+            (4, 1500, 150.0), (4, 1500, 159.9), (4, 1900, 170.0),  # it went back: 20 a second
+        )
+    ]  # fmt: skip
+    assert seen == [False, True, False, True, False, True, False, False, True]
+    assert scaling == Scaling({3: (25.0, 120.0), 4: (10.0, 170.0)}, 4, 170.0, 1900)
+
+
+def test_speeds_that_were_measured_up_to_ten_minutes_ago_are_known():
+    scaling = Scaling({2: (20.0, 0.0), 3: (30.0, 0.1), 4: (0.0, 1.0)}, 9, 0.0, 0)
+    scaling.measure(9, 0, FORGET_S)
+    assert [scaling.speed(workers) for workers in (2, 3, 4, 5, 9)] == [20.0, 30.0, 0.0, None, 0.0]
+    scaling.measure(9, 0, FORGET_S + 0.1)
+    assert [scaling.speed(workers) for workers in (2, 3, 4, 5, 9)] == [None, 30.0, 0.0, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "workers", "enough"),
+    [(300.0, 350.0, 4, True), (300.0, 349.9, 4, False), (100.0, 150.0, 2, True), (100.0, 149.9, 2, False),
+     (0.0, 0.0, 2, True), (100.0, 90.0, 3, False)],
+)  # fmt: skip
+def test_the_last_worker_pays_when_it_brings_half_of_what_those_before_it_bring_each(before, after, workers, enough):
+    assert pays(before, after, workers) is enough

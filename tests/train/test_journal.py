@@ -11,7 +11,7 @@ from trueline.train import account as accounts
 from trueline.train import journal as journals
 from trueline.train.account import Account, Report
 from trueline.train.journal import Journal, apply
-from trueline.train.roster import State
+from trueline.train.roster import Member, State
 from trueline.wire import train_pb2 as pb
 
 VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3, "reason": "all are ready"}
@@ -284,3 +284,63 @@ def test_a_scale_lifts_quarantine_where_it_tries_the_slots_again():
     for again, kept in ((True, {}), (False, {1: "died"})):
         state = applied_to(shut, ("SCALE", {"workers": 3, "again": again}))
         assert (state.quarantined, state.workers) == (kept, 3)
+
+
+def test_a_view_in_the_log_makes_its_members_and_all_that_is_asked_of_them_whole():
+    before = ("VIEW", {"generation": 1, "members": ["worker-3.0", "worker-1.2"], "cut_below": 1, "reason": "x"})
+    planned = ("VIEW", {"generation": 2, "members": ["worker-1.2"], "cut_below": 1, "reason": "x"})
+    left = applied_to(before, planned, now=7.0)
+    known = {"store": "", "seen_at": 7.0, "steps": 0, "joined": True}
+    assert left.members == {
+        "worker-1.2": Member(ref="worker-1.2", slot=1, rank=0, **known),
+        "worker-3.0": Member(ref="worker-3.0", slot=3, rank=-1, **known),
+    }
+    assert left == State(
+        workers=2, phase="running", generation=2, cut_below=1, view=("worker-1.2",), released=True,
+        members=left.members, awaited={"worker-1.2"}, unfinished={"worker-1.2"},
+    )  # fmt: skip
+
+
+def test_a_view_that_says_nothing_of_rotation_or_care_has_none():
+    said = ("VIEW", {**VIEW, "rotation": 4, "careful": True})
+    assert (applied_to(said).rotation, applied_to(said).careful, applied_to(said).died_at) == (4, True, 0)
+    assert (applied_to(said, ("VIEW", VIEW)).rotation, applied_to(said, ("VIEW", VIEW)).careful) == (0, False)
+    assert applied_to(said, ("VIEW", VIEW)).died_at == -1
+
+
+def test_the_members_of_a_view_stay_the_same_through_its_steps():
+    state = applied_to(("VIEW", VIEW))
+    state.members["worker-0.0"].steps = 9
+    for generation in (2, 3):
+        apply(state, "COMMIT", commit(0, generation=generation), 8.0)
+    assert [(ref, member.steps, member.seen_at) for ref, member in state.members.items()] == [
+        ("worker-0.0", 9, 5.0), ("worker-1.1", 0, 5.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ([("START", {"ref": "worker-1.4"})], {"incarnations": {1: 5}, "pending": {"worker-1.4": 5.0}}),
+        ([("COMMIT", commit(3))], {"committed": 4}),
+        ([("FORMED", {"step": 3, "generation": 1})], {"committed": 4}),
+        ([("COMMIT", commit(3)), ("TRUNCATE", {"steps": 2})], {"committed": 2}),
+        ([("CKPT", {"step": 2, "path": "/c"})], {"checkpoint": "/c", "checkpoint_step": 2}),
+        ([("LAUNCH", {"workers": 5})], {"workers": 5}),
+        ([("SCALE", {"workers": 5, "again": True})], {"workers": 5}),
+        ([("QUARANTINE", {"slot": 1, "why": "died"})], {"quarantined": {1: "died"}}),
+        ([("SUSPECT", {"record": 7, "worker": "a", "why": "odd"}),
+          ("SUSPECT", {"record": 7, "worker": "b", "why": "x"}),
+          ("SUSPECT", {"record": 8, "worker": "a", "why": "odd", "where": "w"})],
+         {"suspects": {7: {"a": "odd", "b": "x"}, 8: {"a": "odd"}}, "places": {7: "", 8: "w"}}),
+        ([("POISON", {"record": 7, "why": "odd"}), ("POISON", {"record": 9, "why": "a", "where": "w"})],
+         {"set_aside": {7: "odd", 9: "a"}, "places": {7: "", 9: "w"}}),
+        ([("EPOCH", {"epoch": 0}), ("EVAL", {"step": 2}), ("FACTS", {"num_records": 8})], {}),
+    ],
+    ids=lambda found: "+".join(kind for kind, _ in found) if isinstance(found, list) else "",
+)  # fmt: skip
+def test_each_row_brings_back_what_it_is_about_and_nothing_else(rows, changes):
+    state, fresh = applied_to(*rows), State(workers=2)
+    for name, value in changes.items():
+        setattr(fresh, name, value)
+    assert state == fresh

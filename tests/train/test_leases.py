@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trueline.errors import UsageError
 from trueline.train.journal import Journal
-from trueline.train.leases import Leases, replayed
+from trueline.train.leases import Lease, Leases, replayed
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 
@@ -304,3 +304,69 @@ def test_a_late_commit_counts_for_nothing_though_another_worker_has_its_range_no
     assert leases.commit(late.token, 400, 11.0) is None
     assert leases.committed == 0
     assert leases.commit(again.token, 400, 11.0) == [done(0, 400)]
+
+
+def test_the_leases_that_a_master_finds_are_whole():
+    rows = [
+        ("LEASES", {"epoch": 0, "incarnation": 9, "num_records": 5}), ("VIEW", {"generation": 3}),
+        ("LEASES", {"epoch": 1, "incarnation": 0, "num_records": 100}), done(0, 5, of=0), done(20, 60), done(0, 10),
+    ]  # fmt: skip
+    expected = Leases(epoch=1, num_records=100, lease_s=10.0, incarnation=1)
+    expected._free, expected._committed = [(10, 20), (60, 100)], 50
+    assert replayed(rows, epoch=1, num_records=100) == expected
+    assert replayed([], epoch=1, num_records=100) == Leases(epoch=1, num_records=100, lease_s=10.0)
+    whole = replayed([done(0, 100)], epoch=1, num_records=100)
+    assert (whole._free, whole.committed, whole.finished) == ([], 100, True)
+    with pytest.raises(UsageError, match="epoch 1: the ledger has the records 5 to 10 committed twice"):
+        replayed([done(0, 10), done(5, 20)], epoch=1, num_records=100)
+    with pytest.raises(UsageError, match="epoch 1: the ledger has the records 5 to 8 committed twice"):
+        replayed([done(0, 10), done(5, 8)], epoch=1, num_records=100)
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_records", "most", "size"),
+    [
+        ({}, 100, 1 << 20, 1),
+        ({}, 1023, 1 << 20, 1),
+        ({}, 3072, 1 << 20, 3),
+        ({}, 1 << 30, 1 << 20, 4096),
+        ({}, 1 << 30, 100, 100),
+        ({"b": 5.0}, 3072, 1 << 20, 3),
+        ({"a": 1.0}, 3000, 1 << 20, 1000),
+        ({"a": 1.0}, 3002, 1 << 20, 1000),
+        ({"a": 1.0}, 3003, 1 << 20, 1001),
+        ({"a": 1.0}, 3000, 999, 999),
+        ({"a": 1.0, "b": 3.0}, 1200, 1 << 20, 100),
+        ({"a": 3.0, "b": 1.0}, 1200, 1 << 20, 300),
+        ({"a": 1.0}, 2, 1 << 20, 1),
+        ({"a": 500.0, "b": 9500.0}, 300, 1 << 20, 50),
+        ({"a": 39.0, "b": 9500.0}, 300, 1 << 20, 3),
+        ({"a": 500.0, "b": 9500.0}, 300, 40, 40),
+    ],
+    ids=str,
+)
+def test_a_lease_is_its_workers_share_of_a_third_of_what_is_left_or_a_tenth_of_a_second(rates, num_records, most, size):
+    leases = Leases(epoch=1, num_records=num_records, most=most, rates=rates, incarnation=3)
+    assert leases.lease("a", 7.0) == Lease(token=(3 << 32) | 1, start=0, stop=size)
+    assert leases._free == [(size, num_records)]
+
+
+def test_a_worker_whose_speed_is_not_known_counts_for_the_others_with_the_usual_one():
+    leases = Leases(epoch=1, num_records=3072, rates={"a": 1.0, "b": 3.0})
+    assert leases.lease("c", 0.0) == Lease(token=1, start=0, stop=3)
+    assert leases.lease("a", 0.0) == Lease(token=2, start=3, stop=3 + int(3069 / 6 / 3))
+
+
+def test_a_commit_is_written_whole_measures_its_worker_and_gives_the_rest_a_new_deadline():
+    leases = Leases(epoch=1, num_records=300, lease_s=4.0, rates={"a": 10.0})
+    mine = leases.lease("a", 2.0)
+    assert (mine.start, mine.stop) == (0, 100)
+    assert leases.commit(mine.token, 40, 4.0) == [done(0, 40)]
+    assert leases.rates == {"a": pytest.approx(0.7 * 10.0 + 0.3 * 20.0)}
+    assert leases.commit(mine.token, 60, 4.0) == [done(40, 60)], "no time has passed: nothing is measured"
+    assert leases.commit(mine.token, 60, 7.0) == []
+    assert leases.rates == {"a": pytest.approx(13.0)}
+    assert (leases.expire(10.9), leases.committed) == ([], 60)
+    assert leases.expire(11.0) == ["a"]
+    assert leases._free == [(60, 300)]
+    assert leases.commit(mine.token, 100, 11.0) is None

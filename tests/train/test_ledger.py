@@ -206,3 +206,61 @@ def test_digests_are_the_same_in_every_version_since_checkpoints_hold_them():
     assert ledger.digest(np.array([1 << 40])) == 1098633
     million = (1 << 20) + 3
     assert ledger.digest_of_all(million) == ledger.digest(np.arange(million))
+
+
+def test_a_fresh_ledger_as_a_tree_and_back_is_whole():
+    tree = {
+        "num_records": 4, "steps": 0, "epoch_steps": 0, "epoch_records": 0, "epoch_digest": 0, "epoch_left_out": [],
+        "epoch_left_out_of": [], "tally": None, "certificates": [], "evaluations": [],
+    }  # fmt: skip
+    assert ledger.Ledger(num_records=4).as_tree() == tree
+    assert ledger.Ledger.from_tree(tree) == ledger.Ledger(num_records=4)
+    before_drawn = {name: value for name, value in tree.items() if name != "epoch_left_out_of"}
+    old = ledger.Ledger.from_tree({**before_drawn, "epoch_left_out": [3]})
+    assert (old.epoch_left_out, old.epoch_left_out_of) == ([3], [3]), "a tree of a release that named ids only"
+
+
+def test_a_ledger_in_the_middle_of_an_epoch_is_a_tree_of_copies():
+    book = book_of(3)
+    book.evaluations.append({"step": 1, "stop": False})
+    apply(book, 0, 1, 2)
+    book.close_epoch(0)
+    apply(book, 0, left_out=ledger.LeftOut((2,), (9,)))
+    apply(book, 1)
+    tree = book.as_tree()
+    assert {**tree, "tally": tree["tally"].tolist(), "certificates": None} == {
+        "num_records": 3, "steps": 3, "epoch_steps": 2, "epoch_records": 2,
+        "epoch_digest": ledger.digest(np.array([0, 1])), "epoch_left_out": [2], "epoch_left_out_of": [9],
+        "tally": [1, 1, 0], "certificates": None, "evaluations": [{"step": 1, "stop": False}],
+    }  # fmt: skip
+    assert (tree["certificates"], tree["tally"].dtype) == (book.certificates, np.int32)
+    book.certificates[0]["epoch"] = book.evaluations[0]["step"] = 77
+    assert (tree["certificates"][0]["epoch"], tree["evaluations"][0]["step"]) == (0, 1)
+    assert ledger.Ledger.from_tree({**tree, "tally": [1, 1, 0]}).tally.dtype == np.int32
+
+
+def test_the_certificate_of_an_epoch_without_a_tally_is_whole():
+    book = ledger.Ledger(num_records=6)
+    for ids in ([4, 1], [0]):
+        book.apply(
+            ledger.Sums(count=len(ids), digest=ledger.digest(np.array(ids)), wishes=0, loss=1.0),
+            None, ledger.LeftOut((ids[0] + 1,), (ids[0] + 1,)),
+        )  # fmt: skip
+    assert book.close_epoch(3) == {
+        "epoch": 3, "steps": 2, "records": 3, "digest": ledger.digest(np.array([0, 1, 4])), "tally_min": -1,
+        "tally_max": -1, "set_aside": [1, 5], "set_aside_of": [],
+    }  # fmt: skip
+    assert (book.epoch_steps, book.epoch_records, book.epoch_digest, book.steps) == (0, 0, 0, 2)
+    assert (book.epoch_left_out, book.epoch_left_out_of) == ([], [])
+
+
+DIGESTS = [1953199, 154817, 9918158]
+"""Of the records 0, 1 and 2."""
+
+
+def test_digests_of_single_records_keep_their_values_and_no_record_has_none():
+    assert [ledger.digest(np.array([one])) for one in (0, 1, 2)] == DIGESTS
+    assert ledger.digest(np.array([], dtype=np.int64)) == 0
+    assert [ledger.digest_of_all(count) for count in range(4)] == [
+        0, DIGESTS[0], sum(DIGESTS[:2]) & ledger.MASK, sum(DIGESTS) & ledger.MASK,
+    ]  # fmt: skip

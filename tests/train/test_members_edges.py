@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from trueline.train import happenings as h
-from trueline.train import health
+from trueline.train import health, members, suspicion
 from trueline.train.journal import apply
-from trueline.train.roster import Member, Policy, State
+from trueline.train.roster import Failures, Member, Policy, State
 from worlds.membership import POLICY, A, B, C, World, logged, running
 
 D = "worker-3.0"
@@ -396,6 +396,15 @@ def test_after_a_death_with_just_enough_left_replacements_wait_for_a_step_or_a_m
 # Stuck and stranded. -------------------------------------------------------------------------------------------------
 
 
+def test_of_two_members_one_can_be_stuck_and_of_one_none():
+    world = running()
+    del world.state.members[C]
+    for view, stuck in (((A, B), [B]), ((B,), [])):
+        world.state.view = view
+        world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
+        assert [gone.ref for gone in health.given_up(world.state, world.now, POLICY)] == stuck
+
+
 def test_who_has_not_been_let_go_into_a_group_is_not_stuck():
     world = broken(running().happen(*(h.Heard(ref, 6) for ref in (A, B, C))))
     world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(C, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
@@ -460,3 +469,344 @@ def test_care_lasts_until_a_step_is_applied():
     world.happen(h.Heard(A, 6), h.Tick())
     assert (world.state.generation, world.state.careful, world.state.cut_below) == (2, False, 1)
     assert world.of(h.Publish)[0].reason == "a step was applied: records are tried together again"
+
+
+# Whole decisions: every action with its reason, and what the state is then. ------------------------------------------
+
+
+def decided(world: World, event: h.Event) -> list[h.Action]:
+    """The actions of `event` in their order, rows included."""
+    return members.decide(world.state, event, world.now, world.policy)
+
+
+def view_row(generation: int, members: list[str], cut_below: int, reason: str, **changes: object) -> h.Log:
+    body = {"generation": generation, "members": members, "cut_below": cut_below, "rotation": 0, "careful": False}
+    return h.Log("VIEW", {**body, "reason": reason, **changes})
+
+
+def test_what_died_while_the_master_was_away_is_given_up_with_that_reason():
+    world = running()
+    world.now = 50.0
+    why = f"{B} is gone: died while the master was away"
+    assert decided(world, h.Begin(frozenset({A, C, D}), launch=False)) == [
+        view_row(2, [A, C], 2, why), h.Publish(why), h.Log("START", {"ref": "worker-1.1"}), h.Start(1, 1),
+    ]  # fmt: skip
+    assert world.state.pending == {D: 50.0, "worker-1.1": 50.0}
+
+
+def test_a_launch_over_an_old_state_begins_with_nothing_but_the_counted_incarnations():
+    world = running().happen(h.Begin())
+    world.state.quarantined = {1: "died"}
+    world.now = 9.0
+    started = [f"worker-{slot}.2" for slot in range(3)]
+    assert decided(world, h.Begin()) == [
+        h.Log("LAUNCH", {"workers": 3}), *(h.Log("START", {"ref": ref}) for ref in started),
+        *(h.Start(slot, 2) for slot in range(3)),
+    ]  # fmt: skip
+    state = world.state
+    assert (state.phase, state.view, state.members, state.failures, state.quarantined) == ("gathering", (), {}, {}, {})
+    assert (state.awaited, state.unfinished, state.pending) == (set(), set(), dict.fromkeys(started, 9.0))
+
+
+def test_a_newcomer_is_entered_whole_and_joins_by_a_planned_view():
+    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5)
+    world.now = 42.0
+    assert decided(world, h.Ready("worker-1.1", "b:2", "b:3")) == [
+        view_row(3, [A, C, "worker-1.1"], 2, "worker-1.1 joins"), h.Publish("worker-1.1 joins"),
+    ]  # fmt: skip
+    assert world.state.members["worker-1.1"] == Member(
+        ref="worker-1.1", slot=1, store="b:2", state="b:3", seen_at=42.0, rank=2, joined=True
+    )
+    assert "worker-1.1" not in world.state.pending
+
+
+def test_several_that_join_and_leave_at_once_are_named_in_the_reason():
+    world = running().happen(h.Scale(5, "asked for"))
+    world.state.released = False
+    world.happen(*ready(D, "worker-4.0"))
+    world.state.members[A].leaving = world.state.members[B].leaving = True
+    world.state.released = True
+    reason = f"{A} and {B} leave and {D} and worker-4.0 join"
+    assert decided(world, h.Tick()) == [view_row(2, [C, D, "worker-4.0"], 1, reason), h.Publish(reason)]
+    for ref in (A, B):
+        left = world.state.members[ref]
+        assert (left.rank, left.entered, left.trying, left.left, left.left_at) == (-1, None, -1, True, None)
+
+
+@pytest.mark.parametrize(("steps", "leaves"), [(-1, False), (0, True), (1, True)])
+def test_who_goes_waits_until_another_member_has_the_state_be_it_of_no_step(steps, leaves):
+    world = running()
+    world.state.members[B].steps = world.state.members[C].steps = -1
+    world.state.members[A].steps = steps
+    happened = decided(world, h.Leaving(C))
+    assert bool(happened) is leaves
+    assert world.state.view == ((A, B) if leaves else (A, B, C))
+
+
+@pytest.mark.parametrize(("steps", "view"), [(-1, (A, B, C)), (0, (A, B))])
+def test_in_a_forced_view_who_goes_stays_unless_another_has_the_state_be_it_of_no_step(steps, view):
+    world = running()
+    for ref in (A, B):
+        world.state.members[ref].steps = steps
+    world.state.members[C].leaving = True
+    assert broken(world).state.view == view
+
+
+@pytest.mark.parametrize(
+    ("steps", "view"), [((0, 5, 5), (A,)), ((-1, 0, 5), (B,)), ((-1, -1, 1), (C,)), ((-1, -1, -1), (A, B, C))]
+)
+def test_when_all_go_the_first_that_has_the_state_stays_alone_be_it_of_no_step(steps, view):
+    world = running()
+    for ref, of in zip((A, B, C), steps, strict=True):
+        world.state.members[ref].steps, world.state.members[ref].leaving = of, True
+    assert world.happen(h.Tick()).state.view == view
+
+
+def test_where_one_has_left_already_none_of_those_who_go_is_called_to_stay():
+    world = running().happen(h.Leaving(A)).enter(b=6, c=6)
+    assert world.state.members[A].left
+    world.state.members[B].leaving = world.state.members[C].leaving = True
+    world.state.pending.clear()
+    assert decided(world, h.Tick()) == [], "the slot of A is filled when A has ended"
+    assert world.state.view == (B, C)
+
+
+def test_the_first_view_is_forced_and_says_why_it_forms_without_all():
+    for refs, now, reason in (
+        ((A, B, C), 0.0, "all are ready"), ((A, B), 5.0, "2 of 3 are ready after 5 s"),
+    ):  # fmt: skip
+        world = World().happen(h.Begin(), *ready(*refs[:-1]))
+        happened = decided(world, *ready(refs[-1]))
+        world.now = now
+        assert (happened or decided(world, h.Tick())) == [view_row(1, list(refs), 1, reason), h.Publish(reason)]
+        assert (world.state.phase, world.state.gathering_since) == ("running", None)
+    world = World().happen(h.Begin(), *ready(A, B))
+    world.happen(h.Gone(C, "exit code 1"), h.Gone("worker-2.1", "exit code 1"))
+    reason = "2 of 3 are ready, nobody else is on the way"
+    assert decided(world, h.Tick()) == [view_row(1, [A, B], 1, reason), h.Publish(reason)]
+
+
+def test_a_job_that_lost_its_state_fails_with_the_step_that_it_had():
+    world = World().happen(h.Begin(), *ready(A, B, C))
+    world.state.committed = 9
+    world.enter(a=-1, b=-1)
+    assert decided(world, h.Entered(C, 1, -1)) == [
+        h.FailJob("state_lost", "every process that held the state of step 9 is gone and there is no checkpoint")
+    ]
+    assert (world.state.phase, world.state.released) == ("failed", False)
+
+
+def test_a_group_is_let_go_with_all_that_its_members_need_and_the_log_goes_back_first():
+    world = World().happen(h.Begin(), *ready(A, B, C))
+    world.state.committed, world.state.checkpoint, world.state.checkpoint_step = 9, "/job/step-8", 8
+    world.state.stepped_at = 3.0
+    world.happen(h.Entered(A, 1, -1, 10.0), h.Entered(B, 1, -1))
+    assert decided(world, h.Entered(C, 1, -1, 30.0)) == [
+        h.Log("TRUNCATE", {"steps": 8}), h.Truncate(8),
+        h.Release(0, (-1, -1, -1), "/job/step-8", f"{A}:1", f"{A}:2", (10.0, 0.0, 30.0)),
+    ]  # fmt: skip
+    assert (world.state.released, world.state.committed, world.state.stepped_at) == (True, 8, None)
+    assert [member.base for member in world.state.members.values()] == [8, 8, 8]
+
+
+def test_a_step_of_the_survivors_starts_replacements_up_to_the_moment_at_which_time_does():
+    for now, started in ((99.0, [h.Start(2, 1)]), (100.0, [])):
+        world = running()
+        del world.state.members[C]
+        world.state.view, world.state.fill_at, world.now = (A, B), 100.0, now
+        assert [act for act in decided(world, h.Heard(A, 6)) if isinstance(act, h.Start)] == started
+        assert world.state.fill_at == (99.0 if started else 100.0)
+
+
+def test_a_first_step_that_fills_slots_lets_those_leave_who_waited_for_the_state_as_well():
+    world = World().happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1).happen(h.Leaving(C))
+    assert world.state.view == (A, B, C)
+    world.state.fill_at = 100.0
+    assert decided(world, h.Heard(A, 1)) == [view_row(2, [A, B], 1, f"{C} leaves"), h.Publish(f"{C} leaves")]
+
+
+def test_a_scale_is_written_whole_fills_slots_at_its_moment_and_gathers_with_those_it_has():
+    world = running()
+    world.now = 7.0
+    assert decided(world, h.Scale(4, "asked for")) == [
+        h.Log("SCALE", {"workers": 4, "before": 3, "again": True, "why": "asked for"}),
+        h.Log("START", {"ref": D}), h.Start(3, 0),
+    ]  # fmt: skip
+    assert world.state.pending == {D: 7.0}
+    world = World().happen(h.Begin(), *ready(A, B))
+    assert decided(world, h.Scale(2, "enough")) == [
+        h.Log("SCALE", {"workers": 2, "before": 3, "again": False, "why": "enough"}),
+        h.Kill(C, "not needed: the job has 2 workers now"),
+        view_row(1, [A, B], 1, "all are ready"), h.Publish("all are ready"),
+    ]  # fmt: skip
+
+
+def test_who_is_given_up_is_named_with_the_time_that_it_took():
+    world = running()
+    world.now = 1000.0
+    found = world.state.members
+    found[A].seen_at, found[B].seen_at, found[C].seen_at = 990.0, 989.9, 1000.0
+    world.state.pending = {D: 820.0, "worker-4.0": 819.0}
+    assert health.given_up(world.state, 1000.0, POLICY) == [
+        h.Gone(B, "silent for 10.1 s"), h.Gone("worker-4.0", "not ready 181 s after its start"),
+    ]  # fmt: skip
+    found[B].seen_at, found[C].rank, found[C].left_at = 1000.0, -1, 940.0
+    world.state.pending = {}
+    assert health.given_up(world.state, 1000.0, POLICY) == []
+    found[C].left_at = 939.0
+    assert health.given_up(world.state, 1000.0, POLICY) == [h.Gone(C, "still there 61 s after the others went on")]
+
+
+def test_strangers_among_the_dead_do_not_hide_the_others():
+    world = running()
+    why = f"{B} and {C} are gone: killed"
+    world.policy = dataclasses.replace(POLICY, min_workers=1)
+    happened = decided(world, h.Lost((h.Gone("worker-9.9", "x"), h.Gone(B, "killed"), h.Gone(C, "exit code 1"))))
+    assert happened == [
+        view_row(2, [A], 2, why), h.Publish(why), h.Log("START", {"ref": "worker-1.1"}),
+        h.Log("START", {"ref": "worker-2.1"}), h.Start(1, 1), h.Start(2, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("died", "waits"), [((C,), True), ((B, C), False)])
+def test_replacements_wait_where_just_the_minimum_is_left_and_not_below_it(died, waits):
+    world = running()
+    world.policy, world.now = dataclasses.replace(POLICY, refill_s=0.5), 20.0
+    happened = decided(world, h.Lost(tuple(h.Gone(ref, "killed") for ref in died)))
+    assert any(isinstance(action, h.Start) for action in happened) is not waits
+    assert world.state.fill_at == (20.5 if waits else 0.0)
+
+
+def test_a_death_before_a_step_delays_the_slot_from_the_second_on():
+    world = World().happen(h.Begin())
+    world.now, world.state.committed = 100.0, 4
+    found = []
+    for incarnation in (0, 1):
+        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 1"))
+        found.append(world.state.failures[1])
+        world.state.committed += 1
+    assert found == [Failures(1, 4, 100.0), Failures(2, 4, 100.5)]
+    assert [Policy(workers=1).delay_s(count) for count in range(11)] == [
+        0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0,
+    ]  # fmt: skip
+
+
+def test_a_slot_whose_workers_never_step_ends_a_job_that_stands_with_its_reason():
+    world = World().happen(h.Begin())
+    for incarnation in (0, 1):
+        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 1"))
+        world.now += 10.0
+        world.happen(h.Tick())
+    why = "worker slot 1 died 3 times in a row before its first step; last: exit code 7"
+    assert decided(world, h.Gone("worker-1.2", "exit code 7")) == [h.FailJob("train", why)]
+    assert world.state.phase == "failed"
+
+
+@pytest.mark.parametrize(("others", "shut"), [(2, True), (3, False)])
+def test_a_slot_is_shut_when_it_fails_more_than_twice_as_often_as_all_others(others, shut):
+    world = running()
+    world.now = 700.0
+    world.state.crashes = {0: [650.0] * others, 1: [640.0, 650.0, 660.0, 670.0, 680.0], 2: [100.0]}
+    world.state.members[B].base = 0
+    happened = decided(world, h.Gone(B, "exit code 3", failed=True))
+    why = f"worker slot 1 failed 6 times in 60 s, all others {others} times; last: exit code 3"
+    row = h.Log("QUARANTINE", {"slot": 1, "worker": B, "why": why})
+    assert [action for action in happened if action == row] == [row] * shut
+    assert world.state.crashes.keys() == ({0} if shut else {0, 1})
+    assert world.state.quarantined == ({1: why} if shut else {})
+
+
+@pytest.mark.parametrize(("workers", "least", "shut"), [(1, 0, False), (2, 0, True), (2, 1, True), (2, 2, False)])
+def test_a_slot_that_crashes_is_shut_where_the_minimum_and_at_least_one_is_left(workers, least, shut):
+    world = World(Policy(workers=workers, min_workers=least)).happen(h.Begin())
+    world.state.phase = "running"
+    world.state.crashes = {0: [0.0] * 5}
+    world.state.members[A] = Member(ref=A, slot=0, store="", seen_at=0.0, base=0, steps=1)
+    world.happen(h.Gone(A, "exit code 3", failed=True))
+    assert bool(world.state.quarantined) is shut
+
+
+@pytest.mark.parametrize(("usual_s", "patience_s"), [(0.0, 10.0), (1.0, 10.0), (1.05, 10.5), (4.0, 40.0)])
+def test_a_member_is_stuck_after_ten_usual_steps_or_ten_seconds(usual_s, patience_s):
+    for over_s, stuck in ((0.0, []), (0.1, [B])):
+        world = running()
+        world.state.usual_s = usual_s
+        world.happen(h.Heard(A, 6, "waiting", patience_s / 2), h.Heard(C, 6, "waiting", 99.0))
+        world.happen(h.Heard(B, 6, "computing", patience_s + over_s))
+        world.state.usual_s = usual_s
+        assert [gone.ref for gone in health.given_up(world.state, world.now, POLICY)] == stuck
+    usual = f"the usual step takes {usual_s:.3g} s"
+    why = f"stuck: computing for {patience_s + 0.1:.1f} s while all others wait; {usual}"
+    assert health.given_up(world.state, world.now, POLICY) == [h.Gone(B, why)]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"), [(0.0, 0.0), (1.0, 0.99), (10.0, 9.9), (100 / 3, 33.0), (34.0, 33.0), (3600.0, 33.0)]
+)
+def test_a_tick_makes_the_longest_silence_a_little_shorter_and_never_leaves_more_than_its_use(before, expected):
+    state = State(workers=2, silence_s=before)
+    health.forgive(state, 1.0, POLICY)
+    assert (state.silence_s, state.ticked_at) == (pytest.approx(expected), 1.0)
+
+
+@pytest.mark.parametrize(("now", "late"), [(10.25, 0.0), (10.5, 0.0), (11.25, 1.0), (60.0, 49.75)])
+def test_a_late_tick_puts_off_all_deadlines_by_what_it_was_late_but_not_beyond_the_moment(now, late):
+    state = State(workers=2, ticked_at=10.0, pending={D: 3.0, "worker-4.0": 59.0})
+    for ref, left_at in ((A, None), (B, 2.0), (C, 59.5)):
+        state.members[ref] = Member(ref=ref, slot=0, store="", seen_at=5.0, left_at=left_at)
+    health.forgive(state, now, POLICY)
+    assert [member.seen_at for member in state.members.values()] == [min(now, 5.0 + late)] * 3
+    later = [None, min(now, 2.0 + late), min(now, 59.5 + late) if late else 59.5]
+    assert [member.left_at for member in state.members.values()] == later
+    assert state.pending == {D: min(now, 3.0 + late), "worker-4.0": min(now, 59.0 + late) if late else 59.0}
+
+
+def test_votes_are_written_whole_cut_to_their_length_and_the_last_one_too_many_ends_the_job():
+    world = World(Policy(workers=3, set_aside=1)).happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1)
+    state, policy = world.state, world.policy
+    assert suspicion.accuse(state, [1, 2, 3], A, "x" * 301, policy, "y" * 301) == [
+        h.Log("SUSPECT", {"record": record, "worker": A, "why": "x" * 300, "where": "y" * 300}) for record in (1, 2, 3)
+    ]
+    state.places[2] = ""
+    assert suspicion.accuse(state, [1], A, "again", policy) == []
+    first, second = (f"{A}: {'x' * 300}; {B}: {why}" for why in ("odd", "even"))
+    assert suspicion.accuse(state, [1], B, "odd", policy) == [
+        h.Log("POISON", {"record": 1, "why": first, "where": "y" * 300})
+    ]
+    too_many = f"2 records failed wherever they went, 1 may be set aside: record 1, {'y' * 300} ({first})"
+    assert suspicion.accuse(state, [1, 2, 3], B, "even", policy) == [
+        h.Log("POISON", {"record": 2, "why": second, "where": ""}),
+        h.FailJob("poison", f"{too_many} and record 2 ({second})"),
+    ]
+    assert (state.phase, list(state.set_aside), list(state.suspects[3])) == ("failed", [1, 2], [A])
+
+
+def test_a_vote_without_a_place_is_written_with_an_empty_one():
+    state = State(workers=2)
+    assert suspicion.accuse(state, [4], A, "odd", POLICY) == [
+        h.Log("SUSPECT", {"record": 4, "worker": A, "why": "odd", "where": ""})
+    ]
+    assert state.places == {4: ""}
+
+
+def test_a_vote_says_in_the_view_which_records_failed_or_were_set_aside():
+    world = running()
+    for event, reason in (
+        (h.Suspect(A, (3, 17), "odd"), f"records 3 and 17 failed at {A}"),
+        (h.Suspect(A, (5,), "odd"), f"record 5 failed at {A}"),
+        (h.Suspect(B, (3, 5), "odd"), "records 3 and 5 set aside"),
+        (h.Suspect(B, (17, 18), "odd"), "record 17 set aside"),
+    ):
+        happened = decided(world, event)
+        generation = world.state.generation
+        assert happened[-2:] == [
+            view_row(generation, [A, B, C], generation, reason, rotation=generation - 1), h.Publish(reason),
+        ]  # fmt: skip
+        world.enter(a=5, b=5, c=5)
+
+
+def test_what_is_set_aside_is_reported_in_order_with_an_empty_place_where_none_is_known():
+    state = State(workers=2, set_aside={9: "odd", 4: "even"}, places={4: "record 4 of x"})
+    assert state.reported() == [
+        {"record": 4, "where": "record 4 of x", "why": "even"}, {"record": 9, "where": "", "why": "odd"},
+    ]  # fmt: skip

@@ -189,3 +189,16 @@ def test_what_is_set_aside_of_a_source_with_an_order_of_its_own_is_looked_up_in_
     )
     plan.leave_out([104])
     assert [plan.left_out(step).ids for step in range(6)] == [(), (), (), (), (4,), ()]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "weights", "counts"),
+    [
+        (0, (1.0, 1.0), [5, 5]), (0, (3.0, 1.0), [8, 2]), (0, (1.0, 0.0, 1.0), [5, 0, 5]),
+        (3, (1.0, 1.0), [6, 4]), (3, (3.0, 1.0), [8, 2]), (3, (1.0, 0.0), [10, 0]), (4, (1.0, 1.0, 1.0), [4, 3, 3]),
+        (4, (2.0, 1.0), [7, 3]),
+    ],
+)  # fmt: skip
+def test_shares_are_of_records_or_of_whole_shards_that_are_as_even_as_can_be(micro_batch, weights, counts):
+    plan = JobPlan(num_records=20, global_batch=10, epochs=1, seed=0, micro_batch=micro_batch)
+    assert plan.share_counts(0, weights) == counts

@@ -173,3 +173,114 @@ def test_the_time_of_settling_ends():
         left.append(split.settling)
     assert left == [2, 1, 0, 0]
     assert split.following([100.0, 94.0], 200).weights == (100.0, 100.0), "one uneven step is not enough any more"
+
+
+@pytest.mark.parametrize(
+    ("before", "records", "took_s", "step_s", "measured", "expected"),
+    [
+        (0.0, 100, 2.0, 1.0, 9, 50.0),
+        (-3.0, 100, 2.0, 1.0, 9, 50.0),
+        (0.5, 2, 2.0, 1.0, 9, 0.65),  # a slow worker is smoothed as well
+        (100.0, 110, 1.0, 1.0, 9, 103.0),
+        (100.0, 110, 1.0, 0.3, 9, 103.0),
+        (100.0, 110, 1.0, 0.2, 9, 102.0),
+        (100.0, 110, 1.0, 0.1, 9, 101.0),
+        (100.0, 110, 1.0, 0.01, 9, 101.0),
+        (100.0, 110, 1.0, 0.02, 99, 100.2),
+        (100.0, 110, 1.0, 0.001, 99, 100.1),
+        (100.0, 110, 1.0, 1.0, 1, 105.0),
+        (100.0, 110, 1.0, 1.0, 0, 110.0),
+        (100.0, 50, 1.0, 1.0, 9, 85.0),  # half as fast is not yet much slower
+        (100.0, 49, 1.0, 1.0, 9, 49.0),
+        (100.0, 30, 1.0, 1.0, 9, 30.0),  # what usually takes 0.3 s
+        (100.0, 29, 1.0, 1.0, 9, 78.7),  # what usually takes less
+        (100.0, 29, 1.0, 0.1, 9, 92.9),
+    ],
+)
+def test_a_rate_is_smoothed_by_the_length_of_its_step_and_by_how_often_it_was_measured(
+    before, records, took_s, step_s, measured, expected
+):
+    assert shares.smoothed(before, records, took_s, step_s, measured) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_rate_counts_as_the_tenth_measurement_where_nothing_is_said_of_those_before():
+    assert shares.smoothed(100.0, 200, 1.0, 0.01) == pytest.approx(110.0, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rates", "behind", "weights"),
+    [
+        ([0.0, 0.0, 0.0], "---", (1.0, 1.0, 1.0)),
+        ([0.0, 0.0, 0.0], "--b", (1.0, 1.0, 0.0)),
+        ([100.0, -900.0, 300.0], "--b", (100.0, 200.0, 0.0)),
+        ([100.0, 0.0, 300.0], "---", (100.0, 200.0, 300.0)),
+        ([-100.0, -10.0, 0.0], "---", (100.0, 10.0, 55.0)),
+        ([-100.0, -10.0, 0.0], "b--", (0.0, 10.0, 55.0)),
+        ([0.5, -9.0, 0.0], "---", (0.5, 0.5, 0.5)),
+        ([-0.5, 0.0], "--", (0.5, 0.5)),
+        ([1000.0, 10.0, 9.0], "---", (1000.0, 10.0, 10.0)),
+        ([1000.0, 1.0, 0.0], "b-b", (0.0, 1.0, 0.0)),
+    ],
+    ids=str,
+)
+def test_the_first_weights_are_what_was_measured_or_else_tried_or_else_the_average(rates, behind, weights):
+    assert shares.first(rates, behind=[one == "b" for one in behind]) == weights
+
+
+EVEN, THREE = (1.0, 1.0), (1.0, 1.0, 1.0)
+UPPER, LOWER = (1 + shares.DEAD_BAND) * 100, (1 - shares.DEAD_BAND) * 100
+
+
+@pytest.mark.parametrize(
+    ("split", "rates", "records", "expected"),
+    [
+        # Who takes no part.
+        (shares.Split((3.0, 1.0)), [0.0, 0.0], 200, shares.Split((3.0, 1.0))),
+        (shares.Split((3.0, 1.0), 2, 5), [-5.0, 0.0], 200, shares.Split((3.0, 1.0), 2, 5)),
+        (shares.Split((*EVEN, 0.0)), [100.0, 101.0, 0.0], 200, shares.Split((*EVEN, 0.0))),
+        (shares.Split((7.0, 7.0, 0.0)), [100.0, 101.0, 0.0], 200, shares.Split((7.0, 7.0, 0.0))),
+        (shares.Split((*EVEN, 0.0)), [0.5, 0.5, 0.0], 200, shares.Split((*EVEN, 0.0))),
+        (shares.Split((0.5, 0.5, 0.0)), [100.0, 101.0, 0.0], 200, shares.Split((0.5, 0.5, 0.0))),
+        (shares.Split((*EVEN, 0.0), 3, 4), [100.0, 101.0, 0.0], 200, shares.Split((*EVEN, 0.0), 0, 3)),
+        (shares.Split((*EVEN, 0.0)), [100.0, 106.0, 0.0], 200, shares.Split((*EVEN, 0.0), 1)),
+        (shares.Split((*EVEN, 0.0), 7), [100.0, 106.0, 0.0], 200, shares.Split((100.0, 106.0, 0.0))),
+        (shares.Split((*EVEN, 0.0)), [100.0, 101.0, 99.0], 200, shares.Split((100.0, 101.0, 99.0))),
+        (shares.Split((7.0, 7.0, 0.0), 3, 4), [90.0, 91.0, 0.5], 200, shares.Split((90.0, 91.0, 0.91), 0, 3)),
+        (shares.Split(THREE, 3, 4), [100.0, 101.0, 0.0], 200, shares.Split((100.0, 101.0, 0.0), 0, 3)),
+        (shares.Split((*EVEN, 0.0), 3, 4), [100.0, 0.0, 100.0], 200, shares.Split((100.0, 0.0, 100.0), 0, 3)),
+        # Rates that have moved by more than a tenth.
+        (shares.Split(EVEN), [0.5, 0.1], 200, shares.Split((0.5, 0.1))),
+        (shares.Split(EVEN), [1000.0, 1.0], 200, shares.Split((1000.0, 10.0))),
+        (shares.Split((1.0, 100.0), 3, 4), [100.0, 1.0], 200, shares.Split((100.0, 1.0), 0, 3)),
+        (shares.Split((2.0, 1.0), 3), [200.0, 100.0], 200, shares.Split((2.0, 1.0))),
+        (shares.Split(THREE), [UPPER, 95.0, 95.0], 200, shares.Split(THREE, 1)),
+        (shares.Split(THREE, 3), [111.0, 94.5, 94.5], 200, shares.Split((111.0, 94.5, 94.5))),
+        (shares.Split(THREE), [LOWER, 105.0, 105.0], 200, shares.Split(THREE, 1)),
+        (shares.Split(THREE, 3), [89.0, 105.5, 105.5], 200, shares.Split((89.0, 105.5, 105.5))),
+        # Rates that differ by more than a fiftieth, again and again.
+        (shares.Split(EVEN, 3), [100.0, 104.0], 200, shares.Split(EVEN)),
+        (shares.Split(EVEN, 3), [100.0, 104.2], 200, shares.Split(EVEN, 4)),
+        (shares.Split(EVEN, 6), [100.0, 106.0], 200, shares.Split(EVEN, 7)),
+        (shares.Split(EVEN, 7), [100.0, 106.0], 200, shares.Split((100.0, 106.0))),
+        (shares.Split(EVEN, 8), [100.0, 110.0], 21, shares.Split(EVEN, 9)),  # a second has ten steps
+        (shares.Split(EVEN, 9), [100.0, 110.0], 21, shares.Split((100.0, 110.0))),
+        (shares.Split(EVEN, 9), [100.0, 111.0], 21, shares.Split(EVEN, 10)),
+        (shares.Split(EVEN, 208), [100.0, 110.0], 1, shares.Split(EVEN, 209)),
+        (shares.Split(EVEN, 208), [100.0, 110.0], 0, shares.Split(EVEN, 209)),
+        (shares.Split(EVEN, 209), [100.0, 110.0], 0, shares.Split((100.0, 110.0))),
+        # A split that was only tried.
+        (shares.Split(EVEN, 0, 4), [100.0, 106.0], 200, shares.Split((100.0, 106.0), 0, 3)),
+        (shares.Split(EVEN, 0, 1), [100.0, 106.0], 200, shares.Split((100.0, 106.0))),
+        (shares.Split(EVEN, 0, 4), [100.0, 101.0], 200, shares.Split(EVEN, 0, 3)),
+        (shares.Split(EVEN, 0, 1), [100.0, 101.0], 200, shares.Split(EVEN)),
+    ],
+    ids=str,
+)
+def test_the_next_split_follows_from_the_one_at_hand_and_the_rates(split, rates, records, expected):
+    assert split.following(rates, records) == expected
+
+
+@pytest.mark.parametrize(("weights", "rates"), [(EVEN, [100.0, 101.0]), ((*EVEN, 0.0), [100.0, 101.0, 0.0])])
+def test_a_split_that_holds_still_is_the_same_object_in_every_step(weights, rates):
+    split = shares.Split(weights)
+    assert split.following(rates, 200) is split

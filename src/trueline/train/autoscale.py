@@ -69,11 +69,10 @@ def decide(scaling: Scaling, workers: int, records: int, now: float, bounds: Bou
         return bounds.low, f"at least {bounds.low} workers"
     if workers > bounds.top:
         return bounds.top, f"there is room for {bounds.top} workers"
-    if not measured:
-        return workers, ""
-    here, below, above = (scaling.speed(count) for count in (workers, workers - 1, workers + 1))
+    here = scaling.speed(workers) if measured else None
     if here is None:
         return workers, ""
+    below, above = scaling.speed(workers - 1), scaling.speed(workers + 1)
     if workers > bounds.low and below is not None and not pays(below, here, workers):
         return workers - 1, f"{here:.0f} records/s with {workers} workers, {below:.0f} with {workers - 1}"
     if workers < bounds.top and (above is None or pays(here, above, workers + 1)):

@@ -33,7 +33,7 @@ def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> li
     if in_view:
         refs = [member.ref for member, _ in in_view]
         reason = f"{named(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
-        actions += form(state, reason, now, forced=True)
+        actions += form(state, reason, forced=True)
     if in_view and policy.refill_s and len(state.view) >= policy.min_workers:
         state.fill_at = now + policy.refill_s
         return actions

@@ -64,16 +64,16 @@ def _told(state: State, member: Member, event: h.Told, now: float, policy: Polic
             return _done(state, member, event)
         case h.Leaving():
             member.leaving = True
-            return settle(state, now, policy)
+            return settle(state, policy)
         case h.Trying():
             member.trying, member.trying_where = event.record, event.where
             return []
         case h.Suspect():
-            return suspect(state, event, now, policy)
+            return suspect(state, event, policy)
         case h.Saved():
             return _saved(state, event)
         case h.GroupBroken():
-            return _broken(state, event, now)
+            return _broken(state, event)
 
 
 def scale_fault(workers: int, policy: Policy) -> str:
@@ -104,7 +104,7 @@ def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Acti
     if state.phase == "gathering":
         state.gathering_since = now if state.gathering_since is None else state.gathering_since
         return _gather(state, now, policy)
-    return settle(state, now, policy)
+    return settle(state, policy)
 
 
 def _gather(state: State, now: float, policy: Policy) -> list[Action]:
@@ -120,11 +120,11 @@ def _gather(state: State, now: float, policy: Policy) -> list[Action]:
     if not ready or ready < min(wanted, policy.min_workers):
         return []
     if ready >= wanted:
-        return form(state, "all are ready", now, forced=True)
+        return form(state, "all are ready", forced=True)
     if waited:
-        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", now, forced=True)
+        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", forced=True)
     if not state.pending:
-        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", now, forced=True)
+        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", forced=True)
     return []
 
 
@@ -164,7 +164,7 @@ def _release(state: State, now: float, policy: Policy) -> list[Action]:
     state.released, state.committed, state.stepped_at = True, most, None
     for member in group:
         member.base = most if member.base is None else min(member.base, most)
-    return actions + settle(state, now, policy)
+    return actions + settle(state, policy)
 
 
 def _heard(state: State, member: Member, event: h.Heard, now: float, policy: Policy) -> list[Action]:
@@ -178,8 +178,8 @@ def _heard(state: State, member: Member, event: h.Heard, now: float, policy: Pol
         state.committed = event.step
         if state.fill_at > now and state.released:
             state.fill_at = now
-            return [*fill(state, now), *(settle(state, now, policy) if first else [])]
-    return settle(state, now, policy) if first else []
+            return [*fill(state, now), *(settle(state, policy) if first else [])]
+    return settle(state, policy) if first else []
 
 
 def _pace(state: State, steps: int, now: float) -> None:
@@ -208,11 +208,11 @@ def _saved(state: State, event: h.Saved) -> list[Action]:
     return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
 
 
-def _broken(state: State, event: h.GroupBroken, now: float) -> list[Action]:
+def _broken(state: State, event: h.GroupBroken) -> list[Action]:
     """Only who was let go into a group can say so; a master that came back may not remember that it was."""
     if event.generation != state.generation:
         return []
-    return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", now, forced=True)
+    return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Action]:
@@ -231,7 +231,7 @@ def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Act
     actions: list[Action] = [h.Log("SCALE", row)]
     actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
     actions += fill(state, now)
-    return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, now, policy))
+    return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, policy))
 
 
 def _tick(state: State, now: float, policy: Policy) -> list[Action]:
@@ -245,7 +245,7 @@ def _tick(state: State, now: float, policy: Policy) -> list[Action]:
     if state.incarnations and now >= state.fill_at:
         actions += fill(state, now)
     if count := stranded(state, policy):
-        return actions + form(state, f"{count} wait in a group that others have left", now, forced=True)
+        return actions + form(state, f"{count} wait in a group that others have left", forced=True)
     if state.careful and state.committed > state.died_at and state.released and not state.finishing:
-        return actions + form(state, "a step was applied: records are tried together again", now, forced=False)
-    return actions + settle(state, now, policy)
+        return actions + form(state, "a step was applied: records are tried together again", forced=False)
+    return actions + settle(state, policy)

@@ -185,7 +185,7 @@ def fill(state: State, now: float) -> list[Action]:
     return rows + starts
 
 
-def form(state: State, reason: str, now: float, *, forced: bool, keep: Member | None = None) -> list[Action]:
+def form(state: State, reason: str, *, forced: bool, keep: Member | None = None) -> list[Action]:
     """A new view of all members that stay: survivors in their old order, then newcomers as they came.
 
     Those who are about to leave stay (or only `keep` of them) until somebody else has their state, and are called back
@@ -212,7 +212,7 @@ def form(state: State, reason: str, now: float, *, forced: bool, keep: Member | 
     return [Log("VIEW", body), Publish(reason)]
 
 
-def settle(state: State, now: float, policy: Policy) -> list[Action]:
+def settle(state: State, policy: Policy) -> list[Action]:
     """A planned view with those who are ready and without those who go, as soon as one can take effect.
 
     While a view forms, newcomers wait for it, so that a thousand of them cost a few views; those who go wait until
@@ -238,7 +238,7 @@ def settle(state: State, now: float, policy: Policy) -> list[Action]:
     leaving = [member.ref for member in going if member is not keep]
     moves = ((refs, verb) for refs, verb in ((leaving, "leave"), (joining, "join")) if refs)
     said = [f"{named(refs)} {verb}{'s' if len(refs) == 1 else ''}" for refs, verb in moves]
-    return form(state, " and ".join(said), now, forced=False, keep=keep) if said else []
+    return form(state, " and ".join(said), forced=False, keep=keep) if said else []
 
 
 def named(refs: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from trueline.train.roster import Member, Policy, State, form, named
 WHY_CHARS = WHERE_CHARS = 300
 
 
-def suspect(state: State, event: Suspect, now: float, policy: Policy) -> list[Action]:
+def suspect(state: State, event: Suspect, policy: Policy) -> list[Action]:
     """A worker's votes. A forced view that forms already cuts its group; another is for what was set aside."""
     before = len(state.set_aside)
     actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
@@ -26,7 +26,7 @@ def suspect(state: State, event: Suspect, now: float, policy: Policy) -> list[Ac
         return actions
     state.rotation += 1
     what = f"{_records(aside)} set aside" if aside else f"{_records(event.records)} failed at {event.ref}"
-    return actions + form(state, what, now, forced=True)
+    return actions + form(state, what, forced=True)
 
 
 def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Policy, where: str = "") -> list[Action]:
