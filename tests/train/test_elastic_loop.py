@@ -25,9 +25,17 @@ ME = "worker-0.0"
 RECORDS, BATCH, STEPS = 10, 4, 3
 
 
+_jobs: list[Elastic] = []
+"""Kept to the end: the destructor of one of many TCPStores in a process may close the listener of another."""
+
+
 @pytest.fixture(autouse=True)
 def _no_group_is_left():
+    """A loop that a test has left in its middle leaves its group when it is collected, and shuts all sockets that came
+    after that group, those of the next test's group among them. So each is left here."""
     yield
+    for job in _jobs:
+        job._fellows.group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -104,8 +112,10 @@ def job_of(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
     keeper: Any = Keeper(line) if keep else None
-    return Elastic(model, optimizer, data(), global_batch=BATCH, epochs=epochs, options=Options(**options),
-                   keeper=keeper, **kind), line  # fmt: skip
+    job = Elastic(model, optimizer, data(), global_batch=BATCH, epochs=epochs, options=Options(**options),
+                  keeper=keeper, **kind)  # fmt: skip
+    _jobs.append(job)
+    return job, line
 
 
 def loss_of(job: Elastic, batch: Any) -> torch.Tensor:
