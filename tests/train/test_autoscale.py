@@ -115,6 +115,11 @@ def test_the_next_number_of_workers_follows_from_what_the_last_one_brings(speeds
     assert asked(known(**speeds), workers, speed) == wanted
 
 
+def test_within_a_window_of_measurement_nothing_is_decided():
+    scaling = known(w3=300.0)
+    assert [decide(scaling, 3, int(30 * now), now, BOUNDS)[0] for now in (0.0, 5.0, 9.9, 10.0)] == [3, 3, 3, 4]
+
+
 def test_a_worker_pays_from_half_of_the_average_on():
     assert [pays(300.0, after, 4) for after in (349.0, 350.0)] == [False, True]
 

@@ -61,3 +61,43 @@ def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_paramet
     assert torch.equal(model[1].running_var, plain.running_var)
     with pytest.raises(ValueError, match="2 dimensions"):
         model[1](x[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "draws"),
+    [
+        (torch.nn.Dropout(0.5), True), (torch.nn.Dropout(0.0), False), (torch.nn.Dropout2d(0.1), True),
+        (torch.nn.LSTM(2, 2, num_layers=2, dropout=0.5), True), (torch.nn.LSTM(2, 2), False), (torch.nn.RReLU(), True),
+        (torch.nn.MultiheadAttention(2, 1, dropout=0.5), True), (torch.nn.MultiheadAttention(2, 1), False),
+        (torch.nn.Linear(2, 2), False),
+    ],
+    ids=lambda value: str(value).partition("\n")[0],
+)  # fmt: skip
+def test_modules_that_draw_need_shards(module, draws):
+    found = nature.known(torch.nn.Sequential(module))
+    assert (found.draws, found.neighbours, found.needs_shards) == (draws, False, draws)
+
+
+class Secret(torch.nn.Module):
+    """Draws, and counts its forwards in a buffer."""
+
+    def __init__(self, draws=True):
+        super().__init__()
+        self.line, self.draws = torch.nn.Linear(2, 2), draws
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.line(inputs) + (torch.rand(2) if self.draws else 0.0)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_a_forward_draws_in_secret_is_found_out_without_a_trace(draws):
+    model, heard = Secret(draws), []
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with events.listening(lambda name, fields: heard.append((name, fields["buffer"]))):
+        found = nature.tried(model, lambda: model(torch.ones(4, 2)), 4)
+    assert (found.draws, found.rate > 0) == (draws, True)
+    assert (torch.equal(torch.get_rng_state(), before), model.calls.item()) == (True, 0.0)
+    assert heard == [("buffer.local", "calls")]

@@ -56,8 +56,8 @@ class Ranks:
 
 
 GROUP = SimpleNamespace(wait=lambda work: None)
-SHARDS = [1e8, 3.0, -1e8, 0.1, 7e-9, 1e8, -3e7]
-"""Of which every order of adding has another sum."""
+SHARDS = [1e8, -1e8, 1.0, 1e8, 1.0, -1e8, 0.5]
+"""Added in another order they have another sum."""
 
 
 def in_order(values):

@@ -156,7 +156,9 @@ def test_one_slow_member_of_many_is_noticed_though_none_is_fast():
 def test_who_has_taken_the_state_gets_a_part_at_once_and_who_takes_it_has_none():
     split = shares.Split((100.0, 100.0, 0.0))
     assert split.following([100.0, 101.0, 0.0], 200) == split
-    assert split.following([100.0, 100.0, 60.0], 200).weights == (100.0, 100.0, 60.0)
+    for rate in (60.0, 5.0):
+        assert split.following([100.0, 100.0, rate], 200).weights == (100.0, 100.0, rate)
+        assert shares.Split((100.0, 100.0, rate)).following([100.0, 100.0, 0.0], 200).weights == (100.0, 100.0, 0.0)
     assert shares.Split((100.0, 100.0)).following([100.0, 0.0], 200).weights == (100.0, 0.0)
 
 
