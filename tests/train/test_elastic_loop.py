@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from trueline.errors import TrainError
-from trueline.train import elastic, group
+from trueline.train import elastic
 from trueline.train import ledger as books
 from trueline.train.elastic import Elastic
 from trueline.train.options import Options
@@ -108,7 +108,6 @@ def job_of(
 ) -> tuple[Elastic, Line]:
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
-    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 60.0)  # a machine may be slow
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
