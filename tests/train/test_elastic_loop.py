@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils.data import TensorDataset
 
 from trueline.errors import TrainError
@@ -71,6 +73,12 @@ class Line(Solo):
         self.said.append(("trying", step, record))
 
 
+def connected(store: str, generation: int, rank: int, size: int, *_: Any) -> Any:
+    """A group of one, which needs no network to meet in."""
+    named = dist.PrefixStore(f"generation-{generation}", dist.HashStore())
+    return ProcessGroupGloo(named, rank, size, timeout=timedelta(seconds=60)), named, None
+
+
 class Keeper:
     """Where a keeper would write, it notes on the line that it was asked to."""
 
@@ -100,7 +108,8 @@ def job_of(
 ) -> tuple[Elastic, Line]:
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
-    monkeypatch.setattr(group, "FORM_TIMEOUT_S", 60.0)  # a machine may be slow
+    monkeypatch.setattr(elastic, "start_store", lambda: (None, "here:1"))
+    monkeypatch.setattr(group, "_connected", connected)
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
