@@ -150,22 +150,50 @@ def test_who_ends_badly_by_itself_is_told_from_who_was_killed(code, failed):
     assert not lost("worker-0.0", 7).failed  # nobody knows
 
 
-def test_a_second_order_to_end_gives_a_process_no_more_time(monkeypatch):
+@pytest.fixture
+def agent(monkeypatch):
+    """An agent in this process; `agent.sent`: the signals that it has sent, `agent.waited`: whom it has waited for."""
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
         monkeypatch.delenv(lifeline.VARIABLE, raising=False)
-        agent, now, sent = Agent(f"{scratch}/a"), [100.0], []
-        monkeypatch.setattr("trueline.engine.agent.time.monotonic", lambda: now[0])
-        monkeypatch.setattr(agent, "_signal", lambda seen, number: sent.append((seen.ref, number)))
-        agent.seen["w"] = Seen(ref="w", kind=Kind.STARTED, pid=1)
-        agent._kill("w", 5.0)
-        now[0] = 104.0
-        agent._kill("w", 5.0)
-        agent._overdue(104.9)
-        assert sent == [("w", signal.SIGTERM)] * 2
-        agent._overdue(105.0)
-        assert sent[2:] == [("w", signal.SIGKILL)]
-        agent._overdue(999.0)
-        assert len(sent) == 3
-        for connection in (agent.listener, agent.wake, agent.waker):
+        found = Agent(f"{scratch}/a")
+        found.sent, found.waited = [], []
+        monkeypatch.setattr(found, "_signal", lambda seen, number: found.sent.append((seen.ref, number)))
+        monkeypatch.setattr("trueline.engine.agent.os.waitpid", lambda pid, how: found.waited.append(pid) or (0, 0))
+        yield found
+        for connection in (found.listener, found.wake, found.waker):
             connection.close()
-        agent.selector.close()
+        found.selector.close()
+
+
+def started(ref, pid):
+    return Seen(ref=ref, kind=Kind.STARTED, pid=pid)
+
+
+def test_a_second_order_to_end_gives_a_process_no_more_time(agent, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("trueline.engine.agent.time.monotonic", lambda: now[0])
+    agent.seen["w"] = started("w", 11)
+    agent._kill("w", 5.0)
+    now[0] = 104.0
+    agent._kill("w", 5.0)
+    agent._overdue(104.9)
+    assert agent.sent == [("w", signal.SIGTERM)] * 2
+    agent._overdue(105.0)
+    assert agent.sent[2:] == [("w", signal.SIGKILL)]
+    agent._overdue(999.0)
+    assert len(agent.sent) == 3
+
+
+def test_an_exit_is_that_of_the_living_process_though_a_dead_one_had_its_pid(agent, monkeypatch):
+    agent.seen = {"old": exited("old", 11, 0), "new": started("new", 11)}
+    ends = iter([(11, 3 << 8), (0, 0)])
+    monkeypatch.setattr("trueline.engine.agent.os.waitpid", lambda pid, how: next(ends))
+    agent._reap()
+    assert (agent.seen["old"].code, agent.seen["new"].code, agent.seen["new"].alive) == (0, 3, False)
+
+
+def test_an_agent_that_ends_kills_what_runs_and_waits_for_it(agent):
+    agent.seen = {"dead": exited("dead", 10, 0), "one": started("one", 11), "other": started("other", 12)}
+    agent.end()
+    assert agent.sent == [("one", signal.SIGKILL), ("other", signal.SIGKILL)]
+    assert agent.waited == [11, 12]

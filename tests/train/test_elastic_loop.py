@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils.data import TensorDataset
 
 from trueline.errors import TrainError
-from trueline.train import elastic
+from trueline.train import elastic, group
 from trueline.train import ledger as books
 from trueline.train.elastic import Elastic
 from trueline.train.options import Options
@@ -26,16 +28,15 @@ RECORDS, BATCH, STEPS = 10, 4, 3
 
 
 _jobs: list[Elastic] = []
-"""Kept to the end: the destructor of one of many TCPStores in a process may close the listener of another."""
 
 
 @pytest.fixture(autouse=True)
 def _no_group_is_left():
     """A loop that a test has left in its middle leaves its group when it is collected, and shuts all sockets that came
-    after that group, those of the next test's group among them. So each is left here."""
+    after that group, those of another test among them. So each is left here."""
     yield
-    for job in _jobs:
-        job._fellows.group.close()
+    while _jobs:
+        _jobs.pop()._fellows.group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -79,6 +80,12 @@ class Line(Solo):
         self.said.append(("trying", step, record))
 
 
+def connected(store: str, generation: int, rank: int, size: int, *_: Any) -> Any:
+    """A group of one, which needs no network to meet in."""
+    named = dist.PrefixStore(f"generation-{generation}", dist.HashStore())
+    return ProcessGroupGloo(named, rank, size, timeout=timedelta(seconds=60)), named, None
+
+
 class Keeper:
     """Where a keeper would write, it notes on the line that it was asked to."""
 
@@ -108,6 +115,8 @@ def job_of(
 ) -> tuple[Elastic, Line]:
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
+    monkeypatch.setattr(elastic, "start_store", lambda: (None, "here:1"))
+    monkeypatch.setattr(group, "_connected", connected)
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
