@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from trueline.train.stepped import Stepped
 from trueline.wire import train_pb2 as pb
 
+TRIES = 3
+"""Groups in a row that may fail to form: torch's store misses a client of its first moments now and then."""
+
 
 class Solo:
     """A world of one process and no master: one view, one plan, nobody to tell."""
@@ -17,6 +20,7 @@ class Solo:
         self.save_from = 0
         self._store = ""
         self._view: pb.View | None = None
+        self._misses = 0
         self.steps: list[Stepped] = []
         self.evaluations: list[pb.Evaluation] = []
 
@@ -46,6 +50,7 @@ class Solo:
         return pb.Plan(finished=True)
 
     def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
+        self._misses = 0
         self.steps.append(applied)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
@@ -76,7 +81,12 @@ class Solo:
         return
 
     def broken(self, generation: int, what: str) -> None:
-        raise RuntimeError(what)
+        """The next view, in which the group is tried once more. Raises RuntimeError after `TRIES` in a row."""
+        self._misses += 1
+        if self._misses >= TRIES:
+            raise RuntimeError(what)
+        aside = () if self._view is None else self._view.set_aside
+        self._view = pb.View(generation=generation + 1, members=[self.ref], cut_below=generation + 1, set_aside=aside)
 
     def fail(self, what: str, detail: str) -> None:
         return
