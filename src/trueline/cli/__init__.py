@@ -15,6 +15,10 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     atexit.register(gc.freeze)
 
-    from trueline.cli.app import run
+    try:
+        from trueline.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # outside what `run` catches: while it is imported, or cleans up
+        code = 130
+    sys.exit(code)
