@@ -129,6 +129,36 @@ def test_ctrl_c_exits_with_130_and_says_nothing(
     assert "Traceback" not in said.err
 
 
+ENDINGS = {
+    "in the code of a dataclass that is made": """
+def interrupted(arguments):
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        return 130
+""",
+    "while the interpreter clears its modules": """
+class Last:
+    def __del__(self, kill=os.kill, this=os.getpid(), number=signal.SIGINT):
+        kill(this, number)
+
+sys.last = Last()
+
+def interrupted(arguments):
+    return 130
+""",
+}
+
+
+@pytest.mark.parametrize("program", ENDINGS.values(), ids=ENDINGS)
+def test_an_interrupt_that_was_caught_ends_with_the_exit_code_of_the_command(tmp_path: Path, program: str) -> None:
+    imports = "import os, signal, sys\nfrom trueline.cli import app, main\n"
+    (tmp_path / "interrupted_command.py").write_text(f"{imports}{program}\napp.run = interrupted\nmain()\n")
+    command = [sys.executable, "-m", "interrupted_command"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
 def test_a_reader_that_went_away_is_no_traceback() -> None:
     command = [sys.executable, "-m", "trueline", "--help"]
     reader, writer = os.pipe()
