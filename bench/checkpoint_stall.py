@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import trueline
 from _table import report
-from trueline.train.keeper import Keeper
+from trueline.train.step.checkpointer import Keeper
 
 WIDTH, LAYERS, BATCH = 1024, 5, 512
 EVERY, PAIRS = 10, 16

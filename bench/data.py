@@ -42,7 +42,7 @@ from trueline.data.store import Patience, Store
 from trueline.data.table import TableSource
 from trueline.data.tensors import tensor
 from trueline.data.windows import WindowOrder
-from trueline.train.plan import JobPlan
+from trueline.train.step.plan import JobPlan
 
 _BYTES = 784
 _GROUP = 4096

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from bench._table import report
 
-from trueline.train.leases import Lease, Leases
+from trueline.train.membership.leases import Lease, Leases
 
 RATE = 10_000.0
 """Records a second of a worker that is not slow."""

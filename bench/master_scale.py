@@ -22,10 +22,10 @@ import psutil
 
 from _table import report
 from trueline.engine.contract import make_ref
-from trueline.train import happenings as h
-from trueline.train import members
 from trueline.train import settings as job_settings
-from trueline.train.roster import Policy, State
+from trueline.train.membership import decide
+from trueline.train.membership import events as h
+from trueline.train.membership.state import Policy, State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -59,7 +59,7 @@ class Paper:
 
 def serve(job_dir: Path) -> None:
     """The master's process."""
-    from trueline.train.master import run
+    from trueline.train.master.server import run
 
     asyncio.run(run(job_dir, Paper(), 0))
 
@@ -184,26 +184,26 @@ def core(count: int) -> dict[str, float]:
     """The decisions alone."""
     state, policy = State(workers=count), Policy(workers=count, lease_s=LONG_S)
     refs = [make_ref("worker", slot, 0) for slot in range(count)]
-    members.decide(state, h.Begin(), 0.0, policy)
+    decide.decide(state, h.Begin(), 0.0, policy)
     for ref in refs:
-        members.decide(state, h.Ready(ref, "a:1"), 0.0, policy)
+        decide.decide(state, h.Ready(ref, "a:1"), 0.0, policy)
     began = time.perf_counter()
     for ref in refs:
-        members.decide(state, h.Entered(ref, 1, 0), 0.0, policy)
+        decide.decide(state, h.Entered(ref, 1, 0), 0.0, policy)
     entered_s = time.perf_counter() - began
     assert state.released
     began = time.perf_counter()
     for ref in refs:
-        members.decide(state, h.Heard(ref, 1, "waiting", 0.1), 1.0, policy)
+        decide.decide(state, h.Heard(ref, 1, "waiting", 0.1), 1.0, policy)
     heard_s = time.perf_counter() - began
     began = time.perf_counter()
-    members.decide(state, h.Gone(refs[-1], "killed"), 1.0, policy)
+    decide.decide(state, h.Gone(refs[-1], "killed"), 1.0, policy)
     for ref in refs[:-1]:
-        members.decide(state, h.Entered(ref, 2, 1), 1.0, policy)
+        decide.decide(state, h.Entered(ref, 2, 1), 1.0, policy)
     assert state.released
     regroup_ms = (time.perf_counter() - began) * 1e3
     began = time.perf_counter()
-    members.decide(state, h.Tick(), 1.25, policy)
+    decide.decide(state, h.Tick(), 1.25, policy)
     tick_ms = (time.perf_counter() - began) * 1e3
     return {"core_beats_per_s": count / heard_s, "core_enter_us": entered_s / count * 1e6,
             "core_regroup_ms": regroup_ms, "core_tick_ms": tick_ms}  # fmt: skip

@@ -17,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trueline.batch.evaluate import evaluate
+    from trueline.batch.predict import predict
     from trueline.bundle.read import open_bundle as inspect
     from trueline.capture.api import capture as capture
     from trueline.capture.verify import verify
@@ -27,24 +29,22 @@ if TYPE_CHECKING:
     from trueline.serve.api import serve as serve
     from trueline.train.api import train as train
     from trueline.train.elastic import Elastic
-    from trueline.train.evaluate import evaluate
-    from trueline.train.options import Options
-    from trueline.train.predict import predict
-    from trueline.train.validation import Rule, Validation
+    from trueline.train.step.options import Options
+    from trueline.train.step.validation import Rule, Validation
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",
-    "Options": "trueline.train.options:Options",
-    "Rule": "trueline.train.validation:Rule",
-    "Validation": "trueline.train.validation:Validation",
+    "Options": "trueline.train.step.options:Options",
+    "Rule": "trueline.train.step.validation:Rule",
+    "Validation": "trueline.train.step.validation:Validation",
     "capture": "trueline.capture",
     "doctor": "trueline.doctor",
-    "evaluate": "trueline.train.evaluate:evaluate",
+    "evaluate": "trueline.batch.evaluate:evaluate",
     "inspect": "trueline.bundle.read:open_bundle",
     "load_recipe": "trueline.recipe.load:load_recipe",
-    "predict": "trueline.train.predict:predict",
+    "predict": "trueline.batch.predict:predict",
     "register": "trueline.registry:register",
     "serve": "trueline.serve",
     "ship": "trueline.line:ship",

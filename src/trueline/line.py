@@ -21,13 +21,13 @@ from trueline.errors import NotProven, RecipeError, TruelineError
 if TYPE_CHECKING:
     import httpx
 
+    from trueline.batch.evaluate import Evaluation
     from trueline.bundle.signature import Array
     from trueline.capture.attempt import Captured
     from trueline.recipe.contract import Recipe
     from trueline.registry import ModelVersion
     from trueline.serve.api import RunningServer
     from trueline.train.api import TrainResult
-    from trueline.train.evaluate import Evaluation
 
 Found = TypeVar("Found")
 
@@ -148,8 +148,8 @@ class _Stages:
 
 def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, drill: bool) -> TrainResult:
     from trueline.train.api import train
-    from trueline.train.plan import JobPlan
     from trueline.train.settings import Fault, parse_workers
+    from trueline.train.step.plan import JobPlan
 
     defaults = recipe.defaults
     plan = JobPlan(
@@ -167,7 +167,7 @@ def _train(recipe: Recipe, given: Any, workers: str | int, epochs: int | None, d
 
 
 def _evaluate(recipe: Recipe, trained: TrainResult) -> Evaluation:
-    from trueline.train.evaluate import evaluate
+    from trueline.batch.evaluate import evaluate
 
     return evaluate(recipe, trained.chosen)
 

@@ -19,8 +19,8 @@ from trueline.data.seeded import SeededReader
 from trueline.data.source import as_source
 from trueline.data.tensors import tensor
 from trueline.errors import DataError, UsageError
-from trueline.train.options import Options
-from trueline.train.plan import JobPlan
+from trueline.train.step.options import Options
+from trueline.train.step.plan import JobPlan
 
 
 def numbers(path: Path, start: int, stop: int) -> Path:

@@ -28,8 +28,8 @@ from trueline.data.source import Batch, as_source
 from trueline.data.table import TableSource
 from trueline.errors import DataError
 from trueline.train.elastic import Elastic
-from trueline.train.options import Options
-from trueline.train.trials import failing
+from trueline.train.step.blame import failing
+from trueline.train.step.options import Options
 from worlds.records import FakeOdps, flat, images, write_images, write_json
 from worlds.waiting import until_ended
 

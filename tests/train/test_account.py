@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from trueline.data import order
-from trueline.train import ledger
-from trueline.train.account import Account, Planned, certificate_faults, planned_records
 from trueline.train.api import Summary
-from trueline.train.plan import DRAWN, IN_ORDER, order_of
-from trueline.train.roster import State
+from trueline.train.master.progress import Account, Planned, certificate_faults, planned_records
+from trueline.train.membership.state import State
 from trueline.train.settings import JobSettings
+from trueline.train.step import ledger
+from trueline.train.step.plan import DRAWN, IN_ORDER, order_of
 from trueline.wire import train_pb2 as pb
 
 JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=3, global_batch=4, seed=5)
@@ -402,7 +402,7 @@ def test_each_row_of_the_journal_changes_what_it_is_about_and_nothing_else(rows,
 
 
 def test_digests_are_remembered_of_the_newest_steps_only(monkeypatch):
-    monkeypatch.setattr("trueline.train.account.REMEMBERED", 3)
+    monkeypatch.setattr("trueline.train.master.progress.REMEMBERED", 3)
     books = account()
     books.report(applied(*range(5)))
     assert books.digests == {2: 7, 3: 7, 4: 7}

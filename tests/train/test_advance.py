@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trueline.errors import TrainError, UsageError
-from trueline.train.advance import Advance, check_optimizer
-from trueline.train.options import Options
+from trueline.train.step.optimizer_step import Advance, check_optimizer
+from trueline.train.step.options import Options
 
 
 def one(value=1.0):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.train.autoscale import FORGET_S, Bounds, Scaling, decide, pays
+from trueline.train.membership.autoscale import FORGET_S, Bounds, Scaling, decide, pays
 
 
 class Sim:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from trueline.train import metrics
-from trueline.train.board import MAX_EVENTS, Board
-from trueline.train.lanes import MAX_SPANS, Lanes
-from trueline.train.series import Point, Recent, Series
+from trueline.train.monitor import prometheus
+from trueline.train.monitor.job_view import MAX_EVENTS, Board
+from trueline.train.monitor.series import Point, Recent, Series
+from trueline.train.monitor.timeline import MAX_SPANS, Lanes
 from worlds import job_events
 
 FACTS = {"name": "digits-1", "epochs": 10}
@@ -204,7 +204,7 @@ def test_a_rate_is_of_the_last_ten_seconds_and_goes_to_nothing_when_nothing_come
 
 def test_prometheus_reads_the_same_numbers():
     board = board_of(job_events.storm(total=400, deaths=9))
-    text = metrics.page(board, board.last_at).decode()
+    text = prometheus.page(board, board.last_at).decode()
     assert len({family.name for family in text_string_to_metric_families(text)}) > 15
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["trueline_job_step"]) == float(values["trueline_job_steps_applied_total"]) == 400

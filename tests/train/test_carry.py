@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from trueline.train import carry
-from trueline.train.carry import Fetch, Offer
+from trueline.train.regroup import state_transfer
+from trueline.train.regroup.state_transfer import Fetch, Offer
 
 STATE = {"model": {"w": torch.arange(5.0), "half": torch.ones(3, dtype=torch.bfloat16)}, "ledger": {"steps": 7}}
 NEWER = {**STATE, "ledger": {"steps": 8}}
@@ -64,7 +64,7 @@ def test_a_state_of_a_newer_generation_is_not_given_to_a_joiner_of_an_older_one(
 
 
 def test_a_state_of_an_older_generation_is_not_given_to_a_joiner_of_a_newer_one(offer, monkeypatch):
-    monkeypatch.setattr(carry, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
     offer.put(3, STATE)
     assert refused(fetched(Fetch(offer.address, 4)), offer.address)
 
@@ -78,7 +78,7 @@ def test_a_joiner_that_is_early_waits_for_the_state_of_its_generation(offer):
 
 
 def test_a_state_that_was_withdrawn_is_given_to_nobody(offer, monkeypatch):
-    monkeypatch.setattr(carry, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
     offer.put(3, STATE)
     offer.withdraw()
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
@@ -143,7 +143,7 @@ def test_a_question_of_any_length_or_kind_does_no_harm(offer):
 
 
 def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkeypatch):
-    monkeypatch.setattr(carry, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.2)
     fetch = Fetch(offer.address, 3)
     asked = iter([False, True])
     fetch.join(lambda: next(asked))
@@ -152,4 +152,4 @@ def test_whoever_waits_for_a_state_stops_when_it_is_needed_no_more(offer, monkey
 
 
 def test_the_size_of_a_state_is_that_of_all_its_tensors():
-    assert carry.size_of(STATE) == 5 * 4 + 3 * 2
+    assert state_transfer.size_of(STATE) == 5 * 4 + 3 * 2

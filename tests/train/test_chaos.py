@@ -12,25 +12,27 @@ import grpc
 import pytest
 import torch
 
+from trueline.chaos import runner, schedule, verdict
+from trueline.chaos import storm as chaos
+from trueline.chaos.leftovers import MARK, Remains
+from trueline.chaos.schedule import KINDS, plan
 from trueline.cli import chaos as verb
-from trueline.train import chaos, faults, strikes, verdict, victim
-from trueline.train.journal import Journal
-from trueline.train.master import Master
-from trueline.train.remains import MARK, Remains
-from trueline.train.service import Door
+from trueline.train import faults
+from trueline.train.master.journal import Journal
+from trueline.train.master.server import Master
+from trueline.train.master.service import Door
 from trueline.train.settings import Fault, JobSettings
-from trueline.train.strikes import KINDS, plan
 
 RECIPES = Path(__file__).parent / "recipes"
-BLIND = tuple(kind for kind in KINDS if kind not in strikes.ROOTS)
+BLIND = tuple(kind for kind in KINDS if kind not in schedule.ROOTS)
 
 
-def weather(recipe: str, **given) -> victim.Weather:
+def weather(recipe: str, **given) -> runner.Weather:
     found = {"workers": "2:3", "kinds": BLIND, "settings": {}, **given}
-    return victim.Weather(recipe=str(RECIPES / recipe), **found)
+    return runner.Weather(recipe=str(RECIPES / recipe), **found)
 
 
-def rage(tmp_path: Path, asked: victim.Weather, *, kills: int, seed: int) -> dict:
+def rage(tmp_path: Path, asked: runner.Weather, *, kills: int, seed: int) -> dict:
     """Storms until so many strikes are done, each told when it is over; the figures of all."""
     found = []
     for exact, storm in chaos.storms(asked, kills=kills, seed=seed, home=tmp_path, tell=verb.tell):
@@ -80,7 +82,7 @@ def test_a_storm_follows_from_its_seed_alone_and_strikes_with_everything_that_is
     assert plan(5, **asked) == plan(5, **asked) != plan(6, **asked)
     struck = Counter(strike.kind for strike in plan(5, **asked))
     assert set(struck) == set(KINDS)
-    assert {strike.fault.phase for strike in plan(5, **asked) if strike.fault} == set(strikes.POINTS)
+    assert {strike.fault.phase for strike in plan(5, **asked) if strike.fault} == set(schedule.POINTS)
 
 
 def test_a_launcher_meets_fewer_deaths_of_master_and_agent_than_it_gives_up_at():
@@ -89,7 +91,7 @@ def test_a_launcher_meets_fewer_deaths_of_master_and_agent_than_it_gives_up_at()
     for strike in plan(1, steps=50_000, slots=3, every=20, kinds=kinds):
         count = 0 if strike.kind == "launcher" else count + (strike.kind in ("master", "agent"))
         most = max(most, count)
-    assert 1 < most <= strikes.RESTARTS
+    assert 1 < most <= schedule.RESTARTS
 
 
 def test_a_fault_of_any_incarnation_is_carried_out_once_in_the_jobs_life(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Where `trueline chaos` keeps its jobs."""
 
-from trueline.train.chaos import home_for
+from trueline.chaos.storm import home_for
 
 
 def test_the_folder_that_is_to_keep_the_storms_is_made_and_each_storm_has_one_of_its_own(tmp_path):

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trueline.train.chunks import MAX_TRIES, Chunks
+from trueline.batch.chunks import MAX_TRIES, Chunks
 
 
 def test_chunks_are_the_same_records_whoever_asks():

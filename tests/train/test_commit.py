@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from trueline.errors import RecipeError, RecordsMiscounted
-from trueline.train import ledger as books
-from trueline.train.commit import Commit
-from trueline.train.plan import JobPlan
-from trueline.train.replica import Reduced
+from trueline.train.step import ledger as books
+from trueline.train.step.commit import Commit
+from trueline.train.step.plan import JobPlan
+from trueline.train.step.replica import Reduced
 
 GENERATION = 3
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from trueline.batch.evaluate import evaluate
 from trueline.data.seeded import SeededReader
 from trueline.data.source import Batch, as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices
 from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
-from trueline.train.evaluate import evaluate
+from trueline.train.launch.overrides import applied
 from trueline.train.settings import JobSettings, device_kind, load
-from trueline.train.wanted import applied
 
 META = torch.device("meta")
 JOB = JobSettings(name="x", recipe="r.py", recipe_digest="", workers=2, epochs=1, global_batch=8, seed=0)

@@ -14,13 +14,14 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.utils.data import TensorDataset
 
 from trueline.errors import TrainError
-from trueline.train import elastic, group
-from trueline.train import ledger as books
+from trueline.parallel import gloo
+from trueline.train import elastic
 from trueline.train.elastic import Elastic
-from trueline.train.options import Options
-from trueline.train.plan import JobPlan
-from trueline.train.solo import Solo
-from trueline.train.validation import Rule, Validation
+from trueline.train.step import ledger as books
+from trueline.train.step.options import Options
+from trueline.train.step.plan import JobPlan
+from trueline.train.step.validation import Rule, Validation
+from trueline.train.worker.local_client import Solo
 from trueline.wire import train_pb2 as pb
 
 ME = "worker-0.0"
@@ -116,7 +117,7 @@ def job_of(
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
     monkeypatch.setattr(elastic, "start_store", lambda: (None, "here:1"))
-    monkeypatch.setattr(group, "_connected", connected)
+    monkeypatch.setattr(gloo, "_connected", connected)
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}

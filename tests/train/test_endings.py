@@ -9,9 +9,12 @@ import pytest
 
 from trueline import errors
 from trueline.engine.contract import Kind, Seen
-from trueline.train import ending, folder, jobs, launch, script, settings
+from trueline.train import settings
 from trueline.train.api import Summary
-from trueline.train.journal import Journal
+from trueline.train.launch import job_dir as folder
+from trueline.train.launch import jobs, launcher, shutdown
+from trueline.train.master.journal import Journal
+from trueline.train.worker import script
 from trueline.wire import train_pb2 as pb
 
 JOB = settings.JobSettings(name="job", recipe="none.py", recipe_digest="", workers=1, epochs=2, global_batch=4, seed=0)
@@ -38,18 +41,18 @@ def event(name, **fields):
 )  # fmt: skip
 def test_a_job_that_failed_ends_its_launcher_with_the_error_that_its_code_names(job_dir, code, kind):
     with pytest.raises(kind) as failed:
-        launch.LocalJob(job_dir)._hear(event("job.failed", code=code, why="because", hint="look"))
+        launcher.LocalJob(job_dir)._hear(event("job.failed", code=code, why="because", hint="look"))
     assert (type(failed.value), failed.value.message, failed.value.hint) == (kind, "the job failed: because", "look")
 
 
 def test_a_job_that_is_asked_to_end_has_been_stopped(job_dir):
     with pytest.raises(errors.JobStopped, match="the job was stopped: trueline halt") as stopped:
-        launch.LocalJob(job_dir)._hear(event("job.stopping", why="trueline halt"))
+        launcher.LocalJob(job_dir)._hear(event("job.stopping", why="trueline halt"))
     assert "trueline resume" in stopped.value.hint
 
 
 def test_only_the_end_of_a_job_brings_its_summary(job_dir):
-    running = launch.LocalJob(job_dir)
+    running = launcher.LocalJob(job_dir)
     assert running._hear(event("checkpoint.saved", step=3)) is None
     assert running._hear(event("step.applied", step=3)) is None
     assert running._hear(event("job.finished", summary=json.dumps({"steps": 3}))) == {"steps": 3}
@@ -69,7 +72,7 @@ class Dead:
 
 
 def running(job_dir, *, agent=None, master=None):
-    found = launch.LocalJob(job_dir)
+    found = launcher.LocalJob(job_dir)
     found.agent, found.master, found.begun = Dead(agent), Dead(master), []
     found._start_agent = lambda: found.begun.append("agent") or Dead(None)
     found._start_master = lambda: found.begun.append("master")
@@ -110,7 +113,7 @@ def test_a_job_whose_master_dies_again_and_again_fails_after_ten_restarts(job_di
 ENDS = [
     (None, "finished", ""),
     (KeyboardInterrupt(), "stopped", "Ctrl-C"),
-    (ending.stopped("trueline halt", "x"), "stopped", "trueline halt"),
+    (shutdown.stopped("trueline halt", "x"), "stopped", "trueline halt"),
     (errors.StateLost("the job failed: gone"), "failed", "the job failed: gone"),
     (ValueError("odd"), "failed", "ValueError: odd"),
     (SystemExit(3), "failed", "SystemExit: 3"),
@@ -120,7 +123,7 @@ ENDS = [
 @pytest.mark.parametrize(("error", "outcome", "why"), ENDS, ids=lambda value: str(value)[:20])
 def test_how_a_launch_ended_is_in_its_folder(job_dir, error, outcome, why):
     began = folder.Launch(pid=1, started=5.0, scratch="x")
-    launch.LocalJob(job_dir)._tell_the_end(began, error)
+    launcher.LocalJob(job_dir)._tell_the_end(began, error)
     found = folder.read_launch(job_dir)
     assert (found.outcome, found.why, found.pid, found.started) == (outcome, why, 1, 5.0)
     assert found.ended > 5.0
@@ -223,9 +226,9 @@ class Agent:
 def let_end(job_dir, monkeypatch, *answers):
     journal_of(job_dir, ("VIEW", VIEW))
     agent = Agent(*answers)
-    monkeypatch.setattr(ending, "LocalEngine", agent)
-    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=lambda _: None))
-    ending.let_scripts_end(job_dir, job_dir / "agent")
+    monkeypatch.setattr(shutdown, "LocalEngine", agent)
+    monkeypatch.setattr(shutdown, "time", SimpleNamespace(sleep=lambda _: None))
+    shutdown.let_scripts_end(job_dir, job_dir / "agent")
     return agent
 
 

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from trueline.batch.evaluate import evaluate
 from trueline.cli import app
 from trueline.data.open import open_records
 from trueline.errors import DataError, RecipeError
-from trueline.train.evaluate import evaluate
 from worlds.jobs import MEASURED, checkpoint_of
 
 

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from trueline.errors import UsageError
-from trueline.train import belongings, settings
 from trueline.train import faults as injected
+from trueline.train import settings
 from trueline.train.faults import Faults
 from trueline.train.settings import Fault, JobSettings
-from trueline.train.solo import Solo
+from trueline.train.worker import job_context
+from trueline.train.worker.local_client import Solo
 
 JOB = JobSettings(name="job", recipe="", recipe_digest="d", workers=1, epochs=0, global_batch=0, seed=0)
 
@@ -55,11 +56,11 @@ def test_without_faults_nothing_happens(struck):
 def test_the_first_script_says_what_a_step_is_and_another_that_says_otherwise_is_refused(tmp_path):
     settings.save(JOB, tmp_path)
     said = {"epochs": 3, "global_batch": 8, "seed": 5}
-    assert belongings.settle(tmp_path, **said) == settings.load(tmp_path) == msgspec.structs.replace(JOB, **said)
-    assert belongings.settle(tmp_path, **said).epochs == 3
+    assert job_context.settle(tmp_path, **said) == settings.load(tmp_path) == msgspec.structs.replace(JOB, **said)
+    assert job_context.settle(tmp_path, **said).epochs == 3
     for name in said:
         with pytest.raises(UsageError, match=f"made an Elastic with {name}=7, and the job began with {said[name]}"):
-            belongings.settle(tmp_path, **{**said, name: 7})
+            job_context.settle(tmp_path, **{**said, name: 7})
     assert settings.load(tmp_path).seed == 5
 
 

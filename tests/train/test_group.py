@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trueline.train import group
-from trueline.train.group import GlooGroup, start_store
+from trueline.parallel import gloo as group
+from trueline.parallel.gloo import GlooGroup, start_store
 from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -46,14 +46,14 @@ def test_the_rendezvous_store_listens_on_the_loopback_alone():
 
 def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
     store, address = start_store()
     peer = subprocess.Popen([sys.executable, "-c", PEER, address], stdout=subprocess.PIPE, text=True)
     group = GlooGroup()
     with pytest.raises(RuntimeError):
         group.form(1, rank=0, size=2, store=address)  # nobody comes
     assert peer.stdout.readline() == "here\n"  # torch is imported
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
     group.form(2, rank=0, size=2, store=address)
     value = torch.ones(1)
     dist.all_reduce(value)
@@ -65,14 +65,14 @@ def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeyp
 
 def test_each_try_to_form_a_group_that_fails_gives_the_next_more_time(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
     store, address = start_store()
     group, allowed = GlooGroup(), []
     for generation in range(1, 4):
         allowed.append(group.patience_s)
         with pytest.raises(RuntimeError):
             group.form(generation, rank=0, size=2, store=address)  # nobody comes
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 2.0)
     group.form(4, rank=0, size=1, store=address)
     assert allowed == [0.05, 0.1, 0.2]
     assert group.patience_s == 2.0
@@ -110,7 +110,7 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     )
     group = GlooGroup()
     assert peer.stdout.readline() == "here\n"  # torch is imported
-    monkeypatch.setattr("trueline.train.group.FORM_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
     group.form(1, rank=0, size=2, store=address)
     assert peer.stdout.readline() == "posted\n"
     peer.send_signal(signal.SIGSTOP)  # messages to it are partly written from now on

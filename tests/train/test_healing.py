@@ -7,10 +7,10 @@ import torch
 
 from trueline.errors import CheckpointError
 from trueline.state import checkpoint
-from trueline.train import carry
 from trueline.train.faults import Faults
-from trueline.train.healing import Healing
-from trueline.train.ledger import Ledger
+from trueline.train.regroup import state_transfer
+from trueline.train.regroup.recovery import Healing
+from trueline.train.step.ledger import Ledger
 from trueline.wire import train_pb2 as pb
 
 BROADCAST = {"name": "of the source"}
@@ -20,7 +20,9 @@ class Replica:
     """A replica as far as healing knows it: its state is a name."""
 
     def __init__(self, *, large=False, scaler=False, unused=False):
-        self.model = SimpleNamespace(parameters=lambda: [SimpleNamespace(nbytes=carry.STREAM_BYTES if large else 4)])
+        self.model = SimpleNamespace(
+            parameters=lambda: [SimpleNamespace(nbytes=state_transfer.STREAM_BYTES if large else 4)]
+        )
         self.options = SimpleNamespace(find_unused_parameters=unused)
         self.advance = SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: scaler))
         self.ledger = Ledger(num_records=4)
@@ -60,8 +62,8 @@ class Member:
             self.asked.append((address, generation))
             return SimpleNamespace(state=None, trouble="", over=False)
 
-        monkeypatch.setattr(carry, "broadcast", broadcast)
-        monkeypatch.setattr(carry, "Fetch", fetch)
+        monkeypatch.setattr(state_transfer, "broadcast", broadcast)
+        monkeypatch.setattr(state_transfer, "Fetch", fetch)
         self.healing = Healing(self.replica, self.fellows, Faults((), "worker-0.0"))
         self.healing._offer.close()
         self.healing._offer = SimpleNamespace(put=lambda *what: self.offered.append(what), withdraw=self._withdraw)
@@ -255,7 +257,7 @@ def test_all_members_take_the_scale_of_the_source(monkeypatch):
         assert (source, async_op, row[0].item()) == (0, True, 128.0)
         row.copy_(torch.tensor([512.0, 3.0]))
 
-    monkeypatch.setattr("trueline.train.healing.dist.broadcast", broadcast)
+    monkeypatch.setattr("trueline.train.regroup.recovery.dist.broadcast", broadcast)
     member.fellows.group = SimpleNamespace(wait=lambda work: None)
     member.heal()
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 3)

@@ -15,10 +15,12 @@ from trueline.cli import app
 from trueline.cli.logs import lines, log_of
 from trueline.cli.options import checkpoint_path
 from trueline.state import checkpoint
-from trueline.train import api, folder, jobs
+from trueline.train import api
 from trueline.train import settings as job_settings
-from trueline.train.journal import Journal
-from trueline.train.launch import detach
+from trueline.train.launch import job_dir as folder
+from trueline.train.launch import jobs
+from trueline.train.launch.launcher import detach
+from trueline.train.master.journal import Journal
 from worlds.jobs import STEPS, TINY, seen_counts
 from worlds.waiting import until, until_ended
 

@@ -7,11 +7,11 @@ import sqlite3
 import pytest
 
 from trueline.errors import StorageError
-from trueline.train import account as accounts
-from trueline.train import journal as journals
-from trueline.train.account import Account, Report
-from trueline.train.journal import Journal, apply
-from trueline.train.roster import Member, State
+from trueline.train.master import journal as journals
+from trueline.train.master import progress as accounts
+from trueline.train.master.journal import Journal, apply
+from trueline.train.master.progress import Account, Report
+from trueline.train.membership.state import Member, State
 from trueline.wire import train_pb2 as pb
 
 VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3, "reason": "all are ready"}

@@ -10,7 +10,7 @@ import torch
 from trueline import events
 from trueline.errors import StorageError
 from trueline.state import checkpoint
-from trueline.train.keeper import Keeper
+from trueline.train.step.checkpointer import Keeper
 
 
 class Job:

@@ -13,7 +13,8 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trueline.train import folder, launch, settings
+from trueline.train import settings
+from trueline.train.launch import job_dir, launcher
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -38,17 +39,17 @@ def left(tmp_path):
 
 def test_what_a_killed_launcher_left_stopped_is_ended_by_the_next_one(left):
     process, scratch = left
-    launch._bury(folder.Launch(pid=1, started=time.time(), scratch=str(scratch)))
+    launcher._bury(job_dir.Launch(pid=1, started=time.time(), scratch=str(scratch)))
     assert process.wait(100) == -signal.SIGKILL
     assert not scratch.exists()
 
 
 def test_what_another_launcher_has_is_left_alone(left):
     process, scratch = left
-    launch._bury(None)
-    launch._bury(folder.Launch(pid=1, started=1.0))
-    launch._bury(folder.Launch(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
-    launch._bury(folder.Launch(pid=1, started=1.0, scratch=str(scratch) + "-other"))
+    launcher._bury(None)
+    launcher._bury(job_dir.Launch(pid=1, started=1.0))
+    launcher._bury(job_dir.Launch(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
+    launcher._bury(job_dir.Launch(pid=1, started=1.0, scratch=str(scratch) + "-other"))
     assert os.waitpid(process.pid, os.WNOHANG) == (0, 0)
     assert scratch.exists()
 
@@ -76,7 +77,7 @@ def test_a_launcher_hears_of_a_successor_by_the_line_that_it_had_to_the_master_b
     settings.save(job, tmp_path)
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "master.json").write_text(json.dumps({"address": f"127.0.0.1:{port}"}))
-    running = launch.LocalJob(tmp_path)
+    running = launcher.LocalJob(tmp_path)
     following = threading.Thread(target=running._follow)
     first.server.start()
     following.start()

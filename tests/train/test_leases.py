@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trueline.errors import UsageError
-from trueline.train.journal import Journal
-from trueline.train.leases import Lease, Leases, replayed
+from trueline.train.master.journal import Journal
+from trueline.train.membership.leases import Lease, Leases, replayed
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.errors import RecordsMiscounted
-from trueline.train import ledger
+from trueline.train.step import ledger
 
 PLAN = np.array([3, 1, 4, 15, 9, 2, 6, 5], dtype=np.int64)
 

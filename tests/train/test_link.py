@@ -8,9 +8,9 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trueline.train import master_link
-from trueline.train.master_link import MasterLink
-from trueline.train.stepped import Stepped
+from trueline.train.worker import grpc_client
+from trueline.train.worker.grpc_client import MasterLink
+from trueline.train.worker.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -39,7 +39,7 @@ class Master(pb_grpc.MasterServicer):
 @pytest.fixture
 def line(monkeypatch):
     """Opens a line to a master of so many lives; whatever may be gathered is gathered for longer than a test lasts."""
-    monkeypatch.setattr(master_link, "gathering_s", lambda age_s: 10.0 * WAIT_S)
+    monkeypatch.setattr(grpc_client, "gathering_s", lambda age_s: 10.0 * WAIT_S)
     ends = []
 
     def opened(lives: int = 1):
@@ -112,14 +112,14 @@ def until_nobody_is_met(channel, **options):
 def until_given_up(attempt_ms):
     """Returns when a client that has so much patience gives up a master that does not greet it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        options = [*master_link.RECONNECTING[:2], ("grpc.min_reconnect_backoff_ms", attempt_ms),
+        options = [*grpc_client.RECONNECTING[:2], ("grpc.min_reconnect_backoff_ms", attempt_ms),
                    ("grpc.enable_http_proxy", 0)]  # fmt: skip
         with grpc.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}", options=options) as impatient:
             until_nobody_is_met(impatient, try_to_connect=True)
 
 
 def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repeated(monkeypatch):
-    monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)  # who asks again asks too late
+    monkeypatch.setattr(grpc_client, "RETRY_S", 10.0 * WAIT_S)  # who asks again asks too late
     master, here = Master(), grpc.server(futures.ThreadPoolExecutor(4))
     port = here.add_insecure_port("127.0.0.1:0")
     here.start()
@@ -195,7 +195,7 @@ def alone(monkeypatch):
     def end(code):
         raise Ended(code)
 
-    monkeypatch.setattr(master_link.os, "_exit", end)
+    monkeypatch.setattr(grpc_client.os, "_exit", end)
     link = MasterLink("127.0.0.1:1", "secret", "worker-0.0", lambda _: None)
     yield link
     link.close()
@@ -222,7 +222,7 @@ def test_a_worker_whose_master_is_away_waits_for_the_next_one(alone, monkeypatch
             raise found
         return found
 
-    monkeypatch.setattr(master_link, "RETRY_S", 0.0)
+    monkeypatch.setattr(grpc_client, "RETRY_S", 0.0)
     assert alone._call(report, pb.Progress()).committed == 7
 
 
@@ -253,7 +253,7 @@ def test_a_fenced_worker_ends_at_whatever_it_says(monkeypatch, name):
         raise Ended(code)
 
     setattr(Fencing, name, fenced)
-    monkeypatch.setattr(master_link.os, "_exit", end)
+    monkeypatch.setattr(grpc_client.os, "_exit", end)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     pb_grpc.add_MasterServicer_to_server(Fencing(), server)
     link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None)
@@ -320,8 +320,8 @@ def test_each_view_cuts_the_groups_below_it(monkeypatch):
             yield pb.View(generation=7, cut_below=6)
             yield pb.View(generation=8, cut_below=6)
 
-    monkeypatch.setattr(master_link, "RETRY_S", 10.0 * WAIT_S)
-    monkeypatch.setattr(master_link, "gathering_s", lambda age_s: 10.0 * WAIT_S)
+    monkeypatch.setattr(grpc_client, "RETRY_S", 10.0 * WAIT_S)
+    monkeypatch.setattr(grpc_client, "gathering_s", lambda age_s: 10.0 * WAIT_S)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     pb_grpc.add_MasterServicer_to_server(Viewing(), server)
     link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", cuts.put)
@@ -390,7 +390,7 @@ def test_who_does_not_lead_drops_what_the_log_has_and_sends_the_rest_when_it_is_
     for step in range(4):
         alone.progress(1, step + 1, stepped(step), None)
     alone._send()
-    monkeypatch.setattr(master_link.time, "monotonic_ns", lambda: (1 << 62) + master_link.OVERDUE_NS + 1)
+    monkeypatch.setattr(grpc_client.time, "monotonic_ns", lambda: (1 << 62) + grpc_client.OVERDUE_NS + 1)
     alone._send()
     assert [steps_of(sent) for sent in master.sent] == [[], [2, 3]]
 
@@ -410,7 +410,7 @@ def test_who_enters_a_view_brings_all_that_was_not_reported_and_its_own_count_of
 def test_a_heartbeat_says_for_how_long_a_worker_has_been_at_what_it_does(alone, monkeypatch):
     master, now = Answering(), [100.0]
     alone._master = master
-    monkeypatch.setattr(master_link.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(grpc_client.time, "monotonic", lambda: now[0])
     alone.doing("computing")
     now[0] = 103.0
     alone._send()

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from trueline.errors import StorageError
-from trueline.train import happenings as h
-from trueline.train.journal import Journal
-from trueline.train.master import Master
+from trueline.train.master.journal import Journal
+from trueline.train.master.server import Master
+from trueline.train.master.status import status
+from trueline.train.membership import events as h
 from trueline.train.settings import Fault
-from trueline.train.status import status
 from trueline.wire import train_pb2 as pb
 from worlds.masters import JOB, SECRET, NoEngine, at_work, master_of, rows, said, serving
 from worlds.waiting import until_async
@@ -155,7 +155,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp
 
 
 def test_whoever_follows_late_gets_the_newest_events_in_order(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("trueline.train.telling.KEPT", 5)
+    monkeypatch.setattr("trueline.train.master.publisher.KEPT", 5)
 
     async def scenario():
         async with serving(job, tmp_path) as (master, stub):
@@ -194,8 +194,8 @@ def test_status_needs_no_worker(job, tmp_path):
 
 
 def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_engine_has(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("trueline.train.master.TICK_S", 0)
-    monkeypatch.setattr("trueline.train.autoscale.SETTLE_S", 0.01)
+    monkeypatch.setattr("trueline.train.master.server.TICK_S", 0)
+    monkeypatch.setattr("trueline.train.membership.autoscale.SETTLE_S", 0.01)
 
     async def scenario():
         async with serving(msgspec.structs.replace(job, workers=4, autoscale=True), tmp_path) as (master, _):
@@ -258,9 +258,9 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         asked.append((workers, records, bounds.low, bounds.high, bounds.capacity))
         return wants, "more pays"
 
-    monkeypatch.setattr("trueline.train.master.TICK_S", 0.0)
-    monkeypatch.setattr("trueline.train.master.CAPACITY_S", -1.0)
-    monkeypatch.setattr("trueline.train.master.decide", decide)
+    monkeypatch.setattr("trueline.train.master.server.TICK_S", 0.0)
+    monkeypatch.setattr("trueline.train.master.server.CAPACITY_S", -1.0)
+    monkeypatch.setattr("trueline.train.master.server.decide", decide)
 
     async def scenario():
         master = master_of(tmp_path, msgspec.structs.replace(JOB, min_workers=2), engine=Room())

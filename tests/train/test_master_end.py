@@ -10,9 +10,9 @@ import pytest
 from trueline import files
 from trueline.engine.contract import Kind, Seen
 from trueline.errors import StorageError
-from trueline.train import happenings as h
-from trueline.train import ledger
-from trueline.train.journal import Journal
+from trueline.train.master.journal import Journal
+from trueline.train.membership import events as h
+from trueline.train.step import ledger
 from trueline.wire import train_pb2 as pb
 from worlds.masters import JOB, RECORDS, STEPS, A, B, at_work, finish, master_of, other_digest, rows, said
 from worlds.waiting import until_async

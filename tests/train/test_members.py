@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.train import happenings as h
+from trueline.train.membership import events as h
 from worlds.membership import POLICY, A, B, C, World, running
 
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from trueline.train import happenings as h
-from trueline.train import health, members, suspicion
-from trueline.train.journal import apply
-from trueline.train.roster import Failures, Member, Policy, State
+from trueline.train.master.journal import apply
+from trueline.train.membership import decide as members
+from trueline.train.membership import events as h
+from trueline.train.membership import health, poison
+from trueline.train.membership.state import Failures, Member, Policy, State
 from worlds.membership import POLICY, A, B, C, World, logged, running
 
 D = "worker-3.0"
@@ -764,17 +765,17 @@ def test_a_late_tick_puts_off_all_deadlines_by_what_it_was_late_but_not_beyond_t
 def test_votes_are_written_whole_cut_to_their_length_and_the_last_one_too_many_ends_the_job():
     world = World(Policy(workers=3, set_aside=1)).happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1)
     state, policy = world.state, world.policy
-    assert suspicion.accuse(state, [1, 2, 3], A, "x" * 301, policy, "y" * 301) == [
+    assert poison.accuse(state, [1, 2, 3], A, "x" * 301, policy, "y" * 301) == [
         h.Log("SUSPECT", {"record": record, "worker": A, "why": "x" * 300, "where": "y" * 300}) for record in (1, 2, 3)
     ]
     state.places[2] = ""
-    assert suspicion.accuse(state, [1], A, "again", policy) == []
+    assert poison.accuse(state, [1], A, "again", policy) == []
     first, second = (f"{A}: {'x' * 300}; {B}: {why}" for why in ("odd", "even"))
-    assert suspicion.accuse(state, [1], B, "odd", policy) == [
+    assert poison.accuse(state, [1], B, "odd", policy) == [
         h.Log("POISON", {"record": 1, "why": first, "where": "y" * 300})
     ]
     too_many = f"2 records failed wherever they went, 1 may be set aside: record 1, {'y' * 300} ({first})"
-    assert suspicion.accuse(state, [1, 2, 3], B, "even", policy) == [
+    assert poison.accuse(state, [1, 2, 3], B, "even", policy) == [
         h.Log("POISON", {"record": 2, "why": second, "where": ""}),
         h.FailJob("poison", f"{too_many} and record 2 ({second})"),
     ]
@@ -783,7 +784,7 @@ def test_votes_are_written_whole_cut_to_their_length_and_the_last_one_too_many_e
 
 def test_a_vote_without_a_place_is_written_with_an_empty_one():
     state = State(workers=2)
-    assert suspicion.accuse(state, [4], A, "odd", POLICY) == [
+    assert poison.accuse(state, [4], A, "odd", POLICY) == [
         h.Log("SUSPECT", {"record": 4, "worker": A, "why": "odd", "where": ""})
     ]
     assert state.places == {4: ""}

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trueline.engine.contract import make_ref, parse_ref
-from trueline.train import happenings as h
-from trueline.train import members as m
-from trueline.train.journal import apply
-from trueline.train.roster import Member, Policy, State
+from trueline.train.master.journal import apply
+from trueline.train.membership import decide as m
+from trueline.train.membership import events as h
+from trueline.train.membership.state import Member, Policy, State
 
 PICK = st.integers(0, 9)
 

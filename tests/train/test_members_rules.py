@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from trueline.train import happenings as h
-from trueline.train import members as m
-from trueline.train import roster
+from trueline.train.membership import decide as m
+from trueline.train.membership import events as h
+from trueline.train.membership import state
 from worlds.membership import POLICY, A, B, C, World, logged, running
 
 
@@ -71,7 +71,7 @@ def test_a_heartbeat_that_overtakes_the_hello_fences_nobody():
 
 
 def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
-    world = World(roster.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
+    world = World(state.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
     world.happen(h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
     assert not world.state.view
     world.happen(h.Ready(B, "b:1"))
@@ -217,7 +217,7 @@ def test_what_is_killed_from_outside_fails_seldom_or_fails_everywhere_keeps_its_
 
 
 def test_a_slot_that_the_job_cannot_do_without_is_filled_again_however_often_its_workers_fail():
-    world = World(roster.Policy(workers=2, min_workers=2, refill_s=0.0)).happen(h.Begin())
+    world = World(state.Policy(workers=2, min_workers=2, refill_s=0.0)).happen(h.Begin())
     world.happen(h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
     assert failing(world, 1, 20).state.quarantined == {}
     assert world.state.phase == "running"
@@ -253,7 +253,7 @@ def test_a_vote_moves_the_records_on_and_a_second_workers_vote_sets_them_aside()
 def test_the_same_workers_second_vote_counts_only_where_it_is_alone():
     world = running().happen(h.Suspect(A, (17,), "odd")).enter(a=5, b=5, c=5).happen(h.Suspect(A, (17,), "odd"))
     assert (world.state.set_aside, world.state.rotation) == ({}, 2)
-    alone = World(roster.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    alone = World(state.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
     alone.happen(h.Suspect(A, (17,), "odd"), h.Suspect(A, (17,), "odd"))
     assert alone.state.set_aside == {}  # the same call, made twice
     alone.enter(a=0).happen(h.Suspect(A, (17,), "odd"))
@@ -268,7 +268,7 @@ def test_votes_that_arrive_while_a_view_forms_already_are_kept_and_force_no_othe
 
 
 def test_more_records_than_may_be_set_aside_end_the_job_and_are_named():
-    world = World(roster.Policy(workers=3, set_aside=1, refill_s=0.0)).happen(h.Begin())
+    world = World(state.Policy(workers=3, set_aside=1, refill_s=0.0)).happen(h.Begin())
     world.happen(*(h.Ready(ref, "x:1") for ref in (A, B, C))).enter(a=-1, b=-1, c=-1)
     world.happen(h.Suspect(A, (1, 2), "odd")).enter(a=0, b=0, c=0).happen(h.Suspect(B, (1, 2), "even"))
     (failure,) = world.of(h.FailJob)
@@ -292,7 +292,7 @@ def test_deaths_without_a_step_between_make_a_careful_view_and_a_death_while_try
 
 
 def test_one_worker_alone_survives_a_record_that_kills_it_each_time():
-    world = World(roster.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    world = World(state.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
     world.happen(h.Saved(A, 0, "/job/step-0"))
     for incarnation in range(5):
         ref = f"worker-0.{incarnation}"
@@ -371,13 +371,13 @@ def test_when_all_announce_their_departure_at_once_one_stays_until_the_slots_are
 
 
 def test_survivors_apply_a_step_before_the_replacement_takes_cores_from_them():
-    world = World(roster.Policy(workers=3)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1"))
+    world = World(state.Policy(workers=3)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1"))
     world.enter(a=-1, b=-1, c=-1).happen(h.Heard(A, 5), h.Gone(C, "killed by SIGKILL"))
     assert world.of(h.Start) == []
     assert world.enter(a=5, b=5).happen(h.Heard(A, 6)).of(h.Start) == [h.Start(2, 1)]
 
 
 def test_a_replacement_starts_after_a_moment_though_the_survivors_do_not_get_on():
-    world = World(roster.Policy(workers=2)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
+    world = World(state.Policy(workers=2)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
     world.happen(h.Heard(A, 5), h.Gone(B, "killed by SIGKILL")).wait(0.25, A)
     assert [action for action in world.all if isinstance(action, h.Start)][-1] == h.Start(1, 1)

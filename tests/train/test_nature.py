@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trueline import events
-from trueline.train import nature
+from trueline.train.step import model_traits
 
 
 def frozen_and_live() -> torch.nn.Sequential:
@@ -15,20 +15,20 @@ def frozen_and_live() -> torch.nn.Sequential:
 
 def test_a_frozen_normalization_layer_neither_needs_shards_nor_counts_batches():
     model = frozen_and_live()
-    assert nature.running_statistics(model)[0] is model[2].running_mean
-    assert len(nature.batch_counters(model)) == 1
+    assert model_traits.running_statistics(model)[0] is model[2].running_mean
+    assert len(model_traits.batch_counters(model)) == 1
     model[2].eval()
-    assert not nature.known(model).needs_shards
+    assert not model_traits.known(model).needs_shards
 
 
 def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_not_taken_for_frozen():
-    assert nature.known(frozen_and_live().eval()).neighbours
+    assert model_traits.known(frozen_and_live().eval()).neighbours
 
 
 def test_after_an_evaluation_each_module_is_in_the_mode_that_it_was_in():
     model = frozen_and_live()
     before = [module.training for module in model.modules()]
-    with nature.evaluating(model):
+    with model_traits.evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before
 
@@ -36,12 +36,12 @@ def test_after_an_evaluation_each_module_is_in_the_mode_that_it_was_in():
 @pytest.mark.parametrize(("took_s", "rate"), [([9.0, 0.04, 0.02, 0.05], 400.0), ([9.0, 0.4], 20.0)])
 def test_the_speed_before_the_first_step_is_that_of_the_fastest_of_a_few_short_tries(took_s, rate, monkeypatch):
     clock, left = [0.0], list(took_s)
-    monkeypatch.setattr("trueline.train.nature.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("trueline.train.step.model_traits.time.perf_counter", lambda: clock[0])
 
     def forward():
         clock[0] += left.pop(0)
 
-    assert nature.tried(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
+    assert model_traits.tried(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
     assert not left
 
 
@@ -51,11 +51,11 @@ def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_paramet
     before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     heard = []
     with events.listening(lambda name, fields: heard.append((name, fields["layers"]))):
-        nature.unsynced(model)
+        model_traits.unsynced(model)
     assert heard == [("normalization.by_shard", "1")]
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     assert not isinstance(model[1], torch.nn.SyncBatchNorm)  # DDP would refuse it on a CPU
-    assert nature.known(model).neighbours
+    assert model_traits.known(model).neighbours
     x = torch.randn(5, 3)
     assert torch.equal(model[1](x), plain(x))
     assert torch.equal(model[1].running_var, plain.running_var)
@@ -74,7 +74,7 @@ def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_paramet
     ids=lambda value: str(value).partition("\n")[0],
 )  # fmt: skip
 def test_modules_that_draw_need_shards(module, draws):
-    found = nature.known(torch.nn.Sequential(module))
+    found = model_traits.known(torch.nn.Sequential(module))
     assert (found.draws, found.neighbours, found.needs_shards) == (draws, False, draws)
 
 
@@ -97,7 +97,7 @@ def test_what_a_forward_draws_in_secret_is_found_out_without_a_trace(draws):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with events.listening(lambda name, fields: heard.append((name, fields["buffer"]))):
-        found = nature.tried(model, lambda: model(torch.ones(4, 2)), 4)
+        found = model_traits.tried(model, lambda: model(torch.ones(4, 2)), 4)
     assert (found.draws, found.rate > 0) == (draws, True)
     assert (torch.equal(torch.get_rng_state(), before), model.calls.item()) == (True, 0.0)
     assert heard == [("buffer.local", "calls")]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trueline.train import ordered
-from trueline.train.ordered import OrderedSum
+from trueline.parallel import ordered_sum
+from trueline.parallel.ordered_sum import OrderedSum
 
 WAIT_S = 60
 
@@ -84,7 +84,7 @@ def add(sums, mine, value):
 )
 def test_the_sum_is_that_of_the_shards_in_their_order_whoever_holds_them(monkeypatch, counts, order):
     ranks = Ranks(len(counts))
-    monkeypatch.setattr(ordered, "dist", ranks)
+    monkeypatch.setattr(ordered_sum, "dist", ranks)
     shards, held = list(SHARDS), {}
     for rank in order:
         held[rank], shards = shards[: counts[rank]], shards[counts[rank] :]
@@ -109,7 +109,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order_whoever_holds_them(monkeyp
 
 def test_a_step_that_was_given_up_leaves_no_row_and_a_row_takes_the_gradients_away(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered, "dist", ranks)
+    monkeypatch.setattr(ordered_sum, "dist", ranks)
 
     def work(rank):
         mine = parameters()
@@ -129,7 +129,7 @@ def test_a_step_that_was_given_up_leaves_no_row_and_a_row_takes_the_gradients_aw
 
 def test_another_number_of_rows_than_was_agreed_is_refused_before_anything_is_sent(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered, "dist", ranks)
+    monkeypatch.setattr(ordered_sum, "dist", ranks)
 
     def work(rank):
         mine = parameters()
@@ -148,7 +148,7 @@ def test_a_group_of_another_size_begins_with_memory_of_its_own(monkeypatch):
     kept = []
     for size in (1, 3, 1):
         ranks = Ranks(size)
-        monkeypatch.setattr(ordered, "dist", ranks)
+        monkeypatch.setattr(ordered_sum, "dist", ranks)
 
         def work(rank, size=size):
             own = mine if rank == 0 else parameters()
@@ -166,7 +166,7 @@ def test_a_group_of_another_size_begins_with_memory_of_its_own(monkeypatch):
 
 def test_wide_parameters_are_summed_in_their_width(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered, "dist", ranks)
+    monkeypatch.setattr(ordered_sum, "dist", ranks)
 
     def work(rank):
         mine = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), torch.nn.Parameter(torch.zeros(1))]

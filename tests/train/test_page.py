@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from trueline import events
-from trueline.train import page as pages
-from trueline.train.page import Page, still, token_of
+from trueline.train.monitor import server as pages
+from trueline.train.monitor.server import Page, still, token_of
 from worlds import job_events
 from worlds.waiting import until_async
 

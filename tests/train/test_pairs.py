@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 from trueline.data.source import as_source
 from trueline.errors import TrainError, UsageError
-from trueline.train import ledger as books
 from trueline.train.elastic import Elastic
-from trueline.train.options import Options
-from trueline.train.replica import Reduced
-from trueline.train.validation import Rule, Validation
+from trueline.train.step import ledger as books
+from trueline.train.step.options import Options
+from trueline.train.step.replica import Reduced
+from trueline.train.step.validation import Rule, Validation
 from worlds.groups import together
 
 pytestmark = pytest.mark.slow

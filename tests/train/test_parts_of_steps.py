@@ -12,14 +12,14 @@ from trueline.data.readers import ReaderLost
 from trueline.data.seeded import seed_all
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TrainError
-from trueline.train import ledger as books
-from trueline.train import trials
-from trueline.train.intake import Intake
-from trueline.train.ledger import Sums
-from trueline.train.part import MOST_LOSS, Part
-from trueline.train.plan import DRAWN, JobPlan
-from trueline.train.report import Report
-from trueline.train.trials import Trials
+from trueline.train.step import blame
+from trueline.train.step import ledger as books
+from trueline.train.step.blame import Trials
+from trueline.train.step.contribution import MOST_LOSS, Part
+from trueline.train.step.ledger import Sums
+from trueline.train.step.plan import DRAWN, JobPlan
+from trueline.train.step.reader import Intake
+from trueline.train.worker.reporter import Report
 
 
 def plan_of(**kind):
@@ -169,7 +169,7 @@ def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
 
 def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_that_are_new(monkeypatch):
     said, clock = [], iter([1_000_000, 5_000_000, 9_000_000, 9_500_000])
-    monkeypatch.setattr("trueline.train.report.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("trueline.train.worker.reporter.time.monotonic_ns", lambda: next(clock))
     link = SimpleNamespace(progress=lambda *what: said.append(what))
     fellows = SimpleNamespace(
         generation=3, size=2, rates=(10.0, 30.0), dealt=(10.0, 30.0), by_rank=lambda dealt: dealt[::-1]
@@ -221,7 +221,7 @@ def attempt(*bad):
     ],
 )
 def test_records_are_to_blame_that_fail_alone_unless_others_fail_just_as_well(mine, others, bad, blamed):
-    found = trials.to_blame(mine, others, attempt(*bad))
+    found = blame.to_blame(mine, others, attempt(*bad))
     assert found == {record: f"ValueError: record {record} is odd" for record in blamed}
 
 
@@ -230,7 +230,7 @@ def test_a_trial_ends_with_the_process_that_reads_for_it():
         raise ReaderLost("a reader died")
 
     with pytest.raises(ReaderLost):
-        trials.failing([1, 2], lost)
+        blame.failing([1, 2], lost)
 
 
 class Trying:
@@ -315,7 +315,7 @@ def test_too_little_memory_is_not_the_fault_of_a_record(monkeypatch):
     found, world = trials_of(plan_of(), loss_of())
     with pytest.raises(TrainError, match="does not hold what 4 records take at once"):
         found.accuse(torch.OutOfMemoryError("CUDA out of memory"), 0, found._plan.records(0))
-    monkeypatch.setattr("trueline.train.trials.devices.is_lost", lambda error: True)
+    monkeypatch.setattr("trueline.train.step.blame.devices.is_lost", lambda error: True)
     with pytest.raises(RuntimeError, match="the device is gone"):
         found.accuse(RuntimeError("the device is gone"), 0, found._plan.records(0))
     assert world.done == []

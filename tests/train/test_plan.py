@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.train import ledger
-from trueline.train.plan import DRAWN, JobPlan
+from trueline.train.step import ledger
+from trueline.train.step.plan import DRAWN, JobPlan
 
 
 def part(plan: JobPlan, step: int, rank: int, workers: int) -> list[np.ndarray]:

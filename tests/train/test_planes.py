@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from trueline.errors import TrainError, UsageError
+from trueline.parallel import backend as plane
+from trueline.parallel import nccl
+from trueline.parallel.gloo import PLANE_TRIES, GlooGroup, start_store
 from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
-from trueline.train import nccl, plane
 from trueline.train.api import train
-from trueline.train.group import PLANE_TRIES, GlooGroup, start_store
 from trueline.train.settings import Fault
 from worlds import TESTS
 from worlds.jobs import STEPS, TINY, plain_loop, seen_counts
@@ -116,7 +117,7 @@ def test_a_sum_that_was_over_before_the_cut_is_whole(formed):
 
 
 def test_a_sum_that_fails_by_itself_counts_as_a_collective_that_failed(formed):
-    from trueline.train.replica import is_collective
+    from trueline.train.step.replica import is_collective
 
     begun = formed.bucket_summed(torch.ones(3))
     begun.error = RuntimeError("remote process exited")

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from trueline import events
+from trueline.batch import pool
+from trueline.batch.evaluate import evaluate
+from trueline.batch.predict import predict
 from trueline.errors import CheckpointError, DataError, StorageError, UsageError
 from trueline.recipe.load import load_recipe
 from trueline.state import checkpoint
-from trueline.train import pool
-from trueline.train.evaluate import evaluate
-from trueline.train.predict import predict
 from worlds.jobs import MEASURED, checkpoint_of
 from worlds.waiting import until_ended
 

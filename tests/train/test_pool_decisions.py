@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from trueline import errors
+from trueline.batch import evaluate, output_parts, pool, worker
+from trueline.batch.pool import Message, Work
+from trueline.batch.worker import Order
 from trueline.data.source import Batch
 from trueline.data.write import Plan
 from trueline.engine.contract import Kind, Seen
 from trueline.state import checkpoint
-from trueline.train import evaluate, parts, pool, pool_worker
-from trueline.train.pool import Message, Work
-from trueline.train.pool_worker import Order
 
 WORK = Work(entry="x:y", recipe="r.py", recipe_digest="d", source="", mode="evaluation", num_records=10, batch=4)
 
@@ -203,7 +203,7 @@ def compute(*bad, whole=True):
     ],
 )
 def test_a_chunk_that_fails_names_the_record_at_fault_where_one_is(bad, whole, bounds, named):
-    answer = pool_worker._answered(
+    answer = worker._answered(
         io.BytesIO(), compute(*bad, whole=whole), Order(start=bounds[0], stop=bounds[1], careful=False)
     )
     assert (answer["op"], answer["why"], answer["code"]) == ("failed", named, "recipe")
@@ -211,7 +211,7 @@ def test_a_chunk_that_fails_names_the_record_at_fault_where_one_is(bad, whole, b
 
 def test_a_careful_worker_says_which_record_it_tries_before_it_answers():
     said = io.BytesIO()
-    answer = pool_worker._answered(said, compute(), Order(start=4, stop=7, careful=True))
+    answer = worker._answered(said, compute(), Order(start=4, stop=7, careful=True))
     assert answer == {"op": "done", "reply": {"sum": 15}}
     assert [json.loads(line)["record"] for line in said.getvalue().splitlines()] == [4, 5, 6]
 
@@ -270,10 +270,10 @@ def test_what_an_evaluation_draws_is_of_its_chunk_and_leaves_the_generators_alon
 def test_answers_are_made_of_the_recipe_the_checkpoints_content_what_is_read_and_the_batch(tmp_path):
     def made_of(value, *, digest="r", mode="evaluation", batch=4):
         path = checkpoint.write(tmp_path, step=1, state={"w": torch.full((2,), value)}, facts={})
-        return parts.made_of(SimpleNamespace(digest=digest), str(path), mode, batch)
+        return output_parts.made_of(SimpleNamespace(digest=digest), str(path), mode, batch)
 
     others = [made_of(2.0), made_of(1.0, digest="s"), made_of(1.0, mode="training"), made_of(1.0, batch=5)]
-    assert len({made_of(1.0), *others, parts.made_of(SimpleNamespace(digest="r"), "", "evaluation", 4)}) == 6
+    assert len({made_of(1.0), *others, output_parts.made_of(SimpleNamespace(digest="r"), "", "evaluation", 4)}) == 6
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -284,9 +284,10 @@ def test_where_all_parts_are_there_nothing_is_opened_or_started(tmp_path, monkey
         return {"y": np.arange(start, stop, dtype=np.float64)}
 
     how = {"work": lambda: pytest.fail("no pool"), "event": "evaluation.advanced"}
-    assert parts.write(tmp_path / "out", plan, 1, answering=lambda: (5, answer), workers=1, **how) == 3
-    monkeypatch.setattr(parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
+    assert output_parts.write(tmp_path / "out", plan, 1, answering=lambda: (5, answer), workers=1, **how) == 3
+    monkeypatch.setattr(output_parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
     assert (
-        parts.write(tmp_path / "out", plan, 1, answering=lambda: pytest.fail("no model"), workers=workers, **how) == 0
+        output_parts.write(tmp_path / "out", plan, 1, answering=lambda: pytest.fail("no model"), workers=workers, **how)
+        == 0
     )
-    assert parts.sums(tmp_path / "out") == {"record": 10.0, "y": 10.0}
+    assert output_parts.sums(tmp_path / "out") == {"record": 10.0, "y": 10.0}

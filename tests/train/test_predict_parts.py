@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trueline import events
+from trueline.batch.predict import predict
 from trueline.data.open import open_records
 from trueline.errors import DataError, UsageError
-from trueline.train.predict import predict
 from worlds.jobs import MEASURED, checkpoint_of
 
 

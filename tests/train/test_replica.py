@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from trueline.errors import RecipeError
-from trueline.train.advance import Advance
-from trueline.train.group import GlooGroup
-from trueline.train.ledger import Sums
-from trueline.train.options import Options
-from trueline.train.replica import Replica, is_collective
+from trueline.parallel.gloo import GlooGroup
+from trueline.train.step.ledger import Sums
+from trueline.train.step.optimizer_step import Advance
+from trueline.train.step.options import Options
+from trueline.train.step.replica import Replica, is_collective
 
 
 def replica_of(model, *, sharded=False):

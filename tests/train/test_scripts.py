@@ -10,8 +10,9 @@ import torch
 
 from trueline import errors, events
 from trueline.state import checkpoint
-from trueline.train import api, ending, jobs
+from trueline.train import api
 from trueline.train import settings as job_settings
+from trueline.train.launch import jobs, shutdown
 from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
@@ -98,7 +99,7 @@ def test_a_script_is_a_job_whose_workers_may_be_killed_and_may_finish_what_follo
         with contextlib.suppress(OSError):  # none waits yet, or any more
             os.close(os.open(after, os.O_WRONLY | os.O_NONBLOCK))
 
-    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=let_go))
+    monkeypatch.setattr(shutdown, "time", SimpleNamespace(sleep=let_go))
     job = script(tmp_path, "30", code=LOOP.replace("{after}", str(after)), workers=2, checkpoint_every=50)
     with events.listening(kill):
         result = api.launch(job)
@@ -161,7 +162,7 @@ def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
 def test_a_script_that_says_something_else_after_a_resume_is_refused(tmp_path):
     job = script(tmp_path, "2")
     job_settings.save(job_settings.load(job), job)
-    from trueline.train.belongings import settle
+    from trueline.train.worker.job_context import settle
 
     settle(job, epochs=2, global_batch=30, seed=0)
     with pytest.raises(errors.UsageError, match="global_batch=40, and the job began with 30"):

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from trueline.train import happenings as h
+from trueline.train.membership import events as h
 from trueline.wire import train_pb2 as pb
 from worlds.masters import JOB, RECORDS, SECRET, STEPS, WAIT_S, A, B, at_work, finish, said, serving
 from worlds.waiting import until_async

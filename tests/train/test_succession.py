@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from trueline.train import settings
-from trueline.train.succession import Succession
+from trueline.train.master.failover import Succession
 from worlds.waiting import until, until_ended
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from trueline.errors import UsageError
-from trueline.train.evaluations import Evaluations
-from trueline.train.ledger import Ledger
-from trueline.train.plan import JobPlan
-from trueline.train.validation import Rule, Validation, as_message
+from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.ledger import Ledger
+from trueline.train.step.plan import JobPlan
+from trueline.train.step.validation import Rule, Validation, as_message
 
 
 def rule(every=3, monitor="loss", patience=0):
@@ -103,7 +103,7 @@ class Group:
             self.rows.append(row.tolist())
             row += others
 
-        monkeypatch.setattr("trueline.train.validation.dist.all_reduce", reduce)
+        monkeypatch.setattr("trueline.train.step.validation.dist.all_reduce", reduce)
 
     def wait(self, work):
         assert work is None

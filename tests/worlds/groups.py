@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch
 
-from trueline.train import elastic, group
-from trueline.train.solo import Solo
+from trueline.parallel import gloo
+from trueline.train import elastic
+from trueline.train.worker.local_client import Solo
 from trueline.wire import train_pb2 as pb
 
 WAIT_S = 250
@@ -56,7 +57,7 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
         fellow = _Fellow(rank, size, stores)
         with (
             mock.patch.object(elastic, "connect", return_value=fellow),
-            mock.patch.object(group, "FORM_TIMEOUT_S", WAIT_S),
+            mock.patch.object(gloo, "FORM_TIMEOUT_S", WAIT_S),
         ):
             try:
                 results.put((rank, True, train()))

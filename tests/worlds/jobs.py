@@ -29,8 +29,8 @@ def checkpoint_of(recipe: Path, folder: Path, *, seed: int = 1) -> Path:
 
 def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:
     """The same steps in one process without Trueline's loop: what any number of workers has to arrive at."""
-    from trueline.train.calls import call
-    from trueline.train.plan import JobPlan
+    from trueline.train.step.plan import JobPlan
+    from trueline.train.worker.call import call
 
     torch.manual_seed(recipe.defaults.seed)
     model = recipe.model().train()

@@ -7,12 +7,12 @@ import json
 import grpc
 import numpy as np
 
-from trueline.train import happenings as h
-from trueline.train import ledger
-from trueline.train.journal import Journal
-from trueline.train.master import Master
-from trueline.train.service import Door, Service
+from trueline.train.master.journal import Journal
+from trueline.train.master.server import Master
+from trueline.train.master.service import Door, Service
+from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings
+from trueline.train.step import ledger
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 

@@ -1,18 +1,18 @@
 """The smallest world for the core of membership: a state that events happen to, and a clock that the test moves."""
 
-from trueline.train import happenings as h
-from trueline.train import members as m
-from trueline.train import roster
+from trueline.train.membership import decide as m
+from trueline.train.membership import events as h
+from trueline.train.membership import state
 
-POLICY = roster.Policy(workers=3, min_workers=2, lease_s=10.0, gather_s=5.0, refill_s=0.0)
+POLICY = state.Policy(workers=3, min_workers=2, lease_s=10.0, gather_s=5.0, refill_s=0.0)
 A, B, C = "worker-0.0", "worker-1.0", "worker-2.0"
 
 
 class World:
     """A state that events happen to; `actions` are those of the last event, `rows` what the journal got of them."""
 
-    def __init__(self, policy: roster.Policy = POLICY) -> None:
-        self.policy, self.state, self.now = policy, roster.State(workers=policy.workers), 0.0
+    def __init__(self, policy: state.Policy = POLICY) -> None:
+        self.policy, self.state, self.now = policy, state.State(workers=policy.workers), 0.0
         self.actions: tuple[h.Action, ...] = ()
         self.all: list[h.Action] = []
         self.rows: list[h.Log] = []

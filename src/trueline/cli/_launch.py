@@ -170,7 +170,7 @@ def _logged(folder: Path, tracking_uri: str | None, *, wait: bool) -> Iterator[N
 
 
 def _detach(folder: Path, *, as_json: bool) -> None:
-    from trueline.train.launch import detach
+    from trueline.train.launch.launcher import detach
 
     pid = detach(folder)
     text = (

@@ -17,8 +17,8 @@ import click
 from trueline.cli.options import json_option, recipe_argument, say, section, verb
 
 if TYPE_CHECKING:
-    from trueline.train.chaos import Storm
-    from trueline.train.victim import Weather
+    from trueline.chaos.runner import Weather
+    from trueline.chaos.storm import Storm
 
 _EXAMPLES = """
 trueline chaos digits/recipe.py
@@ -63,18 +63,19 @@ def command(
     Each time every record has to be applied exactly once in each epoch, losses and weights have to be those of the
     undisturbed run, and nothing may be left behind. Exit code 1 and the command that replays it when not.
     """
-    from trueline.train import chaos, strikes, victim
+    from trueline.chaos import runner, schedule
+    from trueline.chaos import storm as chaos
 
     kinds, left_out = chosen(what)
     if kinds is None:
-        click.echo("\n".join(f"{kind:10} {strikes.MEANING[kind]}" for kind in strikes.KINDS))
+        click.echo("\n".join(f"{kind:10} {schedule.MEANING[kind]}" for kind in schedule.KINDS))
         return 0
     apart(kinds)
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed
     keep, tolerance = given.pop("keep"), given.pop("tolerance")
-    weather = victim.Weather(
+    weather = runner.Weather(
         recipe=recipe, workers=given.pop("workers"), every=given.pop("every"), kinds=kinds,
-        points=tuple(points.split(",")) if points else strikes.POINTS,  # type: ignore[arg-type]  # checked as a setting
+        points=tuple(points.split(",")) if points else schedule.POINTS,  # type: ignore[arg-type]  # checked as a setting
         tolerance=0.0 if given["bitwise"] else tolerance, settings={k: v for k, v in given.items() if v is not None},
     )  # fmt: skip
     home = chaos.home_for(keep)
@@ -98,19 +99,19 @@ def tell(line: str) -> None:
 
 def chosen(what: str) -> tuple[tuple[str, ...] | None, str]:
     """The kinds asked for (None: only an explanation), and what is left out of them and why."""
+    from trueline.chaos import schedule
     from trueline.errors import UsageError
-    from trueline.train import strikes
 
     if what == "help":
         return None, ""
-    kinds = tuple(what.split(",")) if what else tuple(strikes.KINDS)
+    kinds = tuple(what.split(",")) if what else tuple(schedule.KINDS)
     for kind in kinds:
-        if kind not in strikes.KINDS:
-            raise UsageError(f"there is no strike '{kind}'", hint=f"one of {', '.join(strikes.KINDS)}")
+        if kind not in schedule.KINDS:
+            raise UsageError(f"there is no strike '{kind}'", hint=f"one of {', '.join(schedule.KINDS)}")
     if os.geteuid() == 0 and all(shutil.which(tool) for tool in TOOLS):
         return kinds, ""
-    rooted = [kind for kind in kinds if kind in strikes.ROOTS]
-    left = tuple(kind for kind in kinds if kind not in strikes.ROOTS)
+    rooted = [kind for kind in kinds if kind in schedule.ROOTS]
+    left = tuple(kind for kind in kinds if kind not in schedule.ROOTS)
     if not left:
         raise UsageError(f"{', '.join(rooted)} needs root, and {', '.join(TOOLS)}", hint="run it as root on Linux")
     return left, f"{', '.join(rooted)}: that needs root, and {', '.join(TOOLS)}" if rooted else ""
@@ -118,9 +119,9 @@ def chosen(what: str) -> tuple[tuple[str, ...] | None, str]:
 
 def apart(kinds: tuple[str, ...]) -> None:
     """Begins again with a network and mounts of its own, when strikes on them are asked for."""
-    from trueline.train import strikes
+    from trueline.chaos import schedule
 
-    if not set(kinds) & set(strikes.ROOTS) or os.environ.get("TRUELINE_CHAOS_APART"):
+    if not set(kinds) & set(schedule.ROOTS) or os.environ.get("TRUELINE_CHAOS_APART"):
         return
     os.environ["TRUELINE_CHAOS_APART"] = "1"
     inside = 'ip link set lo up && exec "$@"'
@@ -152,7 +153,7 @@ def replay(weather: Weather, seed: int) -> str:
 
 
 def figures(found: list[Storm]) -> dict[str, Any]:
-    from trueline.train.strikes import KINDS
+    from trueline.chaos.schedule import KINDS
 
     kills: Counter[str] = sum((storm.kills for storm in found), Counter())
     gaps: dict[str, list[float]] = {}
@@ -186,7 +187,7 @@ def quantiles(ordered: list[float]) -> dict[str, float | None]:
 
 
 def table(found: list[Storm], facts: dict[str, Any]) -> str:
-    from trueline.train.strikes import KINDS
+    from trueline.chaos.schedule import KINDS
 
     lines = [f"{'struck':22}{'times':>7}{'gap p50':>10}{'p99':>9}{'max':>9}   ms to the next step"]
     for kind, one in facts["struck"].items():

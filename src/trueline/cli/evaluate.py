@@ -67,7 +67,7 @@ def command(
     from trueline.recipe.load import load_recipe
 
     loaded = load_recipe(recipe)
-    from trueline.train.evaluate import evaluate
+    from trueline.batch.evaluate import evaluate
 
     with progress(quiet=quiet):
         found = evaluate(

@@ -28,7 +28,7 @@ def command(job: str, patience: float, as_json: bool, quiet: bool) -> None:
     again, which is said. Ctrl-C while it waits leaves the job running. JOB is a job's folder,
     or its name under ./runs.
     """
-    from trueline.train import jobs
+    from trueline.train.launch import jobs
 
     folder = jobs.find(job)
     with progress(quiet=quiet):

@@ -13,7 +13,7 @@ import click
 from trueline.cli.options import json_option, verb
 
 if TYPE_CHECKING:
-    from trueline.train.jobs import Job
+    from trueline.train.launch.jobs import Job
 
 _EXAMPLES = """
 trueline jobs
@@ -33,7 +33,7 @@ def command(runs: str, as_json: bool) -> None:
     Says what each is (running, finished, failed, stopped; dead when its processes went without an end, e.g. in
     a power cut), how far it is, with how many workers and which loss, how old it is, and why it ended.
     """
-    from trueline.train.jobs import every
+    from trueline.train.launch.jobs import every
 
     found = sorted(every(Path(runs)), key=lambda job: job.started)
     if as_json:

@@ -36,8 +36,8 @@ def command(job: str, follow: bool, which: str | None) -> None:
     Without --worker it is the job's story: who came and went and why, checkpoints, evaluations, progress. JOB
     is a job's folder, or its name under ./runs; it may run or have ended.
     """
-    from trueline.train import folder as folders
-    from trueline.train.jobs import find
+    from trueline.train.launch import job_dir as folders
+    from trueline.train.launch.jobs import find
 
     folder = find(job)
     going_on: Callable[[], bool] = (lambda: folders.held(folder)) if follow else (lambda: False)

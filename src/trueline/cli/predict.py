@@ -72,7 +72,7 @@ def command(
     from trueline.recipe.load import load_recipe
 
     loaded = load_recipe(recipe)
-    from trueline.train.predict import predict
+    from trueline.batch.predict import predict
 
     with progress(quiet=quiet):
         found = predict(

@@ -25,7 +25,7 @@ def command(job: str, workers: int, as_json: bool) -> None:
     Workers join and leave between two steps, and the result does not depend on how many there are. A place in
     quarantine is tried again. The number stays until the next scale. JOB is a job's folder, or its name under ./runs.
     """
-    from trueline.train import jobs
+    from trueline.train.launch import jobs
 
     folder = jobs.find(job)
     jobs.scale(folder, workers)

@@ -28,7 +28,7 @@ def command(job: str, as_json: bool) -> None:
     A running job's master is asked; when it is away, and for a job that has ended, the job's folder tells as
     much as it knows. JOB is a job's folder, or its name under ./runs.
     """
-    from trueline.train import jobs
+    from trueline.train.launch import jobs
 
     folder = jobs.find(job)
     found = jobs.read(folder)
@@ -47,7 +47,7 @@ def page(file: Any) -> str:
 
 def text_of(facts: dict[str, Any], now: float) -> str:
     """The facts for people."""
-    from trueline.train.status import said_of
+    from trueline.train.master.status import said_of
 
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""

@@ -173,7 +173,7 @@ class Defaults:
     device: str = "auto"
     """Where models are trained and evaluated, and where they predict: `auto`, `cpu`, `cuda` or `cuda:N`."""
     backend: str = "gloo"
-    """Over what gradients are summed: `gloo`, `nccl`, or `module:function` of a plane (`train/plane.py`)."""
+    """Over what gradients are summed: `gloo`, `nccl`, or `module:function` of a plane (`parallel/backend.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

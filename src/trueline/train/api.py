@@ -22,14 +22,14 @@ from trueline.recipe.load import load_recipe
 from trueline.state.checkpoint import best as best_checkpoint
 from trueline.state.checkpoint import steps as checkpoint_steps
 from trueline.state.place import Where, located, split
-from trueline.train import folder as folders
 from trueline.train import settings as job_settings
-from trueline.train import wanted as settled
-from trueline.train.journal import Journal
-from trueline.train.launch import LocalJob
+from trueline.train.launch import job_dir as folders
+from trueline.train.launch import overrides as settled
+from trueline.train.launch.launcher import LocalJob
+from trueline.train.launch.overrides import Wanted
+from trueline.train.master.journal import Journal
+from trueline.train.master.status import said_of
 from trueline.train.settings import Fault, JobSettings, parse_workers
-from trueline.train.status import said_of
-from trueline.train.wanted import Wanted
 
 USUAL_WORKERS = 3
 SLOW_READING = 0.25

@@ -26,28 +26,30 @@ from trueline.data.drawn import drawn_by
 from trueline.data.readers import reader_of
 from trueline.data.source import Batch, Source, as_source
 from trueline.errors import TrainError, UsageError
-from trueline.train import belongings, devices, nature
-from trueline.train import ledger as books
-from trueline.train.advance import Advance, check_optimizer
-from trueline.train.commit import Commit
-from trueline.train.evaluations import Evaluations
+from trueline.parallel.backend import connector
+from trueline.parallel.gloo import GlooGroup, start_store
+from trueline.train import devices
 from trueline.train.faults import Faults
-from trueline.train.fellowship import Fellowship
-from trueline.train.group import GlooGroup, start_store
-from trueline.train.healing import Healing
-from trueline.train.intake import Intake
-from trueline.train.keeper import Keeper
 from trueline.train.link import connect
-from trueline.train.options import Options
-from trueline.train.pace import Pace
-from trueline.train.part import Part, StepBatch
-from trueline.train.plan import Ints, JobPlan, Piece
-from trueline.train.plane import connector
-from trueline.train.replica import Replica, is_collective
-from trueline.train.report import Report
+from trueline.train.regroup.recovery import Healing
+from trueline.train.regroup.regroup import Fellowship
 from trueline.train.settings import Fault
-from trueline.train.trials import Trials
-from trueline.train.validation import Validation
+from trueline.train.step import ledger as books
+from trueline.train.step import model_traits
+from trueline.train.step.blame import Trials
+from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.commit import Commit
+from trueline.train.step.contribution import Part, StepBatch
+from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.optimizer_step import Advance, check_optimizer
+from trueline.train.step.options import Options
+from trueline.train.step.plan import Ints, JobPlan, Piece
+from trueline.train.step.reader import Intake
+from trueline.train.step.replica import Replica, is_collective
+from trueline.train.step.timing import Pace
+from trueline.train.step.validation import Validation
+from trueline.train.worker import job_context
+from trueline.train.worker.reporter import Report
 from trueline.wire import train_pb2 as pb
 
 
@@ -72,7 +74,7 @@ class Elastic:
         validation: Validation | None = None,
         keeper: Keeper | None = None,
         faults: tuple[Fault, ...] = (),
-        kind: nature.Nature | None = None,
+        kind: model_traits.Nature | None = None,
     ) -> None:
         source = (
             dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
@@ -80,8 +82,8 @@ class Elastic:
         if source.num_records < 1:
             raise UsageError("the data set has no records", hint="check dataset('training')")
         options = options or Options()
-        nature.unsynced(model)
-        kind = kind or nature.known(model)
+        model_traits.unsynced(model)
+        kind = kind or model_traits.known(model)
         shard = options.shard_records(global_batch, needed=kind.needs_shards)
         self._plan = JobPlan(
             num_records=source.num_records,
@@ -104,7 +106,7 @@ class Elastic:
         self._replica.on_computed, self._replica.on_sent = self._pace.computed, self._read_ahead
         link = connect(group.cut_until_left)
         if keeper is None:
-            keeper, faults = belongings.of_script(self._plan, source)
+            keeper, faults = job_context.of_script(self._plan, source)
         self._faults = Faults(faults, link.ref)
         self._fellows = Fellowship(link, group, self._faults)
         self._link = link

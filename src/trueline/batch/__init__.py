@@ -1,0 +1,1 @@
+"""Evaluation and prediction over many records, alone or by a pool of worker processes."""

@@ -1,0 +1,233 @@
+"""Jobs as an operator sees and steers them from outside: which there are, how they are, more workers, an end.
+
+What a dead job was doing is in its journal, what a running one does is asked of its master; nothing here is needed
+for a job to run. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import grpc
+
+from trueline import events
+from trueline.errors import TrainError, UsageError, closest, listed
+from trueline.train import settings as job_settings
+from trueline.train.launch import job_dir as folders
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+State = Literal["prepared", "running", "finished", "failed", "stopped", "dead", "damaged"]
+"""`dead`: its launcher has gone without an end (SIGKILL, power); `damaged`: its job.json cannot be read."""
+RUNS = Path("runs")
+END_S = 30.0
+"""A launcher needs less than a second to end its processes; one that needs longer hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a job's folder tells of it. `step` counts applied steps, `checkpoint` those in the newest checkpoint."""
+
+    folder: Path
+    name: str
+    state: State
+    why: str
+    step: int
+    total: int
+    workers: int
+    loss: float | None
+    checkpoint: int
+    started: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"folder": str(self.folder)}
+
+
+def find(given: str | Path, runs: Path = RUNS) -> Path:
+    """The folder of the job that `given` names: a path, or a name under `runs`. Raises UsageError."""
+    for folder in (Path(given), runs / given):
+        if (folder / "job.json").is_file():
+            return folder.resolve()
+    names = [found.name for found in _folders(runs)]
+    near = closest(str(given), names)
+    raise UsageError(
+        f"there is no job '{given}' (in {runs}: {listed(names)})",
+        hint=f"did you mean '{near}'?" if near else "name the job's folder; `trueline jobs` lists those under ./runs",
+    )
+
+
+def _folders(runs: Path) -> list[Path]:
+    return sorted((file.parent for file in runs.glob("*/job.json")), key=lambda path: path.stat().st_mtime)
+
+
+def every(runs: Path = RUNS) -> list[Job]:
+    """The jobs under `runs`, the one that changed last at the end."""
+    return [_read_or_damaged(folder) for folder in _folders(runs)]
+
+
+def _read_or_damaged(folder: Path) -> Job:
+    """One folder that cannot be read must not hide the other jobs."""
+    try:
+        return read(folder)
+    except UsageError as error:
+        at = (folder / "job.json").stat().st_mtime
+        return Job(folder=folder, name=folder.name, state="damaged", why=error.message, step=0, total=0, workers=0,
+                   loss=None, checkpoint=0, started=at)  # fmt: skip
+
+
+def read(folder: Path) -> Job:
+    """What is on the disk of the job in `folder`. Raises UsageError when there is none."""
+    settings = job_settings.load(folder)
+    launch = folders.read_launch(folder)
+    state, why = _state(folder, launch)
+    last = _journal(folder)
+    commit, view, saved = last.get("COMMIT", {}), last.get("VIEW", {}), last.get("CKPT", {}).get("step", -1)
+    return Job(
+        folder=folder,
+        name=settings.name,
+        state=state,
+        why=why,
+        step=max(last.get("TRUNCATE", {}).get("steps", commit.get("step", -1) + 1), saved),
+        total=last.get("FACTS", {}).get("total_steps", 0),
+        workers=len(view.get("members", ())) if state == "running" else 0,
+        loss=commit.get("loss"),
+        checkpoint=max(saved, 0),
+        started=launch.started if launch is not None else (folder / "job.json").stat().st_mtime,
+    )
+
+
+def _state(folder: Path, launch: folders.Launch | None) -> tuple[State, str]:
+    if folders.held(folder):
+        return "running", ""
+    if (folder / "summary.json").exists():
+        return "finished", ""
+    if launch is None:
+        return "prepared", "never launched"
+    if launch.outcome:
+        return launch.outcome, launch.why
+    return "dead", "its launcher was killed"
+
+
+def _journal(folder: Path) -> dict[str, dict[str, Any]]:
+    """The newest row of each kind in the master's log, which may be written meanwhile; TRUNCATE only if no step
+    followed it."""
+    uri = f"file:{quote(str(folder / 'journal.sqlite'))}?mode=ro"
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(uri, uri=True)) as log:
+        for kinds in (("COMMIT", "TRUNCATE"), ("COMMIT",), ("VIEW",), ("CKPT",), ("FACTS",)):
+            marks = ", ".join("?" * len(kinds))
+            other = "" if "COMMIT" in kinds else "kind <> 'COMMIT' AND"  # so that the journal's index serves
+            query = f"SELECT kind, body FROM log WHERE {other} kind IN ({marks}) ORDER BY seq DESC LIMIT 1"
+            found |= {kind: json.loads(body) for kind, body in log.execute(query, kinds)}
+    return found
+
+
+def last_view(folder: Path) -> tuple[str, ...]:
+    """The workers that the job's last group had."""
+    return tuple(_journal(folder).get("VIEW", {}).get("members", ()))
+
+
+# The master of a running job. --------------------------------------------------------------------------------------
+
+
+def status(folder: Path) -> dict[str, Any] | None:
+    """What the master says of the job; None when it does not answer."""
+    try:
+        with _master(folder) as ask:
+            found: dict[str, Any] = json.loads(ask("Status", pb.Cursor()).json)
+    except TrainError:
+        return None
+    return found
+
+
+def scale(folder: Path, workers: int) -> None:
+    """From now on the job has so many workers. Raises UsageError with the reason when it cannot, or does not run."""
+    _expect_running(folder)
+    with _master(folder) as ask:
+        ask("Scale", pb.ScaleRequest(workers=workers, why="trueline scale"))
+
+
+def _expect_running(folder: Path) -> None:
+    job = read(folder)
+    if job.state != "running":
+        raise UsageError(
+            f"job '{job.name}' is not running: it is {job.state}{f' ({job.why})' if job.why else ''}",
+            hint="" if job.state == "finished" else f"go on with `trueline resume {folder}`",
+        )
+
+
+@contextlib.contextmanager
+def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
+    """Calls of the job's master. Raises TrainError when it does not answer, UsageError when it refuses."""
+    try:
+        address = json.loads((folder / "master.json").read_text())["address"]
+        secret = (folder / "secret").read_text()
+    except OSError as error:
+        raise TrainError(f"the job in {folder} has no master at the moment", hint="ask again in a second") from error
+    metadata = (("authorization", f"Bearer {secret}"),)
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = pb_grpc.MasterStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
+
+        def ask(name: str, request: Any) -> Any:
+            try:
+                return getattr(stub, name)(request, metadata=metadata, timeout=5.0)
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details() or ""
+                if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                    raise UsageError(words) from error
+                log = folder / "logs" / "master.log"
+                raise TrainError(f"the master of {folder.name} does not answer: {words}", hint=f"see {log}") from error
+
+        yield ask
+
+
+def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
+    """Ends the job and returns what is left of it; the steps after its newest checkpoint will be done again.
+
+    Asks for a checkpoint, and waits for it up to `patience_s`. Raises UsageError when the job does
+    not run, TrainError when it does not end.
+    """
+    _expect_running(folder)
+    _await_checkpoint(folder, patience_s)
+    try:
+        with _master(folder) as ask:
+            ask("Stop", pb.StopRequest(why=why))
+    except TrainError:  # its launcher will do; the kernel ends the others with it
+        launch = folders.read_launch(folder)
+        if launch is not None and folders.held(folder):
+            os.kill(launch.pid, signal.SIGTERM)
+    deadline = time.monotonic() + END_S
+    while folders.held(folder):
+        if time.monotonic() > deadline:
+            raise TrainError(f"the job in {folder} did not end within {END_S:.0f} s", hint="kill its launcher")
+        time.sleep(0.05)  # asks again
+    return read(folder)
+
+
+def _await_checkpoint(folder: Path, patience_s: float) -> None:
+    deadline, wanted = time.monotonic() + patience_s, 0
+    events.emit("job.halting", patience_s=patience_s)
+    while time.monotonic() < deadline and folders.held(folder):
+        if not wanted:
+            with contextlib.suppress(TrainError):  # the master is away; its successor may answer
+                wanted = _asked_to_save(folder)
+        if wanted and read(folder).checkpoint >= wanted:
+            return
+        time.sleep(0.1)  # asks again
+
+
+def _asked_to_save(folder: Path) -> int:
+    """So many steps the checkpoint that was just asked for will have at least. Raises TrainError."""
+    with _master(folder) as ask:
+        wanted: int = ask("Save", pb.Cursor()).save_from
+    return wanted

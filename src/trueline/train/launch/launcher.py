@@ -1,0 +1,342 @@
+"""The launcher of a local job: it starts the agent and the master, keeps them running, and tells what happens.
+
+    trueline train ── lifeline ──▶ agent (zygote) ──fork──▶ workers
+                   └─ lifeline ──▶ zygote ──fork──▶ master ◀──gRPC── workers
+
+A master that dies has a successor on the same port (`succession.py`), which adopts the workers. When the launcher
+ends, by whatever means, the lifeline ends with it and so do all its processes. How it ended is in JOB/launcher.json,
+unless it was killed with SIGKILL: then nobody holds JOB/lock, and the job is dead.
+
+The launcher is the process of `trueline train`, or one of its own (`detach`) that survives the terminal.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from trueline import errors, events, files
+from trueline.engine.local import start_agent
+from trueline.state.place import located
+from trueline.train import settings as job_settings
+from trueline.train.launch import job_dir as folder
+from trueline.train.launch import shutdown
+from trueline.train.master.failover import Succession
+from trueline.train.settings import JobSettings
+from trueline.train.worker.grpc_client import ONE_THREAD, RECONNECTING
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+PRELOAD = ("trueline.train.worker.main", "trueline.train.worker.preload")
+"""What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
+POLL_S = 0.25
+"""Between two looks at whether the agent lives; the end of a master's stream of events is looked into at once."""
+EXIT_S = 0.1
+"""After the end of that stream: the master's exit code follows at once, unless it was the stream alone."""
+MAX_RESTARTS = 10
+
+
+class LocalJob:
+    """Runs the job whose settings are in `job_dir`. Use as a context: leaving it leaves no process behind."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self.job_dir = job_dir
+        self.settings: JobSettings = job_settings.load(job_dir)
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.master: Succession | None = None
+        self.restarts = 0
+        self._port = 0
+        self._said: queue.Queue[pb.Events] = queue.Queue()
+        self._line: grpc.Channel | None = None
+        """To the master, whichever it is: they have one port."""
+        self._closing = False
+        self._page = ""
+
+    def __enter__(self) -> LocalJob:
+        with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
+            held.callback(os.close, folder.hold(self.job_dir))
+            held.enter_context(shutdown.signals_as_errors(self.job_dir))
+            _bury(folder.read_launch(self.job_dir))
+            self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+            launch = folder.Launch(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
+            folder.write_launch(self.job_dir, launch)
+            held.push(lambda kind, error, trace: self._tell_the_end(launch, error))
+            job = self.settings
+            self._say("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
+            self._prepare()
+            held.callback(self._clean)
+            held.callback(self._end_processes)
+            self.agent = self._start_agent()
+            self._start_master()
+            self._held = held.pop_all()
+        return self
+
+    def _prepare(self) -> None:
+        (self.job_dir / "logs").mkdir(parents=True, exist_ok=True)
+        files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
+        (self.job_dir / "master.json").unlink(missing_ok=True)
+        self.socket = self.scratch / "agent"
+        self.life, self._life_end = os.pipe()
+        self._sweep()
+
+    def _say(self, name: str, /, **fields: events.Field) -> None:
+        """An event of the launcher's own, for this process and for those who read the job's folder."""
+        events.emit(name, **fields)
+        folder.record(self.job_dir, name, **fields)
+
+    def _sweep(self) -> None:
+        """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive.
+
+        What was left in a store is swept when the job is resumed: that takes seconds, and its libraries.
+        """
+        where = located(self.settings.checkpoints or self.job_dir / "checkpoints")
+        if isinstance(where, Path):
+            files.sweep(where)
+
+    def __exit__(self, *error: Any) -> None:
+        with shutdown.no_second_ctrl_c():
+            self._held.__exit__(*error)
+
+    def _end_processes(self) -> None:
+        self._closing = True
+        self._stop_master()
+        if self._line is not None:
+            self._line.close()  # who waits at it for another master waits no more
+        os.close(self._life_end)  # the end of every process of the job
+        if self.master is not None:
+            self.master.end()
+        if self.agent is not None:
+            self.agent.wait()
+
+    def _clean(self) -> None:
+        os.close(self.life)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._sweep()
+        (self.job_dir / "secret").unlink(missing_ok=True)
+
+    def _tell_the_end(self, launch: folder.Launch, error: BaseException | None) -> None:
+        outcome, why = shutdown.ended_by(error)
+        with contextlib.suppress(errors.StorageError):  # a full disk may be why it ends
+            folder.write_launch(
+                self.job_dir, msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why)
+            )
+        folder.record(self.job_dir, "launcher.ended", outcome=outcome, why=why)
+
+    def _stop_master(self) -> None:
+        """Lets the master close its journal, if it still can."""
+        if self.master is not None and self.master.poll() is None and self._port:
+            with contextlib.suppress(grpc.RpcError), self._channel() as channel:
+                stop = pb.StopRequest(why="the launcher ends")
+                pb_grpc.MasterStub(channel).Stop(stop, metadata=self._metadata, timeout=2.0)
+                self.master.wait(2.0)
+
+    def _start_agent(self) -> subprocess.Popen[bytes]:
+        self.socket.unlink(missing_ok=True)
+        users = self.settings.script[0] if self.settings.script else self.settings.recipe
+        preload = (*PRELOAD, *libraries_of(Path(users)))
+        return start_agent(self.socket, preload=preload, life=self.life, log=self.job_dir / "logs" / "agent.log")
+
+    def _start_master(self) -> None:
+        if self.master is None:
+            arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
+            self.master = Succession(arguments, life=self.life, log=self.job_dir / "logs" / "master.log")
+        self.master.start("--port", str(self._port))
+
+    def _address(self) -> str:
+        """Where the master listens, once it does."""
+        file = self.job_dir / "master.json"
+        while not file.exists():
+            if self.master is not None and (code := self.master.poll()) is not None:
+                raise errors.TrainError(
+                    f"the master ended with exit code {code} before it listened",
+                    hint=f"see {self.job_dir / 'logs' / 'master.log'}",
+                )
+            time.sleep(0.01)  # the master's own start takes some 200 ms
+        address: str = json.loads(file.read_text())["address"]
+        self._port = int(address.rpartition(":")[2])
+        return address
+
+    def _channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self._address(), options=[*RECONNECTING, ONE_THREAD])
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {(self.job_dir / 'secret').read_text()}"),)
+
+    def run(self) -> dict[str, Any]:
+        """Follows the job to its end and returns the summary. Raises what made it fail, or JobStopped."""
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
+        looked_at = time.monotonic()
+        summary: dict[str, Any] | None = None
+        while summary is None:
+            said = None
+            with contextlib.suppress(queue.Empty):
+                said = self._said.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
+            for event in said.events if said is not None else ():
+                summary = self._hear(event) or summary
+            ended = said is not None and not said.events
+            if summary is None and (ended or time.monotonic() >= looked_at + POLL_S):
+                looked_at = time.monotonic()
+                self._keep_alive(EXIT_S if ended else 0.0)
+        if self.settings.script:
+            shutdown.let_scripts_end(self.job_dir, self.socket)
+        return summary
+
+    def _hear(self, event: pb.Event) -> dict[str, Any] | None:
+        """Passes an event on; returns the summary if it is the end."""
+        if event.name == "step.applied" and not events.heard():
+            return None  # they are many
+        fields = json.loads(event.fields)
+        if event.name == "job.failed":
+            raise _error(fields)
+        events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
+        if event.name == "view.published" and not self._page:
+            self._tell_the_page()
+        if event.name == "job.stopping":
+            raise shutdown.stopped(fields["why"], self.job_dir)
+        found: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
+        return found
+
+    def _tell_the_page(self) -> None:
+        """Not for JOB/events.jsonl: the address holds a token, and that file is everybody's."""
+        with contextlib.suppress(OSError, ValueError):  # a master that has just died
+            self._page = json.loads((self.job_dir / "master.json").read_text()).get("page", "")
+        if self._page:
+            events.emit("page.opened", url=self._page)
+
+    def _follow(self) -> None:
+        """Brings the master's events, of every life of the master, in order."""
+        while not self._closing:
+            with contextlib.suppress(grpc.RpcError, errors.TrainError, ValueError):  # ValueError: the line was closed
+                self._line = self._line or self._channel()
+                master = pb_grpc.MasterStub(self._line)
+                if self._closing:  # while the line was made, which nobody else will close
+                    self._line.close()
+                for bundle in master.Follow(pb.Cursor(after=0), metadata=self._metadata, wait_for_ready=True):
+                    self._said.put(bundle)
+            self._said.put(pb.Events())
+            time.sleep(0.05)  # the master is away; it is being started again
+
+    def _keep_alive(self, patience_s: float = 0.0) -> None:
+        """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
+        agent = self.agent.poll() if self.agent is not None else None
+        master = self.master.wait(patience_s) if self.master is not None else None
+        if agent is not None:
+            self._count_restart("agent", agent)
+            self.agent = self._start_agent()
+        if master == 0 and self._said.empty():  # it was asked to end, and its last words did not come through
+            raise shutdown.stopped("its master was asked to end", self.job_dir)
+        if master:
+            self._count_restart("master", master)
+            self._start_master()
+
+    def _count_restart(self, role: str, code: int) -> None:
+        self.restarts += 1
+        if self.restarts > MAX_RESTARTS:
+            raise errors.TrainError(
+                f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
+                hint=f"see {self.job_dir / 'logs' / f'{role}.log'}; go on with --resume",
+            )
+        self._say(f"{role}.lost", code=code, restarts=self.restarts)
+
+
+def detach(job_dir: Path) -> int:
+    """Launches the job in `job_dir` in a process of its own that outlives this one; returns its pid when it runs.
+
+    Raises TrainError when it does not.
+    """
+    log = job_dir / "logs" / "launcher.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "trueline.train.launch.launcher", str(job_dir)],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    while (found := folder.read_launch(job_dir)) is None or found.pid != pid:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")
+        time.sleep(0.02)  # its imports take some 300 ms
+    return pid
+
+
+def main() -> None:
+    """`python -m trueline.train.launch.launcher JOB`: what `detach` starts."""
+    job_dir = Path(sys.argv[1])
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        with LocalJob(job_dir) as running:
+            running.run()
+    except errors.TruelineError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
+
+
+def _bury(before: folder.Launch | None) -> None:
+    """Ends what a launcher that was killed has left: a process that was stopped before it watched the lifeline."""
+    if before is None or before.ended or not before.scratch:
+        return
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if entry.name.isdecimal() and before.scratch.encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+    shutil.rmtree(before.scratch, ignore_errors=True)
+
+
+def libraries_of(recipe: Path) -> list[str]:
+    """Installed modules that the recipe's file imports at its top: worth importing once for all workers.
+
+    Modules beside the recipe are the user's code, which runs in workers only.
+    """
+    try:
+        body = ast.parse(recipe.read_bytes()).body
+    except (OSError, SyntaxError):  # not a file: module:object, whose imports nobody can know without running it
+        return []
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return [name for name in dict.fromkeys(names) if _installed(name.partition(".")[0])]
+
+
+def _installed(top: str) -> bool:
+    spec = importlib.util.find_spec(top)
+    return spec is not None and any(
+        part in ("site-packages", "dist-packages") for part in Path(spec.origin or "").parts
+    )
+
+
+def _error(fields: dict[str, Any]) -> errors.TruelineError:
+    """The error that a job failed with, of the class its code names."""
+    kinds = {kind.code: kind for kind in _kinds(errors.TruelineError)}
+    kind = kinds.get(fields["code"], errors.TrainError)
+    return kind(f"the job failed: {fields['why']}", hint=fields.get("hint", ""))
+
+
+def _kinds(kind: type[errors.TruelineError]) -> list[type[errors.TruelineError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""How a launch ends: by a signal, by an error, or with its scripts.
+
+Whatever it is becomes an exception that leaves `LocalJob`, and its name for JOB/launcher.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from trueline import errors
+from trueline.engine.local import LocalEngine
+from trueline.train.launch.job_dir import Outcome
+from trueline.train.launch.jobs import last_view
+
+POLL_S = 0.1
+_STOPPED = "the job was stopped: "
+
+
+@contextlib.contextmanager
+def signals_as_errors(job_dir: Path) -> Iterator[None]:
+    """While the block runs, SIGTERM and a terminal that goes away (SIGHUP) end it by an exception, as Ctrl-C does.
+
+    Signals that somebody handles or ignores (nohup) are theirs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for ours in usual:
+            signal.signal(ours, signal.SIG_IGN)  # the first one is enough: what follows is cleaning up
+        raise stopped(f"the launcher got {signal.Signals(number).name}", job_dir)
+
+    usual = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for ours in usual:
+        signal.signal(ours, end)
+    try:
+        yield
+    finally:
+        for ours in usual:
+            signal.signal(ours, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def no_second_ctrl_c() -> Iterator[None]:
+    """An impatient second Ctrl-C does not interrupt the end of the processes, which takes less than a second."""
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ours else None
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
+def ended_by(error: BaseException | None) -> tuple[Outcome, str]:
+    """How a launch ended that was left by `error`, and why."""
+    if error is None:
+        return "finished", ""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", "Ctrl-C"
+    if isinstance(error, errors.JobStopped):
+        return "stopped", error.message.removeprefix(_STOPPED)
+    return "failed", error.message if isinstance(error, errors.TruelineError) else f"{type(error).__name__}: {error}"
+
+
+def stopped(why: str, job_dir: Path) -> errors.JobStopped:
+    """The error of a job that was asked to end."""
+    return errors.JobStopped(f"{_STOPPED}{why}", hint=f"go on with `trueline resume {job_dir}`")
+
+
+def let_scripts_end(job_dir: Path, agent: Path) -> None:
+    """Returns when the processes of the last group have ended: a script may do something with what it trained.
+
+    Newcomers that wait for a view, now in vain, do not count. Raises TrainError when one ends badly.
+    """
+    engine, trained = LocalEngine(str(agent)), last_view(job_dir)
+    waited = {seen.ref for seen in asyncio.run(engine.list()) if seen.alive and seen.ref in trained}
+    while True:
+        found = [seen for seen in asyncio.run(engine.list()) if seen.ref in waited]
+        for seen in found:
+            if not seen.alive and seen.code != 0:
+                raise errors.TrainError(
+                    f"all steps are trained, but then {seen.ref} ended: {seen.reason}",
+                    hint=f"see {job_dir / 'logs' / f'{seen.ref}.log'}; the last checkpoint holds what was trained",
+                )
+        if not any(seen.alive for seen in found):
+            return
+        time.sleep(POLL_S)  # as long as the script takes

@@ -1,0 +1,1 @@
+"""The master's shell: server, service, journal, progress, publisher, failover. No torch."""

@@ -1,0 +1,167 @@
+"""Masters that follow one another: one that dies has a successor before anybody has missed it.
+
+A fresh interpreter takes most of a second of processor time to become a master, which on a busy machine the steps of
+training pay for. So a process of its own, the zygote, imports what a master needs once and forks one whenever the
+launcher asks; it has one thread and never starts gRPC, which would break in a forked child.
+
+    launcher ── "start" ──▶ zygote ──fork──▶ master
+             ◀── exit code ──        ◀─wait──
+
+The launcher decides whether there is a successor (`launch.py`). A zygote that dies takes its master along, whatever the
+way: nobody else would learn how that one ends, and two masters must never speak for one job. Then the launcher
+starts both again, which takes as long as the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from trueline.engine import child, lifeline
+
+START = b"start "
+MODULES = (
+    "trueline.train.master.server",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+    "starlette.applications",
+    "starlette.responses",
+    "starlette.routing",
+)
+"""What a master imports at its start or when its page opens."""
+
+
+class Succession:
+    """The launcher's side: at most one master at a time. `life` is the reading end of the launcher's lifeline pipe."""
+
+    def __init__(self, arguments: Sequence[str], *, life: int, log: Path) -> None:
+        self.arguments, self.life, self.log = list(arguments), life, log
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._code: int | None = None
+        self._lock = threading.Lock()
+        """The end is read once, whoever asks."""
+
+    def start(self, *arguments: str) -> None:
+        """Starts a master with the arguments of all and these; the one before must have ended."""
+        self._code = None
+        if self._zygote is None or self._zygote.poll() is not None:
+            self._close()
+            self._zygote = self._start_zygote()
+        assert self._zygote.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just died: `poll` says so
+            self._zygote.stdin.write(START + "\0".join(arguments).encode() + b"\n")
+            self._zygote.stdin.flush()
+
+    def _start_zygote(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "trueline.train.master.failover", *self.arguments],
+                env={
+                    **os.environ,
+                    lifeline.VARIABLE: str(self.life),
+                    "GRPC_VERBOSITY": "NONE",
+                    "OPENBLAS_NUM_THREADS": "1",  # it would start threads at its import, before the fork
+                },
+                pass_fds=(self.life,),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit code of the master that was started last (negative for a signal); None while it runs."""
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """As `poll`, but waits for the end: `timeout_s` seconds, or as long as it takes."""
+        with self._lock:
+            if self._code is None and self._zygote is not None:
+                assert self._zygote.stdout is not None
+                readable, _, _ = select.select([self._zygote.stdout], [], [], timeout_s)
+                if readable:
+                    said = os.read(self._zygote.stdout.fileno(), 64).split()
+                    self._code = int(said[-1]) if said else self._zygote.wait()  # it ended, and its master with it
+            return self._code
+
+    def end(self) -> None:
+        """Waits for the zygote and its master, which end with the lifeline."""
+        if self._zygote is not None:
+            self._zygote.wait()
+            self._close()
+
+    def _close(self) -> None:
+        if self._zygote is not None:
+            for pipe in (self._zygote.stdin, self._zygote.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def main() -> None:
+    """`python -m trueline.train.master.failover MASTER'S ARGUMENTS`: the zygote."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    life = int(os.environ[lifeline.VARIABLE])
+    lifeline.wake_at_end(life)
+    for module in MODULES:
+        importlib.import_module(module)
+    own_life, own_end = os.pipe()
+    os.environ[lifeline.VARIABLE] = str(own_life)
+    while (arguments := _asked(life)) is not None:
+        pid = os.fork()
+        if pid == 0:
+            os.close(own_end)
+            child.ends_with(partial(_become, [*sys.argv[1:], *arguments]))
+        code = _ended(pid, life)
+        if code is None:
+            break
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone; the lifeline says so next
+            os.write(1, f"{code}\n".encode())
+    os.close(own_end)  # the end of a master that is still there
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)
+
+
+def _asked(life: int) -> list[str] | None:
+    """The arguments of the next master; None when there is to be none."""
+    select.select([0, life], [], [])
+    line = os.read(0, 65536) if select.select([0], [], [], 0)[0] else b""
+    if not line.startswith(START):
+        return None
+    return [word.decode() for word in line[len(START) :].rstrip(b"\n").split(b"\0")]
+
+
+def _ended(pid: int, life: int) -> int | None:
+    """Waits for the end of the master `pid`; None when the lifeline ended before."""
+    handle = os.pidfd_open(pid)
+    try:
+        if handle not in select.select([handle, life], [], [])[0]:
+            return None
+    finally:
+        os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become(arguments: list[str]) -> int | None:
+    """The master's whole life."""
+    os.setsid()
+    os.dup2(2, 1)  # both go to its log
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.argv[1:] = arguments
+    code: int | None = sys.modules["trueline.train.master.server"].main()
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The master's durable log: one SQLite file in WAL mode, appended to and never changed.
+
+Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published,
+COMMIT after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors turned out to have
+applied less. A master that comes back reads the rows in order and knows generation, members, incarnations, progress,
+checkpoints, the number of workers that was asked for last, and what is suspected, set aside or in quarantine. A row
+that a power cut lost costs nothing but the master's memory of it: the workers hold the truth and say it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trueline.engine.contract import make_ref, parse_ref
+from trueline.errors import StorageError
+from trueline.train.membership.state import Member, State
+
+Row = tuple[str, dict[str, Any]]
+REMEMBERED = 4096
+"""Steps whose rows a master that comes back reads. Of the earlier ones it needs what stands in other rows as well."""
+_STEPS = ("COMMIT", "FORMED")
+"""Rows that are not waited for."""
+
+
+class Journal:
+    """Raises StorageError when the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("CREATE TABLE IF NOT EXISTS log (seq INTEGER PRIMARY KEY, kind TEXT, body TEXT)")
+            self._db.execute("CREATE INDEX IF NOT EXISTS others ON log (seq) WHERE kind <> 'COMMIT'")
+        except sqlite3.Error as error:
+            raise StorageError(f"the journal {path} cannot be opened: {error}") from error
+
+    def append(self, *rows: Row) -> None:
+        """Writes the rows in one transaction; they are on the disk when it returns.
+
+        Steps alone are not waited for: a row that a power cut loses, the workers say again.
+        """
+        if not rows:
+            return
+        durable = any(kind not in _STEPS for kind, _ in rows)
+        try:
+            self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(
+                "INSERT INTO log (kind, body) VALUES (?, ?)",
+                [(kind, _text(body) if kind == "COMMIT" else json.dumps(body)) for kind, body in rows],
+            )
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):  # the transaction may be over, or the file closed
+                self._db.execute("ROLLBACK")
+            raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
+
+    def rows(self) -> Iterator[Row]:
+        """What a master has to know, in order: all rows but the COMMITs of steps before the newest `REMEMBERED`.
+
+        So a master comes back to a job of a million steps as soon as to one of a thousand.
+        """
+        newest = "SELECT seq FROM log WHERE kind = 'COMMIT' ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        (since,) = self._db.execute(newest, (REMEMBERED - 1,)).fetchone() or (0,)
+        before = "SELECT kind, body FROM log INDEXED BY others WHERE kind <> 'COMMIT' AND seq < ? ORDER BY seq"
+        after = "SELECT kind, body FROM log WHERE seq >= ? ORDER BY seq"
+        for query in (before, after):
+            for kind, body in self._db.execute(query, (since,)):
+                yield kind, json.loads(body)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _text(body: dict[str, Any]) -> str:
+    """As json.dumps in a fraction of its time, for the rows that come with every step: their numbers are finite."""
+    return msgspec.json.encode(body).decode()
+
+
+def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
+    """Brings `state` to where it was when the row was written.
+
+    Workers of the last view are taken to live until the engine or their silence says otherwise; a view stays in force,
+    so that nobody has to regroup only because the master was away. Who was to leave by a planned view may be at its
+    last step, until a step of that view is known.
+    """
+    match kind:
+        case "START":
+            _, slot, incarnation = parse_ref(body["ref"])
+            state.incarnations[slot] = incarnation + 1
+            state.pending.pop(make_ref("worker", slot, incarnation - 1), None)
+            state.pending[body["ref"]] = now
+        case "VIEW":
+            _apply_view(state, body, now)
+        case "COMMIT" | "FORMED":
+            state.committed = max(state.committed, body["step"] + 1)
+            if len(state.members) > len(state.view) and body.get("generation") == state.generation:
+                state.members = {ref: state.members[ref] for ref in state.view}
+        case "TRUNCATE":
+            state.committed = body["steps"]
+        case "CKPT":
+            state.checkpoint, state.checkpoint_step = body["path"], body["step"]
+        case "LAUNCH":
+            state.workers, state.quarantined = body["workers"], {}
+        case "SCALE":
+            state.workers = body["workers"]
+            state.quarantined = {} if body["again"] else state.quarantined
+        case "QUARANTINE":
+            state.quarantined[body["slot"]] = body["why"]
+        case "SUSPECT":
+            state.suspects.setdefault(body["record"], {})[body["worker"]] = body["why"]
+            state.places[body["record"]] = body.get("where", "")
+        case "POISON":
+            state.set_aside[body["record"]] = body["why"]
+            state.places[body["record"]] = body.get("where", "")
+
+
+def _apply_view(state: State, body: dict[str, Any], now: float) -> None:
+    before = state.view
+    state.generation, state.cut_below, state.view = body["generation"], body["cut_below"], tuple(body["members"])
+    state.rotation, state.careful = body.get("rotation", 0), body.get("careful", False)
+    state.phase, state.released = "running" if state.view else "gathering", True
+    state.awaited, state.unfinished = set(state.view), set(state.view)
+    state.died_at = state.committed if state.careful else -1
+    for ref in state.view:
+        state.pending.pop(ref, None)
+    planned = state.cut_below < state.generation
+    state.members = {
+        ref: Member(ref=ref, slot=parse_ref(ref)[1], store="", seen_at=now, steps=0, rank=rank, joined=True)
+        for rank, ref in [*enumerate(state.view), *((-1, ref) for ref in before if planned and ref not in state.view)]
+    }

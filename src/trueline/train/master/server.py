@@ -1,0 +1,430 @@
+"""The master: the torch-free process that knows who is in the job.
+
+A thin shell around `members.decide`: RPCs (`service.py`), engine events and time become its events; its actions become
+rows of the journal, answers to workers, and orders to the engine. It may be killed at any instant: training goes
+on, and the next master replays the journal, asks the engine what runs, and adopts it (workers reconnect to the port).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from trueline import clock, events, files
+from trueline.engine import lifeline
+from trueline.engine.contract import Engine, ProcessSpec, make_ref
+from trueline.engine.local import LocalEngine
+from trueline.errors import StorageError
+from trueline.train import settings
+from trueline.train.master.journal import Journal, Row, apply
+from trueline.train.master.progress import Account
+from trueline.train.master.publisher import Hook, Teller
+from trueline.train.master.service import Door, Service
+from trueline.train.membership import decide as members
+from trueline.train.membership import events as h
+from trueline.train.membership.autoscale import Bounds, Scaling, decide
+from trueline.train.membership.state import Policy, State
+from trueline.train.monitor import server as page
+from trueline.train.settings import JobSettings
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+TICK_S = 0.25
+BURST = 100_000
+"""Calls that may wait at the door: all workers come back at once after a master's death. gRPC cancels from 1,000 on."""
+PAGE_S, PAGE_SHARE = 1.0, 0.2
+"""A successor's page opens so long after it, and reads the past in so much of a processor's time: when a master dies,
+all that its workers and its launcher do for it comes at once already, and the steps of training pay for it."""
+CAPACITY_S = 30.0
+"""How long what the engine says of its room is believed."""
+_HINTS = {
+    "train": "the workers' logs in the job's folder say more",
+    "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
+    "poison": "look at these records and at the code that reads them; --set-aside says how many may fail",
+}
+_TOLD = {
+    "SCALE": "job.scaled",
+    "QUARANTINE": "worker.quarantined",
+    "SUSPECT": "record.suspected",
+    "POISON": "record.set_aside",
+    "CKPT": "checkpoint.saved",
+}
+"""Rows of the journal that are events too."""
+
+
+class Master:
+    """One job's master. All of it runs in one asyncio thread, so every decision is atomic."""
+
+    def __init__(
+        self, job: JobSettings, job_dir: Path, journal: Journal, engine: Engine, secret: str, now: clock.Clock
+    ) -> None:
+        self.job, self.job_dir, self.journal, self.engine, self.secret, self.now = (
+            job, job_dir, journal, engine, secret, now,
+        )  # fmt: skip
+        self.policy = Policy(
+            workers=job.min_workers if job.autoscale else job.workers,
+            min_workers=job.min_workers,
+            lease_s=job.lease_s,
+            max_failures=job.max_failures,
+            set_aside=job.set_aside,
+            tick_s=TICK_S,
+        )
+        self.born = now()
+        self.state, self.account = State(workers=self.policy.workers), Account()
+        for kind, body in journal.rows():
+            apply(self.state, kind, body, self.born)
+            self.account.apply(kind, body)
+        self.address = ""
+        self.view = pb.View(generation=0)
+        self.entries: dict[str, asyncio.Future[pb.Plan]] = {}
+        self.finishing: dict[str, asyncio.Future[pb.Plan]] = {}
+        self.changed = asyncio.Event()
+        """Set when there is a new view; the next one gets a new event."""
+        self.teller = Teller(job_dir / "events.jsonl")
+        self._scaling = Scaling()
+        self._lost: dict[str, h.Gone] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.save_from = 0
+        """An operator asks for a checkpoint of so many steps or more; 0: nobody."""
+        self.stopped = asyncio.Event()
+        self.failed = False
+        if self.state.generation:
+            self.view = self._as_view("the master is back")
+
+    @property
+    def page_hook(self) -> Hook | None:
+        """Called with (name, fields, time) of each event."""
+        return self.teller.hook
+
+    @page_hook.setter
+    def page_hook(self, hook: Hook | None) -> None:
+        self.teller.hook = hook
+
+    # Decisions and what they cause. ------------------------------------------------------------------------------
+
+    def happen(self, event: h.Event) -> bool:
+        """Decides on `event` and acts; False when its sender is fenced."""
+        try:
+            return self._carry_out(members.decide(self.state, event, self.now(), self.policy))
+        except StorageError as error:
+            self.fail(error.code, error.message, error.hint)
+        except Exception as error:  # noqa: BLE001  a state that nobody can trust any more
+            self.crashed(error)
+        return True
+
+    def _carry_out(self, actions: list[h.Action]) -> bool:
+        if not actions:
+            return True
+        rows = [(action.kind, action.body) for action in actions if isinstance(action, h.Log)]
+        self.log(*rows)
+        if self.failed:
+            return True  # what the journal could not take does not happen
+        specs = [self._spec(action) for action in actions if isinstance(action, h.Start)]
+        for action in actions:
+            self._act(action)
+        if specs:
+            self.keep(self._order(lambda: self.engine.add([spec for spec in specs if spec.ref in self.state.pending])))
+        return not any(isinstance(action, h.Fence) for action in actions)
+
+    def _act(self, action: h.Action) -> None:
+        match action:
+            case h.Log(kind, body):
+                if kind in _TOLD:
+                    self.say(_TOLD[kind], **body)
+            case h.Start(slot, incarnation):
+                self.say("worker.started", worker=make_ref("worker", slot, incarnation))
+            case h.Kill(ref, why):
+                self.say("worker.killed", worker=ref, why=why)
+                self.keep(self._order(lambda: self.engine.kill(ref)))
+            case h.Publish(reason):
+                self._publish(reason)
+            case h.Release():
+                self._release(action)
+            case h.Truncate(steps):
+                self.account.truncate(steps)
+                self.say("log.truncated", steps=steps, why="the survivors had applied no more")
+            case h.Finish():
+                self._conclude()
+            case h.FailJob(code, why):
+                self.fail(code, why, _HINTS[code])
+            case h.Fence(ref):
+                self.say("worker.fenced", worker=ref)
+
+    def _spec(self, start: h.Start) -> ProcessSpec:
+        ref = make_ref("worker", start.slot, start.incarnation)
+        env = {
+            "TRUELINE_JOB": str(self.job_dir),
+            "TRUELINE_MASTER": self.address,
+            "TRUELINE_SECRET": self.secret,
+            "TRUELINE_REF": ref,
+            "OMP_NUM_THREADS": str(self.job.threads),
+        }
+        log = str(self.job_dir / "logs" / f"{ref}.log")
+        entry = "trueline.train.worker.main:main"
+        return ProcessSpec(role="worker", slot=start.slot, incarnation=start.incarnation, entry=entry, log=log, env=env)
+
+    def _as_view(self, reason: str) -> pb.View:
+        state = self.state
+        return pb.View(
+            generation=state.generation,
+            members=state.view,
+            cut_below=state.cut_below,
+            reason=reason,
+            set_aside=sorted(state.set_aside),
+            rotation=state.rotation,
+            careful=state.careful,
+        )
+
+    def _publish(self, reason: str) -> None:
+        self.view = self._as_view(reason)
+        _answer(self.entries, pb.Plan(superseded=True))
+        _answer(self.finishing, pb.Plan(superseded=True))
+        self.changed.set()
+        self.changed = asyncio.Event()
+        self.account.regrouping(self.state.generation, reason)
+        self.say("view.published", generation=self.state.generation, workers=len(self.state.view), why=reason)
+
+    def _release(self, release: h.Release) -> None:
+        most = max(release.steps)
+        self.account.reconstruct(max(most, 0))
+        plan = pb.Plan(
+            source=release.source,
+            steps=release.steps,
+            store=release.store,
+            checkpoint=release.checkpoint,
+            rates=release.rates,
+            state=release.state,
+        )
+        _answer(self.entries, plan)
+        if release.checkpoint:
+            self.say("job.restored", checkpoint=release.checkpoint, step=self.state.committed)
+        self.say("group.released", generation=self.view.generation, workers=len(release.steps), steps=most)
+
+    def _conclude(self) -> None:
+        state, last = self.state, self.account.last_step
+        faults = self.account.faults(self.job, state.set_aside)
+        if state.checkpoint_step != last:
+            faults.append(f"the last checkpoint is of step {state.checkpoint_step}, not {last}")
+        if faults:
+            self.fail("records_miscounted", "; ".join(faults), "please report this with the job's folder")
+            return
+        summary = self.account.summary(self.job, state)
+        self.log(("END", {"summary": summary}))
+        files.write_atomic(self.job_dir / "summary.json", json.dumps(summary, indent=1).encode())
+        _answer(self.finishing, pb.Plan(finished=True))
+        self.say("job.finished", steps=state.committed, summary=json.dumps(summary))
+
+    def fail(self, code: str, why: str, hint: str) -> None:
+        """Ends the job for everybody; only the first reason counts."""
+        if self.failed:
+            return
+        self.state.phase, self.failed = "failed", True
+        with contextlib.suppress(StorageError):  # what is to be told may be that the disk is full
+            self.journal.append(("FAIL", {"code": code, "why": why}))
+        for ref in (*self.state.members, *self.state.pending):
+            self.keep(self.engine.kill(ref))
+        self.say("job.failed", code=code, why=why, hint=hint)
+
+    def crashed(self, error: Exception) -> None:
+        """Ends the job for an exception that nobody expected; the traceback goes to the log."""
+        logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
+        why = f"the master met an unexpected {type(error).__name__}: {error}"
+        self.fail(
+            "internal", why, f"please report this with {self.job_dir / 'logs' / 'master.log'}; go on with --resume"
+        )
+
+    def log(self, *rows: Row) -> None:
+        """Appends to the journal; one that cannot be written ends the job: a later master would know too little."""
+        try:
+            self.journal.append(*rows)
+        except StorageError as error:
+            self.fail(error.code, error.message, "free some space, then go on with --resume")
+
+    def say(self, name: str, **fields: events.Field) -> None:
+        """Reports to the log and to everybody who follows."""
+        self.teller.say(name, fields)
+
+    def enter(self, progress: pb.Progress) -> int:
+        """Enters a worker's report into the account; returns the steps in the log."""
+        report = self.account.report(progress, self.now())
+        self.log(*report.rows)
+        if report.fault:
+            self.fail("records_miscounted", report.fault, "please report this with the job's folder")
+        self.teller.say_all(report.told)
+        return self.account.logged
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` beside everything else."""
+        task = asyncio.ensure_future(self._watched(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+        """Awaits `work` of the master's own; what goes wrong ends the job, but for an engine that is away."""
+        try:
+            await work
+        except OSError as error:
+            events.emit("engine.unreachable", why=str(error))
+        except Exception as error:  # noqa: BLE001  nobody else would see it: the job would stand still
+            self.crashed(error)
+
+    async def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Gives an order to the engine until it is taken: an agent may die while it hears it. Twice does no harm."""
+        while not self.stopped.is_set():
+            try:
+                await order()
+                return
+            except OSError as error:
+                events.emit("engine.unreachable", why=str(error))
+                await asyncio.sleep(TICK_S)  # the launcher starts the agent again
+
+    # What the engine and time bring. -----------------------------------------------------------------------------
+
+    async def run_engine(self) -> None:
+        """Follows the engine for ever; an agent that was restarted is asked again."""
+        while not self.stopped.is_set():
+            with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases have to do
+                async for seen in self.engine.watch():
+                    if seen.alive:
+                        self.say("worker.running", worker=seen.ref, pid=seen.pid)
+                    else:
+                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
+            await asyncio.sleep(TICK_S)
+
+    def _gone(self, gone: h.Gone) -> None:
+        """Deaths that are noticed in the same turn of the loop are decided on together."""
+        if gone.ref not in self.state.members and gone.ref not in self.state.pending:
+            return
+        if not self._lost:
+            asyncio.get_running_loop().call_soon(self._bury)
+        self._lost[gone.ref] = gone
+
+    def _bury(self) -> None:
+        lost, self._lost = self._lost, {}
+        if self.state.phase == "running":
+            for gone in lost.values():
+                self.say("worker.lost", worker=gone.ref, why=gone.why)
+        self.happen(h.Lost(tuple(lost.values())))
+
+    async def adopt(self, *, launch: bool = True) -> None:
+        """Finds out from the engine who runs. `launch`: the launcher starts or resumes the job, not only its master."""
+        alive = {seen.ref for seen in await self.engine.list() if seen.alive}
+        if alive and self.state.phase == "running":
+            for ref in self.state.members.keys() - alive:
+                self.say("worker.lost", worker=ref, why="died while the master was away")
+        self.happen(h.Begin(frozenset(alive), launch))
+
+    async def run_clock(self) -> None:
+        while not self.stopped.is_set():
+            await asyncio.sleep(TICK_S)
+            self.happen(h.Tick())
+
+    async def run_scaling(self) -> None:
+        """Follows throughput and room, while exactly the workers that are wanted are at work."""
+        state, room, looked = self.state, None, -math.inf
+        while not self.stopped.is_set():
+            await asyncio.sleep(4 * TICK_S)
+            if self.now() - looked > CAPACITY_S:
+                with contextlib.suppress(OSError):  # an engine that is away has the room that it had
+                    room, looked = await self.engine.capacity(), self.now()
+            if state.phase != "running" or not state.released or state.finishing or len(state.view) != state.wanted:
+                continue
+            bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=room)
+            wanted, why = decide(self._scaling, len(state.view), self.account.applied, self.now(), bounds)
+            if why:
+                self.happen(h.Scale(wanted + state.workers - state.wanted, why))
+
+    # For operators. ----------------------------------------------------------------------------------------------
+
+    async def stop(self, why: str, grace_s: float) -> None:
+        self.say("job.stopping", why=why)
+        self.state.phase = "finished" if self.state.phase == "finished" else "failed"
+        with contextlib.suppress(OSError):  # the agent is gone, and its children with it
+            for seen in await self.engine.list():
+                if seen.alive:
+                    await self.engine.kill(seen.ref, grace_s=grace_s)
+        self.stopped.set()
+
+
+def _answer(waiting: dict[str, asyncio.Future[pb.Plan]], plan: pb.Plan) -> None:
+    for future in waiting.values():
+        if not future.done():
+            future.set_result(plan)
+    waiting.clear()
+
+
+async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
+    """Serves the job in `job_dir` until it is stopped; returns the exit code."""
+    job = settings.load(job_dir)
+    secret = (job_dir / "secret").read_text()
+    journal = Journal(job_dir / "journal.sqlite")
+    master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
+    live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
+    master.page_hook = live.hear
+    launch = not (job_dir / "master.json").exists()  # the launcher has removed that of an earlier launch
+    options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
+               ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
+    server = grpc.aio.server(interceptors=[Door(secret, master.crashed)], options=options)
+    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    master.address = f"127.0.0.1:{bound}"
+    await server.start()
+    where = {"address": master.address, "pid": os.getpid(), **({"page": live.last_url} if live.last_url else {})}
+    files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+    await master.adopt(launch=launch)
+    background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
+    if job.autoscale:
+        background.append(master.keep(master.run_scaling()))
+
+    async def show() -> None:
+        where["page"] = await live.open(page_port, master.say)
+        files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+
+    async def show_later() -> None:
+        await asyncio.sleep(PAGE_S)
+        with contextlib.suppress(StorageError):  # the address that is written there is the right one in general
+            await show()
+
+    if launch:
+        await show()
+    else:
+        background.append(master.keep(show_later()))
+    await master.stopped.wait()
+    for task in background:
+        task.cancel()
+    await live.close()
+    await server.stop(0.2)
+    journal.close()
+    master.teller.close()
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trueline.train.master.server")
+    parser.add_argument("job_dir", type=Path)
+    parser.add_argument("--agent", required=True, help="Unix socket of the local engine's agent")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--page-port", type=int, default=0, help="of the live page; 0: any")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.watch_in_thread()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    sys.exit(asyncio.run(run(arguments.job_dir, LocalEngine(arguments.agent), arguments.port, arguments.page_port)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The master's door: the RPCs of workers, launchers and operators, turned into events of the core.
+
+Every call carries the job's secret. An exception that nobody expected ends the job with code `internal` and its
+traceback in the master's log: workers would take the gRPC error for a master that is away, and wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from trueline.train import settings
+from trueline.train.master.status import status
+from trueline.train.membership import events as h
+from trueline.train.membership.decide import scale_fault
+from trueline.train.settings import beyond
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from trueline.train.master.server import Master
+
+CALLERS = (grpc.aio.AbortError, grpc.aio.InternalError)
+"""What ends a call and no more: it was refused, or its caller is gone before the answer, as fenced workers are."""
+Context = Any
+"""grpc.aio.ServicerContext; its stubs are generic in ways that say nothing here."""
+
+
+class Service(pb_grpc.MasterServicer):
+    def __init__(self, master: Master) -> None:
+        self.master = master
+
+    async def _let_in(self, known: bool, ref: str, context: Context) -> None:
+        if not known:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {ref} is not of this job any more")
+
+    async def _tell(self, event: h.Told, context: Context) -> None:
+        await self._let_in(self.master.happen(event), event.ref, context)
+
+    # Workers. --------------------------------------------------------------------------------------------------------
+
+    async def Watch(self, request: pb.Hello, context: Context) -> AsyncIterator[pb.View]:
+        master = self.master
+        if master.job.script and not master.job.epochs:
+            master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
+        newcomer = request.ref not in master.state.members
+        fault, rows = master.account.accept(
+            request.num_records, request.total_steps, request.shard_records, tuple(request.blocks)
+        )
+        master.log(*rows)
+        if fault:
+            master.fail("data", fault, "every worker must see the same records and build the same model")
+        if rows:
+            why = f"the job has {request.total_steps} steps"
+            for missed in beyond(master.job.faults, request.total_steps):
+                master.say("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
+        await self._tell(h.Ready(request.ref, request.store, request.state), context)
+        if newcomer:
+            master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)
+        sent = 0
+        while True:
+            changed = master.changed
+            if master.view.generation > sent:
+                sent = master.view.generation
+                yield master.view
+            else:
+                await changed.wait()
+
+    async def Enter(self, request: pb.Entry, context: Context) -> pb.Plan:
+        if request.HasField("progress") and request.ref in self.master.state.members:
+            self.master.enter(request.progress)
+        happened = h.Entered(request.ref, request.generation, request.step, request.rate)
+        return await self._wait(self.master.entries, happened, request, context)
+
+    async def Finish(self, request: pb.Entry, context: Context) -> pb.Plan:
+        if self.master.state.phase == "finished":
+            return pb.Plan(finished=True)
+        happened = h.Done(request.ref, request.generation)
+        return await self._wait(self.master.finishing, happened, request, context)
+
+    async def _wait(
+        self, waiting: dict[str, asyncio.Future[pb.Plan]], happened: h.Told, request: pb.Entry, context: Context
+    ) -> pb.Plan:
+        if request.generation != self.master.state.generation:
+            return pb.Plan(superseded=True)
+        future = waiting[request.ref] = asyncio.get_running_loop().create_future()
+        await self._tell(happened, context)
+        plan: pb.Plan = await future
+        return plan
+
+    async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
+        await self._tell(h.Heard(request.ref, request.step, request.phase, request.phase_s), context)
+        committed = self.master.enter(request)
+        return pb.Ack(committed=committed, save_from=self.master.save_from)
+
+    async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
+        await self._tell(h.Leaving(request.ref), context)
+        self.master.say("worker.leaving", worker=request.ref)
+        return pb.Ack()
+
+    async def Broken(self, request: pb.Fault, context: Context) -> pb.Ack:
+        await self._tell(h.GroupBroken(request.ref, request.generation, request.what), context)
+        return pb.Ack()
+
+    async def Fail(self, request: pb.Fault, context: Context) -> pb.Ack:
+        state = self.master.state
+        await self._let_in(request.ref in state.members or request.ref in state.pending, request.ref, context)
+        code, _, why = request.what.partition("|")
+        self.master.fail(code, f"{request.ref}: {why}", request.detail)
+        return pb.Ack()
+
+    async def Saved(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
+        await self._tell(h.Saved(request.ref, request.step, request.path, request.digest), context)
+        if request.step >= self.master.save_from:
+            self.master.save_from = 0
+        return pb.Ack()
+
+    async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
+        await self._tell(h.Suspect(request.ref, tuple(request.records), request.why, request.where), context)
+        return pb.Ack()
+
+    async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
+        await self._tell(h.Trying(request.ref, request.record, request.where), context)
+        return pb.Ack()
+
+    # Launchers and operators. ----------------------------------------------------------------------------------------
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.Ack:
+        fault = scale_fault(request.workers, self.master.policy)
+        if fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+        self.master.happen(h.Scale(request.workers, request.why or "asked for"))
+        return pb.Ack(committed=self.master.account.logged)
+
+    async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
+        committed = self.master.account.logged
+        self.master.save_from = max(committed, 1)
+        return pb.Ack(committed=committed, save_from=self.master.save_from)
+
+    async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
+        return pb.JobStatus(json=json.dumps(status(self.master)))
+
+    async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
+        async for event in self.master.teller.follow(request.after):
+            yield event
+
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
+        await self.master.stop(request.why, request.grace_s)
+        return pb.Ack()
+
+
+class Once:
+    """Serializes a message that goes to everybody once: a view of ten thousand workers goes to ten thousand."""
+
+    def __init__(self, serialize: Callable[[Any], bytes]) -> None:
+        self._serialize, self._message, self._data = serialize, None, b""
+
+    def __call__(self, message: Any) -> bytes:
+        if message is not self._message:
+            self._message, self._data = message, self._serialize(message)
+        return self._data
+
+
+class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers nobody without the job's secret, and hands exceptions that nobody expected to `crashed`."""
+
+    def __init__(self, secret: str, crashed: Callable[[Exception], None]) -> None:
+        self._wanted = f"Bearer {secret}".encode()
+        self._crashed = crashed
+        self._serializers: dict[str, Once] = {}
+        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, request: object, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's secret is missing or wrong")
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if not hmac.compare_digest(str(given).encode(), self._wanted):
+            return self._refusal
+        handler: Any = await continuation(details)
+        if handler is None:
+            return None
+        once = self._serializers.setdefault(details.method, Once(handler.response_serializer))
+        if handler.response_streaming:
+            return handler._replace(unary_stream=self._guarded_stream(handler.unary_stream), response_serializer=once)
+        return handler._replace(unary_unary=self._guarded(handler.unary_unary), response_serializer=once)
+
+    def _guarded(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                return await method(request, context)
+            except CALLERS:
+                raise
+            except Exception as error:
+                self._crashed(error)
+                raise
+
+        return call
+
+    def _guarded_stream(self, method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                async for message in method(request, context):
+                    yield message
+            except CALLERS:
+                raise
+            except Exception as error:
+                self._crashed(error)
+                raise
+
+        return call

@@ -1,0 +1,58 @@
+"""The job as one JSON object, for `trueline status` and for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trueline.train.master.server import Master
+
+
+def status(master: Master) -> dict[str, Any]:
+    """`since` is for how many seconds a member has been in its phase, `rate` the records a second it computes."""
+    state, account, now = master.state, master.account, master.now()
+    generation, rates = account.rates
+    known = rates if generation == state.generation and len(rates) == len(state.view) else ()
+    people = [
+        {
+            "ref": member.ref,
+            "rank": member.rank,
+            "steps": member.steps,
+            "phase": member.phase,
+            "since": round(member.phase_s + now - member.seen_at, 3),
+            "rate": round(known[member.rank] if known and member.rank >= 0 else member.rate, 1),
+        }
+        for member in state.members.values()
+    ]
+    evaluations = account.evaluated()
+    epoch_steps = max(1, account.total_steps // max(1, master.job.epochs))
+    return {
+        "name": master.job.name,
+        "phase": state.phase,
+        "generation": state.generation,
+        "workers": state.workers,
+        "members": people,
+        "pending": list(state.pending),
+        "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
+        "set_aside": state.reported(),
+        "careful": state.careful,
+        "committed": state.committed,
+        "total_steps": account.total_steps,
+        "epoch": min(state.committed // epoch_steps, master.job.epochs - 1),
+        "loss": account.loss,
+        "records_per_s": round(account.records_per_s(now), 1),
+        "checkpoint": state.checkpoint,
+        "checkpoint_step": state.checkpoint_step,
+        "evaluations": {"last": evaluations[-1] if evaluations else None, "best": account.best()},
+        "uptime_s": round(now - master.born, 1),
+    }
+
+
+def said_of(aside: dict[str, Any]) -> str:
+    """A record that was set aside, in a line.
+
+    >>> said_of({"record": 17, "where": "record 5 of b.parquet#1, part 2 of 2", "why": "worker-0.0: OSError: torn"})
+    'set aside: record 17 (record 5 of b.parquet#1, part 2 of 2): worker-0.0: OSError: torn'
+    """
+    where = f" ({aside['where']})" if aside.get("where") else ""
+    return f"set aside: record {aside['record']}{where}: {aside['why']}"

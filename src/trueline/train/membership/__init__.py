@@ -1,0 +1,1 @@
+"""Who is in the job, decided by pure functions of (state, event, now)."""

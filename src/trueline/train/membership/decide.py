@@ -1,0 +1,251 @@
+"""Who is in the job, in which generation: decisions as a function of (state, event, now).
+
+    state, event, now  ──decide──▶  actions with their reasons; the state has changed
+
+A planned view (a join, a departure that was announced) takes effect between two steps and fails none. A forced view
+follows a death: the groups of older generations cannot complete a step any more and are cut (`cut_below`). Members of a
+view *enter* it with the number of steps they have applied; when all have, the one that is furthest ahead becomes the
+source and the others take its state. Nothing here knows of gRPC, processes, files or clocks: `master.py` is the shell
+around it, `roster.py` holds the state, `health.py` says who is given up, `suspicion.py` what is set aside.
+
+Sources: torchft's `quorum_compute` (decide with `now`, return the reason), DESIGN §3, the exactness protocol in
+docs/concepts/generation.md.
+"""
+
+from __future__ import annotations
+
+from trueline.engine.contract import parse_ref
+from trueline.train.membership import events as h
+from trueline.train.membership.events import Action
+from trueline.train.membership.health import forgive, given_up, kill, lose, stranded
+from trueline.train.membership.poison import suspect
+from trueline.train.membership.state import Member, Policy, State, fill, form, settle
+
+SMOOTH = 0.1
+
+
+def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Action]:
+    """What `event` at time `now` (seconds, monotonic) means: changes `state` and returns what is to be done."""
+    if state.phase in ("finished", "failed"):
+        return []
+    match event:
+        case h.Begin():
+            return _begin(state, event, now, policy)
+        case h.Tick():
+            return _tick(state, now, policy)
+        case h.Gone():
+            return lose(state, [event], now, policy)
+        case h.Lost():
+            return lose(state, event.deaths, now, policy)
+        case h.Scale():
+            return _scale(state, event, now, policy)
+    member = state.members.get(event.ref)
+    if member is not None:
+        state.silence_s = max(state.silence_s, now - member.seen_at)
+        member.seen_at = now
+        return _told(state, member, event, now, policy)
+    if isinstance(event, h.Ready) and event.ref in state.pending:
+        return _join(state, event, now, policy)
+    if isinstance(event, h.Heard) and event.ref in state.pending:
+        return []  # a heartbeat has overtaken the hello, which goes another way
+    return [h.Fence(event.ref)]
+
+
+def _told(state: State, member: Member, event: h.Told, now: float, policy: Policy) -> list[Action]:
+    match event:
+        case h.Heard():
+            return _heard(state, member, event, now, policy)
+        case h.Ready():
+            member.store, member.state = event.store, event.state
+            return _release(state, now, policy)
+        case h.Entered():
+            return _entered(state, member, event, now, policy)
+        case h.Done():
+            return _done(state, member, event)
+        case h.Leaving():
+            member.leaving = True
+            return settle(state, policy)
+        case h.Trying():
+            member.trying, member.trying_where = event.record, event.where
+            return []
+        case h.Suspect():
+            return suspect(state, event, policy)
+        case h.Saved():
+            return _saved(state, event)
+        case h.GroupBroken():
+            return _broken(state, event)
+
+
+def scale_fault(workers: int, policy: Policy) -> str:
+    """Why the job cannot have so many workers; empty: it can."""
+    if workers >= policy.min_workers:
+        return ""
+    return f"{workers} workers are fewer than the job's minimum of {policy.min_workers}; ask for at least as many"
+
+
+def _begin(state: State, event: h.Begin, now: float, policy: Policy) -> list[Action]:
+    """Adopts what runs; where nothing does, all slots are filled anew."""
+    if event.launch:
+        state.workers, state.quarantined = policy.workers, {}
+    if not event.alive:
+        state.members, state.pending, state.failures = {}, {}, {}
+        state.phase, state.view, state.awaited, state.unfinished = "gathering", (), set(), set()
+        rows: list[Action] = [h.Log("LAUNCH", {"workers": state.workers})] if event.launch else []
+        return [*rows, *fill(state, now)]
+    state.pending = dict.fromkeys(event.alive - state.members.keys(), now)
+    dead = [h.Gone(ref, "died while the master was away") for ref in state.members if ref not in event.alive]
+    return lose(state, dead, now, policy)
+
+
+def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Action]:
+    del state.pending[event.ref]
+    slot = parse_ref(event.ref)[1]
+    state.members[event.ref] = Member(ref=event.ref, slot=slot, store=event.store, state=event.state, seen_at=now)
+    if state.phase == "gathering":
+        state.gathering_since = now if state.gathering_since is None else state.gathering_since
+        return _gather(state, now, policy)
+    return settle(state, policy)
+
+
+def _gather(state: State, now: float, policy: Policy) -> list[Action]:
+    """The first view, or one after all had died: with everybody who is on the way, but not for ever.
+
+    A slot that died and has to wait before it is filled again is not waited for: who is in it joins later.
+    """
+    wanted = state.wanted
+    waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
+    if len(state.members) < wanted and state.pending and not waited:
+        return []
+    ready = sum(member.left_at is None and not state.goes(member) for member in state.members.values())
+    if not ready or ready < min(wanted, policy.min_workers):
+        return []
+    if ready >= wanted:
+        return form(state, "all are ready", forced=True)
+    if waited:
+        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", forced=True)
+    if not state.pending:
+        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", forced=True)
+    return []
+
+
+def _entered(state: State, member: Member, event: h.Entered, now: float, policy: Policy) -> list[Action]:
+    if event.generation != state.generation or member.rank < 0:
+        return []  # superseded: the shell answers so
+    member.entered, member.steps = event.step, max(event.step, member.steps)
+    member.rate = event.rate or member.rate
+    state.awaited.discard(event.ref)
+    state.released = False
+    return _release(state, now, policy)
+
+
+def _release(state: State, now: float, policy: Policy) -> list[Action]:
+    """Lets the group form when every member of the view has entered and they are enough."""
+    view = state.view
+    if state.released or state.awaited or not view:
+        return []
+    for member in state.members.values():
+        member.left_at = now if member.left and member.left_at is None else member.left_at
+    if len(view) < policy.min_workers or not state.members[view[0]].store:
+        return []
+    group = [state.members[ref] for ref in view]
+    steps = tuple(-1 if member.entered is None else member.entered for member in group)
+    most = max(steps)
+    source, checkpoint = (steps.index(most), "") if most >= 0 else (0, state.checkpoint)
+    if most < 0 and not checkpoint and state.committed:
+        why = f"every process that held the state of step {state.committed} is gone and there is no checkpoint"
+        state.phase = "failed"
+        return [h.FailJob("state_lost", why)]
+    if most < 0:
+        most = state.checkpoint_step if checkpoint else 0
+    rates = tuple(member.rate for member in group)
+    actions: list[Action] = [h.Release(source, steps, checkpoint, group[0].store, group[source].state, rates)]
+    if most < state.committed:
+        actions = [h.Log("TRUNCATE", {"steps": most}), h.Truncate(most), *actions]
+    state.released, state.committed, state.stepped_at = True, most, None
+    for member in group:
+        member.base = most if member.base is None else min(member.base, most)
+    return actions + settle(state, policy)
+
+
+def _heard(state: State, member: Member, event: h.Heard, now: float, policy: Policy) -> list[Action]:
+    first = member.steps < 0 <= event.step
+    member.phase, member.phase_s = event.phase, event.phase_s
+    if event.step > member.steps:
+        member.steps = event.step
+        member.base = event.step if member.base is None else member.base
+    if event.step > state.committed:
+        _pace(state, event.step - state.committed, now)
+        state.committed = event.step
+        if state.fill_at > now and state.released:
+            state.fill_at = now
+            return [*fill(state, now), *(settle(state, policy) if first else [])]
+    return settle(state, policy) if first else []
+
+
+def _pace(state: State, steps: int, now: float) -> None:
+    if state.stepped_at is not None:
+        took_s = (now - state.stepped_at) / steps
+        state.usual_s = took_s if not state.usual_s else (1 - SMOOTH) * state.usual_s + SMOOTH * took_s
+    state.stepped_at = now
+
+
+def _done(state: State, member: Member, event: h.Done) -> list[Action]:
+    if event.generation != state.generation or member.rank < 0:
+        return []
+    state.finishing = True
+    state.unfinished.discard(event.ref)
+    if state.unfinished:
+        return []
+    state.phase = "finished"
+    return [h.Finish()]
+
+
+def _saved(state: State, event: h.Saved) -> list[Action]:
+    """The newest checkpoint counts; one that is written late by a former rank 0 does not take its place."""
+    if event.step < state.checkpoint_step <= state.committed:
+        return []
+    state.checkpoint, state.checkpoint_step = event.path, event.step
+    return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
+
+
+def _broken(state: State, event: h.GroupBroken) -> list[Action]:
+    """Only who was let go into a group can say so; a master that came back may not remember that it was."""
+    if event.generation != state.generation:
+        return []
+    return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
+
+
+def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Action]:
+    """Fills new slots, or lets the highest ones leave by a planned view. Those in quarantine are tried again when the
+    job grows, and when too few would be left without them."""
+    before, state.workers = state.workers, event.workers
+    again = event.workers >= before or state.wanted < policy.min_workers
+    if again:
+        state.quarantined = {}
+    waiting = [ref for ref in state.pending if parse_ref(ref)[1] >= event.workers]
+    waiting += [m.ref for m in state.members.values() if m.rank < 0 and not m.left and m.slot >= event.workers]
+    for ref in waiting:
+        state.pending.pop(ref, None)
+        state.members.pop(ref, None)
+    row = {"workers": event.workers, "before": before, "again": again, "why": event.why}
+    actions: list[Action] = [h.Log("SCALE", row)]
+    actions += [h.Kill(ref, f"not needed: the job has {event.workers} workers now") for ref in waiting]
+    actions += fill(state, now)
+    return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, policy))
+
+
+def _tick(state: State, now: float, policy: Policy) -> list[Action]:
+    forgive(state, now, policy)
+    deaths = given_up(state, now, policy)
+    actions = [*kill(deaths), *lose(state, deaths, now, policy)] if deaths else []
+    if state.phase == "failed":
+        return actions
+    if state.phase == "gathering" and state.members:
+        actions += _gather(state, now, policy)
+    if state.incarnations and now >= state.fill_at:
+        actions += fill(state, now)
+    if count := stranded(state, policy):
+        return actions + form(state, f"{count} wait in a group that others have left", forced=True)
+    if state.careful and state.committed > state.died_at and state.released and not state.finishing:
+        return actions + form(state, "a step was applied: records are tried together again", forced=False)
+    return actions + settle(state, policy)

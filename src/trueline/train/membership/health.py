@@ -1,0 +1,189 @@
+"""Who is given up: exits, silence, workers that are stuck, slots that are not worth another try. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trueline.engine.contract import parse_ref
+from trueline.train.membership.events import Action, FailJob, Gone, Kill, Log
+from trueline.train.membership.poison import accuse, death
+from trueline.train.membership.state import Failures, Member, Policy, State, fill, form, named
+
+BUSY = ("reading", "computing")
+FADE = 0.99
+"""What a tick (0.25 s) leaves of `State.silence_s`: half after 17 s."""
+
+
+def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> list[Action]:
+    """Deaths that were noticed together: one forced view without the dead, and replacements."""
+    actions: list[Action] = []
+    in_view: list[tuple[Member, str]] = []
+    for gone in deaths:
+        if state.members.get(gone.ref) is None and gone.ref not in state.pending:
+            continue
+        member = state.members.pop(gone.ref, None)
+        state.pending.pop(gone.ref, None)
+        if member is not None and (member.rank >= 0 or _at_work(member, gone)):
+            in_view.append((member, gone.why))
+        actions += _blame(state, gone, member, now, policy)
+        if state.phase == "failed":
+            return actions
+    death(state, [member for member, _ in in_view])
+    if in_view:
+        refs = [member.ref for member, _ in in_view]
+        reason = f"{named(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
+        actions += form(state, reason, forced=True)
+    if in_view and policy.refill_s and len(state.view) >= policy.min_workers:
+        state.fill_at = now + policy.refill_s
+        return actions
+    return actions + fill(state, now)
+
+
+def _at_work(member: Member, gone: Gone) -> bool:
+    """Whether it was to leave after a last step with the others and may have died in it: they have to be cut off."""
+    return member.left and member.left_at is None and not gone.clean
+
+
+def _blame(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+    """A death counts against the record that was being tried, else against the slot."""
+    if member is None or member.trying < 0:
+        return _count(state, gone, member, now, policy)
+    state.rotation += 1
+    why = f"{gone.why} while record {member.trying} was tried"
+    return accuse(state, [member.trying], gone.ref, why, policy, member.trying_where)
+
+
+def _count(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+    slot = parse_ref(gone.ref)[1]
+    if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
+        state.failures.pop(slot, None)
+        return _crashed(state, gone, now, policy) if gone.failed and slot < state.workers else []
+    before = state.failures.get(slot, Failures(0, state.committed, now))
+    count = before.count + 1
+    since = before.since_step if count > 1 else state.committed
+    state.failures[slot] = Failures(count, since, now + policy.delay_s(count))
+    if count < policy.max_failures:
+        return []
+    why = f"worker slot {slot} died {count} times in a row before its first step; last: {gone.why}"
+    if since == state.committed:
+        state.phase = "failed"
+        return [FailJob("train", why)]
+    return _quarantine(state, gone.ref, why, policy)
+
+
+def _crashed(state: State, gone: Gone, now: float, policy: Policy) -> list[Action]:
+    """A failure after steps: what stands out against the other slots is the slot's, and the job is better off without.
+
+    Where all fail alike it is the code or the data, and each replacement still brings some steps.
+    """
+    slot, since = parse_ref(gone.ref)[1], now - policy.spell_s
+    recent = {one: [at for at in times if at > since] for one, times in state.crashes.items()}
+    state.crashes = {one: times for one, times in recent.items() if times}
+    mine = state.crashes.setdefault(slot, [])
+    mine.append(now)
+    others = sum(len(times) for one, times in state.crashes.items() if one != slot)
+    enough = len(mine) >= 2 * policy.max_failures and len(mine) > 2 * others
+    if not enough or state.wanted - 1 < max(policy.min_workers, 1):
+        return []
+    del state.crashes[slot]
+    why = f"worker slot {slot} failed {len(mine)} times in {now - mine[0]:.0f} s, all others {others} times; last: "
+    return _quarantine(state, gone.ref, why + gone.why, policy)
+
+
+def _quarantine(state: State, ref: str, why: str, policy: Policy) -> list[Action]:
+    slot = parse_ref(ref)[1]
+    state.quarantined[slot] = why
+    state.failures.pop(slot, None)
+    actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
+    if state.wanted < policy.min_workers:
+        state.phase = "failed"
+        reasons = named(list(state.quarantined.values()))
+        why = f"{state.wanted} of {state.workers} slots are left, at least {policy.min_workers} are needed: {reasons}"
+        actions.append(FailJob("train", why))
+    return actions
+
+
+def given_up(state: State, now: float, policy: Policy) -> list[Gone]:
+    """Whom to kill at this moment, and why."""
+    found = []
+    lease_s = lease(state, policy)
+    for member in state.members.values():
+        if now - member.seen_at > lease_s:
+            found.append(Gone(member.ref, f"silent for {now - member.seen_at:.1f} s"))
+        elif member.left_at is not None and now - member.left_at > policy.leave_s:
+            found.append(Gone(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
+        elif member.rank < 0 and not member.left and state.goes(member):
+            found.append(Gone(member.ref, "not needed any more"))
+    for ref, at in state.pending.items():
+        if now - at > policy.start_s:
+            found.append(Gone(ref, f"not ready {now - at:.0f} s after its start"))
+    return found or _stuck(state, policy)
+
+
+def _stuck(state: State, policy: Policy) -> list[Gone]:
+    """Members that compute while all others wait for them: for too long, by what the job is used to.
+
+    Nobody is stuck before a step of its own (compilers, caches), and not because the others waited for a moment only:
+    a step may be slow for everybody.
+    """
+    patience = _patience(state, policy)
+    stuck, waited = [], False
+    for ref in state.view if state.released and len(state.view) > 1 else ():
+        member = state.members[ref]
+        if member.phase == "waiting":
+            waited = True
+            if member.phase_s < patience / 2:
+                return []
+        elif member.phase in BUSY and member.stepped and member.phase_s > patience:
+            what = f"stuck: {member.phase} for {member.phase_s:.1f} s while all others wait"
+            stuck.append(Gone(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
+        else:
+            return []
+    return stuck if waited else []
+
+
+def stranded(state: State, policy: Policy) -> int:
+    """How many members wait in a group that others have left for a planned view: nobody has cut it."""
+    if state.released or state.cut_below == state.generation:
+        return 0
+    view = [state.members[ref] for ref in state.view]
+    went_on = any(member.entered is not None and member.base is not None for member in view)
+    rest = [member for member in view if member.entered is None]
+    patience = _patience(state, policy)
+    waiting = all(member.phase == "waiting" and member.phase_s > patience for member in rest)
+    return len(rest) if went_on and waiting else 0
+
+
+def _patience(state: State, policy: Policy) -> float:
+    return max(policy.stuck_s, 10.0 * state.usual_s)
+
+
+def lease(state: State, policy: Policy) -> float:
+    """For how long a member may be silent at this moment, in seconds.
+
+    Where living members were silent for longer than usual, as on a machine that gives its processes their cores late,
+    silence tells less: the lease is three times the longest such silence of late, up to ten times the usual lease.
+    Source: accrual failure detection, which judges a silence by those before it (Hayashibara et al., SRDS 2004).
+
+    >>> policy = Policy(workers=2, lease_s=3.0)
+    >>> [lease(State(workers=2, silence_s=s), policy) for s in (0.6, 2.0, 60.0)]
+    [3.0, 6.0, 30.0]
+    """
+    return max(policy.lease_s, min(3.0 * state.silence_s, 10.0 * policy.lease_s))
+
+
+def forgive(state: State, now: float, policy: Policy) -> None:
+    """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
+    late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
+    state.ticked_at = now
+    state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # more would only last longer
+    if late > policy.tick_s:
+        for member in state.members.values():
+            member.seen_at = min(now, member.seen_at + late)
+            member.left_at = None if member.left_at is None else min(now, member.left_at + late)
+        state.pending.update({ref: min(now, at + late) for ref, at in state.pending.items()})
+
+
+def kill(deaths: Sequence[Gone]) -> list[Action]:
+    return [Kill(gone.ref, gone.why) for gone in deaths]

@@ -1,0 +1,73 @@
+"""Records that make whoever trains on them fail: votes, and what is set aside. Pure.
+
+One vote moves the records on to other workers (`rotation`); a second one, by another worker where there is one, sets a
+record aside. Some records do not raise but kill (a crash in C): when members die one after the other without a step
+between, the next views are **careful**: everybody says which record it tries alone, and a death while trying is a vote.
+See docs/concepts/membership.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trueline.train.membership.events import Action, FailJob, Log, Suspect
+from trueline.train.membership.state import Member, Policy, State, form, named
+
+WHY_CHARS = WHERE_CHARS = 300
+
+
+def suspect(state: State, event: Suspect, policy: Policy) -> list[Action]:
+    """A worker's votes. A forced view that forms already cuts its group; another is for what was set aside."""
+    before = len(state.set_aside)
+    actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
+    aside = list(state.set_aside)[before:]
+    forming = not state.released and state.cut_below == state.generation
+    if state.phase == "failed" or (forming and not aside):
+        return actions
+    state.rotation += 1
+    what = f"{_records(aside)} set aside" if aside else f"{_records(event.records)} failed at {event.ref}"
+    return actions + form(state, what, forced=True)
+
+
+def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Policy, where: str = "") -> list[Action]:
+    """Enters one vote against each of `records`, which lie `where` the worker says."""
+    actions: list[Action] = []
+    alone = len(state.view) == 1 and state.released
+    for record in records:
+        votes = state.suspects.get(record, {})
+        if record in state.set_aside or (ref in votes and not alone):
+            continue
+        second = bool(votes)
+        state.suspects[record] = votes
+        votes[ref] = why[:WHY_CHARS]
+        place = state.places.setdefault(record, where[:WHERE_CHARS])
+        if not second:
+            actions.append(Log("SUSPECT", {"record": record, "worker": ref, "why": votes[ref], "where": place}))
+            continue
+        state.set_aside[record] = "; ".join(f"{worker}: {words}" for worker, words in votes.items())
+        actions.append(Log("POISON", {"record": record, "why": state.set_aside[record], "where": place}))
+        if len(state.set_aside) > policy.set_aside:
+            state.phase = "failed"
+            return [*actions, FailJob("poison", _too_many(state, policy))]
+    return actions
+
+
+def death(state: State, died: Sequence[Member]) -> None:
+    """Members of a group that was at work have died: the second time without a step between calls for care."""
+    if state.released and died:
+        state.careful = state.careful or state.died_at == state.committed
+        state.died_at = state.committed
+
+
+def _too_many(state: State, policy: Policy) -> str:
+    reasons = [f"{_placed(state, record)} ({why})" for record, why in state.set_aside.items()]
+    return f"{len(reasons)} records failed wherever they went, {policy.set_aside} may be set aside: {named(reasons)}"
+
+
+def _placed(state: State, record: int) -> str:
+    where = state.places.get(record)
+    return f"record {record}, {where}" if where else f"record {record}"
+
+
+def _records(records: Sequence[int]) -> str:
+    return f"record{'s' if len(records) > 1 else ''} {named([str(record) for record in records])}"

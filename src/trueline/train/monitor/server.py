@@ -1,0 +1,338 @@
+"""The live page of a job: what its board shows, on a loopback address that answers only who has the token.
+
+    master ──hear──▶ Page ──▶ Board ──▶ /          the page itself: one file, nothing is fetched from elsewhere
+                                        /events    its state, pushed once a second and at the end
+                                        /state     the same, once
+                                        /metrics   for Prometheus
+
+The token reads and cannot change anything: it is derived from the job's secret and is not the secret. Whatever is
+wrong with the page, the job goes on. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also
+of one that has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trueline import events, files
+from trueline.errors import PortInUse, StorageError, UsageError
+from trueline.train.monitor import prometheus
+from trueline.train.monitor.job_view import Board, Fields
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+INTERVAL_S = 1.0
+CLOSE_S = 1.0
+TAIL_BYTES = 1 << 16
+SLICE_BYTES = 1 << 14
+"""Of the past, read in one go: a millisecond or two."""
+_HTML = Path(__file__).with_name("page.html")
+_STATE = b'<script type="application/json" id="state">'
+_FACTS = ("name", "recipe", "epochs", "global_batch", "workers", "min_workers", "seed", "bitwise", "precision",
+          "micro_batch", "autoscale", "monitor")  # fmt: skip
+
+
+def token_of(secret: str) -> str:
+    """The page's token of a job with this secret: nobody can find the secret from it."""
+    return hmac.new(secret.encode(), b"trueline page", hashlib.sha256).hexdigest()[:32]
+
+
+def still(board: Board, now: float) -> bytes:
+    """The page as a file that needs no server: it shows `board` as it is."""
+    state = msgspec.json.encode(board.state(now)).replace(b"<", b"\\u003c")
+    return _HTML.read_bytes().replace(_STATE, _STATE + state)
+
+
+class Page:
+    """A job's board and the server that shows it. Made before the job's next event, so that none is missed.
+
+    `share` is the part of a processor that reading the past may take; a long one is seconds of work.
+    """
+
+    def __init__(self, job_dir: Path, token: str, *, share: float = 1.0) -> None:
+        self.job_dir, self.token, self.url, self.share = job_dir, token, "", share
+        self.board = Board(_facts(job_dir))
+        self.last_url = _last_url(job_dir)
+        """Where an earlier life of the master had it; empty: nowhere."""
+        self._log, self._last_port = job_dir / "events.jsonl", _port_of(self.last_url)
+        self._past = _size(self._log)
+        self._early: list[tuple[str, Fields, float]] | None = []
+        self._closing = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._viewers = 0
+        self._encoded: tuple[float, bytes] = (0.0, b"")
+
+    def hear(self, name: str, fields: Fields, at: float) -> None:
+        """Takes in an event; what happens while the past is still being read waits its turn."""
+        if self._early is not None:
+            self._early.append((name, fields, at))
+            return
+        self.board.hear(name, fields, at)
+        if self.board.ended and not self._ended.is_set():
+            self._ended.set()
+            self._write("page.html", still(self.board, time.time()))  # stays when the job has ended
+        elif not self.board.ended:
+            self._ended.clear()
+
+    async def open(self, port: int = 0, say: Callable[..., None] = events.emit) -> str:
+        """Opens the page on 127.0.0.1 and returns its address; reads the past in the background. On port 0, and when
+        `port` is in use (which `say` is told), it is where it was before, or anywhere. A job goes on without one, too.
+        """
+        self._tasks = [asyncio.ensure_future(self._replay())]
+        for choice in dict.fromkeys((port or self._last_port, self._last_port, 0)):
+            try:
+                listener = _listener(choice)
+            except PortInUse as error:
+                say("page.failed", why=error.message)
+                continue
+            self._serve(listener)
+            break
+        return self.url
+
+    def _serve(self, listener: socket.socket) -> None:
+        import uvicorn
+
+        closing = self._closing
+
+        class Server(uvicorn.Server):
+            def capture_signals(self) -> Any:  # the process's signals are its own
+                return contextlib.nullcontext()
+
+            async def main_loop(self) -> None:  # uvicorn's looks ten times a second, for a page that nobody may look at
+                await closing.wait()
+
+        config = uvicorn.Config(_app(self), log_config=None, access_log=False, lifespan="off", ws="none",
+                                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False,
+                                date_header=False)  # fmt: skip
+        self._server, self._listener = Server(config), listener
+        self._tasks.append(asyncio.ensure_future(self._server.serve([listener])))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
+        self._write("page.token", self.token.encode())  # for those who scrape
+
+    @property
+    def reading(self) -> bool:
+        """Whether the past is still being read: the board does not know all of it."""
+        return self._early is not None
+
+    async def close(self) -> None:
+        """Shows the last state to everybody who looks, then closes; nobody waits when nobody looks."""
+        self._closing.set()
+        if self._early is not None:  # the page that stays tells the whole story, if that is soon told
+            self._tasks = self._tasks or [asyncio.ensure_future(self._replay())]
+            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
+        if self.url:
+            self._server.should_exit = True
+            if self._viewers:
+                await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            for connection in list(self._server.server_state.connections):
+                connection.shutdown()
+            for server in getattr(self._server, "servers", ()):  # none yet when the job was shorter than its start
+                server.close()
+            self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        (self.job_dir / "page.token").unlink(missing_ok=True)
+
+    async def _replay(self) -> None:
+        """What was written before this page was made, in slices, so that the job's decisions need not wait. No further:
+        what comes after it is heard. Between them the processor is the training's, for as long as `share` says.
+        """
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            torn = b""
+            while piece := log.read(min(SLICE_BYTES, self._past - log.tell())):
+                began = time.monotonic()
+                *lines, torn = (torn + piece).split(b"\n")
+                for line in lines:
+                    _take(self.board, line)
+                took_s = time.monotonic() - began
+                await asyncio.sleep(0 if self._closing.is_set() else took_s * (1 / self.share - 1))
+        early, self._early = self._early or [], None
+        for event in early:
+            self.hear(*event)
+
+    async def follow(self) -> None:
+        """Shows what another process appends to the job's events, for ever."""
+        await self._tasks[0]
+        with self._log.open("rb") as log:
+            log.seek(self._past)
+            while True:
+                await asyncio.sleep(INTERVAL_S / 2)  # the pace of looking at a file that somebody else appends to
+                while (line := log.readline()).endswith(b"\n"):
+                    _take(self.board, line)
+                log.seek(-len(line), os.SEEK_CUR)
+
+    def _write(self, name: str, content: bytes) -> None:
+        try:
+            files.write_atomic(self.job_dir / name, content, mode=0o600)
+        except StorageError as error:
+            events.emit("page.failed", why=error.message)
+
+    def encoded(self) -> bytes:
+        """The state as JSON; those who look in the same second share it."""
+        now = time.time()
+        if not 0 <= now - self._encoded[0] < INTERVAL_S / 2 or self.board.ended:
+            self._encoded = (now, msgspec.json.encode(self.board.state(now)))
+        return self._encoded[1]
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events: the state every second while the job runs, at once when it ends."""
+        seen, self._viewers = -1, self._viewers + 1
+        try:
+            while True:
+                changed, seen = self.board.changes != seen, self.board.changes
+                yield b"data: " + self.encoded() + b"\n\n" if changed or not self.board.ended else b": still here\n\n"
+                if self._closing.is_set():
+                    return
+                waited = self._closing if self._ended.is_set() else self._ended
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(waited.wait(), INTERVAL_S)
+        finally:
+            self._viewers -= 1
+
+
+def _size(log: Path) -> int:
+    """Of the whole lines of `log`: the last one may be in the making, or torn."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        end = file.read(TAIL_BYTES)
+    return size - len(end) + end.rfind(b"\n") + 1
+
+
+def _take(board: Board, line: bytes) -> None:
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # torn when the master died or the disk was full
+        event = json.loads(line)
+        board.hear(event["name"], event["fields"], event["at"])
+
+
+def _facts(job_dir: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((job_dir / "job.json").read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(f"{job_dir} holds no job: it has no job.json", hint="name a job's folder") from error
+    return {name: settings[name] for name in _FACTS if name in settings}
+
+
+def _listener(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"the live page cannot have port {port} ({(error.strerror or '').lower()}) and takes another",
+            hint="choose another --page-port",
+        ) from error
+    return listener
+
+
+def _app(page: Page) -> Starlette:
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    html = _HTML.read_bytes()
+    headers = {"content-security-policy": _policy(html), "referrer-policy": "no-referrer", "cache-control": "no-store",
+               "x-content-type-options": "nosniff"}  # fmt: skip
+
+    async def show(request: Request) -> Response:
+        return HTMLResponse(html, headers=headers)
+
+    async def state(request: Request) -> Response:
+        return Response(page.encoded(), media_type="application/json", headers=headers)
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(page.stream(), media_type="text/event-stream", headers=headers)
+
+    async def scrape(request: Request) -> Response:
+        if page.reading:  # a part of the counts would look like another job's
+            return PlainTextResponse("503: the job's past is still being read\n", 503, headers)
+        return Response(prometheus.page(page.board, time.time()), media_type=prometheus.CONTENT_TYPE, headers=headers)
+
+    def guarded(answer: Any) -> Any:
+        async def guard(request: Request) -> Response:
+            if _allowed(request, page.token):
+                found: Response = await answer(request)
+                return found
+            why = (
+                "401: the token is missing or wrong. The page's address, with its token, is in the job's master.json.\n"
+            )
+            return PlainTextResponse(why, 401, headers | {"www-authenticate": "Bearer"})
+
+        return guard
+
+    routes = {"/": show, "/state": state, "/events": stream, "/metrics": scrape}
+    return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in routes.items()])
+
+
+def _allowed(request: Request, token: str) -> bool:
+    given = request.query_params.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _policy(html: bytes) -> str:
+    """The browser runs the page's own script and fetches from its own server; nothing else."""
+    scripts = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in scripts)
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+def _last_url(job_dir: Path) -> str:
+    """The address of the page that an earlier life of the master had, so that open tabs find the next one."""
+    try:
+        return str(json.loads((job_dir / "master.json").read_bytes()).get("page", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def _port_of(url: str) -> int:
+    """0: none."""
+    found = re.match(r"http://127\.0\.0\.1:(\d+)/", url)
+    return int(found[1]) if found else 0
+
+
+async def _show(job_dir: Path, port: int) -> None:
+    page = Page(job_dir, secrets.token_hex(16))
+    sys.stdout.write(await page.open(port) + "\n")
+    sys.stdout.flush()
+    await page.follow()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m trueline.train.monitor.server", description="Shows a job's folder."
+    )
+    parser.add_argument("job_dir", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    arguments = parser.parse_args()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(arguments.job_dir, arguments.port))
+
+
+if __name__ == "__main__":
+    main()

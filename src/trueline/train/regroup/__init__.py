@@ -1,0 +1,1 @@
+"""Forming the next generation in process, and transferring state to members that lack it."""

@@ -1,0 +1,166 @@
+"""Bringing a member to the state of whoever is furthest ahead: at once, or beside the training.
+
+`heal` runs in every member of a group that was just formed. Small states are broadcast. A large one is copied by its
+source and fetched by those who are behind while the steps go on; until it has arrived they **observe**: they take part
+in every allreduce with zeros and keep what it gives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from trueline.errors import CheckpointError
+from trueline.state import checkpoint
+from trueline.state.place import split
+from trueline.train.faults import Faults
+from trueline.train.regroup import state_transfer
+from trueline.train.regroup.regroup import Fellowship
+from trueline.train.step.replica import Reduced, Replica
+
+MOST_KEPT = 8
+"""Steps that an observer keeps before it lets the others wait for its state."""
+
+
+class Healing:
+    """Whether this worker holds the state, and how it gets it."""
+
+    def __init__(self, replica: Replica, fellows: Fellowship, faults: Faults) -> None:
+        self._replica, self._fellows, self._faults = replica, fellows, faults
+        self._offer = state_transfer.Offer()
+        self.address = self._offer.address
+        self.held = False
+        """It holds a state of some step."""
+        self.observed = 0
+        """The step that the group is at, while this worker observes."""
+        self._fetch: state_transfer.Fetch | None = None
+        self._kept: list[Reduced | list[float]] = []
+
+    @property
+    def holds(self) -> bool:
+        """It holds the state of the step that the group is at."""
+        return self.held and self._fetch is None
+
+    def heal(self) -> None:
+        """Raises RuntimeError when a peer fails; then this worker holds what it held before."""
+        plan, rank = self._fellows.plan, self._fellows.rank
+        self._faults.at("healing", max(plan.steps, default=0))
+        most = plan.steps[plan.source]
+        if plan.checkpoint and rank == plan.source:
+            self._replica.restore(_newest(plan.checkpoint).state)
+        behind = [other != plan.source and (step < most or step < 0) for other, step in enumerate(plan.steps)]
+        streamed = any(behind) and most > 0 and not plan.checkpoint and self._large()
+        if streamed:
+            self._stream(behind)
+        elif any(behind):
+            mine = self._replica.state() if rank == plan.source else None
+            state = state_transfer.broadcast(self._fellows.group, mine, source=plan.source)
+            if behind[rank]:
+                self._replica.restore(state)
+        self._agree_on_scale()
+        self.held = self.held or not (streamed and behind[rank])
+        self._forget_evaluation()
+        self._fellows.start_shares(behind if streamed else [False] * len(behind))
+
+    def _agree_on_scale(self) -> None:
+        """The source's scale of fp16: a death in a step that overflows leaves some with half of it, at that step."""
+        scaler = self._replica.advance.scaler
+        if not scaler.is_enabled():
+            return
+        mine = scaler.state_dict()
+        row = torch.tensor([mine["scale"], mine["_growth_tracker"]], dtype=torch.float64)
+        self._fellows.group.wait(dist.broadcast(row, self._fellows.plan.source, async_op=True))
+        scaler.load_state_dict({**mine, "scale": row[0].item(), "_growth_tracker": int(row[1])})
+
+    def _large(self) -> bool:
+        """Decided by what all members know alike: the parameters, and two numbers of an optimizer for each."""
+        if self._replica.options.find_unused_parameters:
+            return False  # an observer cannot tell which parameters the others left out
+        return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
+
+    def _stream(self, behind: list[bool]) -> None:
+        fellows, plan = self._fellows, self._fellows.plan
+        if fellows.rank == plan.source:
+            self._offer.put(fellows.generation, self._replica.snapshot())
+        elif behind[fellows.rank]:
+            self._fetch = state_transfer.Fetch(plan.state, fellows.generation)
+            self.observed = plan.steps[plan.source]
+
+    def _forget_evaluation(self) -> None:
+        """One of the step at hand is made again: not all members need have entered it."""
+        ledger = self._replica.ledger
+        if self.holds and ledger.evaluations and ledger.evaluations[-1]["step"] == ledger.steps:
+            ledger.evaluations.pop()
+
+    def forget(self) -> None:
+        """The group is left: what was under way towards this worker is void."""
+        self._offer.withdraw()
+        self._fetch = None
+        self._kept.clear()
+
+    def heard(self, holders: int) -> None:
+        """So many members put gradients into a step: once it is all, nobody fetches any more, and the copy goes."""
+        if holders == self._fellows.size:
+            self._offer.withdraw()
+
+    def keep(self, words: list[float]) -> None:
+        reduced = self._replica.keep(words)
+        self._kept.append(reduced)
+        if self._advances(reduced):
+            self.observed += 1
+
+    def _advances(self, reduced: Reduced) -> bool:
+        """Whether the others applied the step: not when its gradients overflowed, or its loss is no number."""
+        if not math.isfinite(reduced.words[8]):
+            return False
+        if not self._replica.advance.scaler.is_enabled():
+            return True
+        return all(bool(torch.isfinite(gradient).all()) for gradient in reduced.gradients if gradient is not None)
+
+    def keep_evaluation(self, totals: list[float]) -> None:
+        self._kept.append(totals)
+
+    @property
+    def crowded(self) -> bool:
+        """True when so many gradients are kept that the others had better wait for the state."""
+        return len(self._kept) >= MOST_KEPT
+
+    def arrived(self) -> bool:
+        """True when the state is here. Raises RuntimeError when it will never be."""
+        return self._fetch is not None and self._fetch.over
+
+    def wait(self) -> None:
+        """Returns when the state is here or cannot come any more."""
+        if self._fetch is not None:
+            self._fetch.join(self._fellows.overtaken)
+
+    def take(self) -> list[Reduced | list[float]]:
+        """Takes the state that has arrived; returns what is to be applied to it, oldest first.
+
+        Raises RuntimeError, as a failed collective does, when the state did not come.
+        """
+        fetch, kept, self._kept = self._fetch, self._kept, []
+        assert fetch is not None
+        if fetch.state is None:
+            raise RuntimeError(f"ProcessGroup: {fetch.trouble or 'the transfer of the state was interrupted'}")
+        self._fetch = None
+        self._replica.restore(fetch.state)
+        self.held = True
+        self._forget_evaluation()
+        return kept
+
+    def close(self) -> None:
+        self._offer.close()
+
+
+def _newest(where: str) -> checkpoint.Checkpoint:
+    """The checkpoint at `where`, or the newest older one when it is torn. Raises CheckpointError, StorageError."""
+    try:
+        return checkpoint.read(where)
+    except CheckpointError:
+        older = checkpoint.latest(split(where)[0])
+        if older is None:
+            raise
+        return older

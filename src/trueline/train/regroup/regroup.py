@@ -1,0 +1,151 @@
+"""The group that this worker is in: entering a view, forming its group, and who has which part of a step in it.
+
+leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo group ─▶ (heal: elastic.py) ─▶ steps
+        ▲                                    │             │
+        └────────── superseded, or forming failed: the next view ──────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trueline import events
+from trueline.parallel.gloo import GlooGroup
+from trueline.train.faults import Faults
+from trueline.train.link import Link
+from trueline.train.step import load_balance
+from trueline.train.step.replica import is_collective
+from trueline.wire import train_pb2 as pb
+
+PATIENCE_S = 1.0
+"""After a failed collective, how long to wait for the master's word before asking for a new view."""
+
+
+@dataclass(slots=True)
+class Fellowship:
+    link: Link
+    group: GlooGroup
+    faults: Faults
+    view: pb.View = field(default_factory=lambda: pb.View(generation=-1))
+    plan: pb.Plan = field(default_factory=pb.Plan)
+    rank: int = 0
+    split: load_balance.Split = field(default_factory=load_balance.Split)
+    order: list[int] = field(default_factory=lambda: [0])
+    """Ranks in the order in which parts are dealt: shifted by the view's rotation."""
+    dealt: tuple[float, ...] = (1.0,)
+    """The weights of the split in that order."""
+    position: int = 0
+    """Where this worker is in that order."""
+    rates: tuple[float, ...] = ()
+    """By rank, as the last step's words said."""
+    trouble: str = ""
+    failed: bool = False
+    """A step failed, and no view has said so yet."""
+
+    @property
+    def size(self) -> int:
+        return len(self.view.members)
+
+    @property
+    def generation(self) -> int:
+        return int(self.view.generation)
+
+    def regroup(self, *, steps: int, rate: float, heal: Callable[[], None]) -> None:
+        """Leaves the group and returns in the next one that works. `steps`: applied, -1 without a state.
+
+        `heal` runs in the new group before it counts; a failed collective in it means the next view. Raises
+        SystemExit when the next view does not hold this worker.
+        """
+        after = self.generation
+        while True:
+            self.group.close()
+            self.link.doing("regrouping")
+            view = self._next_view(after)
+            if self.link.ref not in view.members:
+                if self.generation >= 0:
+                    raise SystemExit(0)  # a planned departure: the others go on without this worker
+                after = view.generation  # a newcomer whom this view does not hold yet
+                continue
+            self.faults.at("entering", max(steps, 0))
+            plan = self.link.enter(view.generation, steps, rate)
+            after = view.generation
+            if not plan.superseded and self._formed(view, plan, heal):
+                return
+
+    def _next_view(self, after: int) -> pb.View:
+        """The next view. When a step failed under us, one that cuts the old group: others may still wait in it."""
+        while True:
+            view = self.link.wait_view(after, PATIENCE_S, cuts=self.generation if self.failed else -1)
+            if view is not None:
+                self.failed = False
+                return view
+            if self.generation >= 0 or self.trouble:  # the first group may fail as well, though everybody lives
+                newest = self.link.newest()
+                self.link.broken(after if newest is None else newest.generation, self.trouble)
+
+    def _formed(self, view: pb.View, plan: pb.Plan, heal: Callable[[], None]) -> bool:
+        rank = list(view.members).index(self.link.ref)
+        before = self.view, self.plan, self.rank
+        try:
+            self.faults.at("forming", max(plan.steps, default=0))
+            self.group.form(view.generation, rank=rank, size=len(view.members), store=plan.store)
+            self.view, self.plan, self.rank = view, plan, rank
+            self.link.doing("healing")
+            heal()
+        except RuntimeError as error:
+            if not is_collective(error):
+                raise
+            self.view, self.plan, self.rank = before
+            self.trouble = str(error).partition("\n")[0]
+            events.emit("group.failed", generation=view.generation, why=self.trouble)
+            return False
+        self.link.leads = rank == 0
+        return True
+
+    def start_shares(self, behind: list[bool]) -> None:
+        """The weights of the first step; who is `behind` has no part in it."""
+        self.rates = tuple(self.plan.rates)
+        self.order = [(position - self.view.rotation) % self.size for position in range(self.size)]
+        self.position = self.order.index(self.rank)
+        # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
+        rates = [0.0] * self.size if self.view.rotation else self.rates
+        settling = 0 if any(rate > 0 for rate in self.rates) else load_balance.SETTLING
+        self._deal(load_balance.Split(load_balance.first(rates, behind=behind), settling=settling))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """By rank: in which proportion the members share a step."""
+        return self.split.weights
+
+    def _deal(self, split: load_balance.Split) -> None:
+        if split.weights is not self.split.weights or not self.dealt:
+            self.dealt = tuple([split.weights[rank] for rank in self.order])
+        self.split = split
+
+    def heard(self, rates: list[float], records: int) -> None:
+        """The words of a step of `records` records said how fast the members are."""
+        self.rates = tuple(rates)
+        self._deal(self.split.following(self.rates, records))
+
+    def my_rate(self, measured: float) -> float:
+        """What to say of this worker's speed; as long as nothing was measured, what it is taken for."""
+        known = [weight for weight in self.weights if weight > 0]
+        return measured or self.weights[self.rank] or sum(known) / len(known)
+
+    def by_rank(self, dealt: list[int]) -> list[int]:
+        """Numbers in the order of `order`, put in the order of the ranks."""
+        found = [0] * self.size
+        for rank, number in zip(self.order, dealt, strict=True):
+            found[rank] = number
+        return found
+
+    def overtaken(self) -> bool:
+        """True when a newer view says that this group cannot complete a step."""
+        newest = self.link.newest()
+        return newest is not self.view and newest is not None and newest.cut_below > self.generation
+
+    def wishes(self) -> bool:
+        """True when there is a newer view to regroup for."""
+        newest = self.link.newest()
+        return newest is not self.view and newest is not None and newest.generation > self.generation

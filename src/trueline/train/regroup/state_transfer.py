@@ -1,0 +1,195 @@
+"""How the state of a job gets from one worker to another: peer to peer, never through the disk, and no pickle.
+
+    broadcast   while a group forms: small states, and whenever nobody could go on anyway
+    stream      beside the training: the source offers a copy, a thread of the joiner fetches it in chunks
+
+A streamed state is of the step at which the group formed. The joiner meanwhile takes part in every allreduce with
+zeros and keeps the sums; `replica.py` applies them to the state when it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trueline.parallel.gloo import GlooGroup
+from trueline.state import tree
+
+CHUNK = 4 << 20
+STREAM_BYTES = 16 << 20
+"""A larger state is streamed, so that the others need not wait for it."""
+PATIENCE_S = 30.0
+"""How long a peer may be silent in the middle of a transfer."""
+_LENGTH = struct.Struct("!Q")
+
+
+def size_of(state: dict[str, Any]) -> int:
+    """Bytes of all tensors in `state`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree.encode(state)[1])
+
+
+def broadcast(group: GlooGroup, state: dict[str, Any] | None, *, source: int) -> dict[str, Any]:
+    """The state of rank `source`, who alone passes it, over the group. Raises RuntimeError when a peer fails."""
+    header, tensors = _packed(state) if state is not None else (b"", [])
+    length = torch.tensor([len(header)], dtype=torch.int64)
+    group.wait(dist.broadcast(length, source, async_op=True))
+    received = _broadcast_flat(group, _bytes_tensor(header) if state is not None else None, source, int(length.item()))
+    skeleton, shapes = json.loads(bytes(received.numpy()))
+    flat = torch.cat([_as_bytes(tensor) for tensor in tensors]) if tensors else None
+    received = _broadcast_flat(group, flat, source, sum(_nbytes(dtype, shape) for dtype, shape in shapes))
+    return _unpacked(skeleton, shapes, received) if state is None else state
+
+
+def _broadcast_flat(group: GlooGroup, flat: torch.Tensor | None, source: int, size: int) -> torch.Tensor:
+    buffer = torch.empty(size, dtype=torch.uint8) if flat is None else flat
+    piece = 64 << 20
+    for start in range(0, size, piece):
+        group.wait(dist.broadcast(buffer[start : start + piece], source, async_op=True))
+    return buffer
+
+
+class Offer:
+    """Serves one copied state to whoever knows the job's secret and names its generation."""
+
+    def __init__(self) -> None:
+        host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET, backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._secret = os.environ.get("TRUELINE_SECRET", "")
+        self._offered: tuple[int, dict[str, Any]] | None = None
+        self._news = threading.Condition()
+        threading.Thread(target=self._serve, name="state", daemon=True).start()
+
+    def put(self, generation: int, state: dict[str, Any]) -> None:
+        """Offers `state`, a copy of its own, to the members of `generation`."""
+        with self._news:
+            self._offered = generation, state
+            self._news.notify_all()
+
+    def withdraw(self) -> None:
+        if self._offered is None:  # as after nearly every step; only its owner makes an offer
+            return
+        with self._news:
+            self._offered = None
+
+    def close(self) -> None:
+        self.withdraw()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed: nothing more to serve
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), name="state", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):  # the joiner is gone, or talks nonsense
+            connection.settimeout(PATIENCE_S)
+            asked = json.loads(_receive(connection, _length(connection, most=4096)))
+            if not hmac.compare_digest(str(asked["secret"]), self._secret):
+                return
+            with self._news:
+                self._news.wait_for(lambda: self._offered and self._offered[0] >= asked["generation"], PATIENCE_S)
+                offered = self._offered
+            if offered is None or offered[0] != asked["generation"]:
+                return
+            header, tensors = _packed(offered[1])
+            connection.sendall(_LENGTH.pack(len(header)) + header)
+            for tensor in tensors:
+                flat = _as_bytes(tensor).numpy()
+                for start in range(0, len(flat), CHUNK):
+                    connection.sendall(flat[start : start + CHUNK].data)
+
+
+class Fetch:
+    """Takes the state that the member at `address` offers to `generation`, in a thread."""
+
+    def __init__(self, address: str, generation: int) -> None:
+        self._address, self._generation = address, generation
+        self.state: dict[str, Any] | None = None
+        self.trouble = ""
+        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """True when `state` or `trouble` is set."""
+        return not self._thread.is_alive()
+
+    def join(self, given_up: Callable[[], bool]) -> None:
+        """Returns when the transfer is over, or `given_up` says that nobody needs it any more."""
+        while self._thread.is_alive() and not given_up():
+            self._thread.join(0.02)
+
+    def _run(self) -> None:
+        host, _, port = self._address.rpartition(":")
+        question = {"secret": os.environ.get("TRUELINE_SECRET", ""), "generation": self._generation}
+        try:
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+                connection.settimeout(2 * PATIENCE_S)
+                text = json.dumps(question).encode()
+                connection.sendall(_LENGTH.pack(len(text)) + text)
+                skeleton, shapes = json.loads(_receive(connection, _length(connection, most=1 << 30)))
+                size = sum(_nbytes(dtype, shape) for dtype, shape in shapes)
+                flat = torch.from_numpy(np.frombuffer(_receive(connection, size), np.uint8))
+                self.state = _unpacked(skeleton, shapes, flat)
+        except (OSError, ValueError) as error:
+            self.trouble = f"the state was not received from {self._address}: {error}"
+
+
+def _length(connection: socket.socket, *, most: int) -> int:
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    if length > most:
+        raise ValueError(f"a message of {length} bytes, expected at most {most}")
+    return int(length)
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    buffer = bytearray(size)
+    view, at = memoryview(buffer), 0
+    while at < size:
+        got = connection.recv_into(view[at:], min(CHUNK, size - at))
+        if not got:
+            raise OSError("the peer closed the connection")
+        at += got
+    return buffer
+
+
+def _packed(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    skeleton, tensors = tree.encode(state)
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    return json.dumps([skeleton, shapes]).encode(), tensors
+
+
+def _unpacked(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[str, Any]:
+    tensors, at = [], 0
+    for dtype, shape in shapes:
+        size = _nbytes(dtype, shape)
+        piece = flat[at : at + size].clone()  # a copy of its own: aligned, and free of the large buffer
+        tensors.append(piece.view(getattr(torch, dtype)).reshape(shape))
+        at += size
+    found: dict[str, Any] = tree.decode(skeleton, tensors)
+    return found
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    return int(getattr(torch, dtype).itemsize * np.prod(shape, dtype=np.int64))

@@ -1,0 +1,1 @@
+"""One optimizer step: reading, forward, contribution, ledger, commit, checkpoint."""

@@ -1,0 +1,161 @@
+"""The optimizer's side of a step: unscale, clip, step, schedule, average. Deterministic in the reduced gradients.
+
+Every member holds the same reduced gradients and calls `apply` once for them, so all take the same decision: also the
+one that a step in half precision overflowed. Such a step is not applied; it is computed again with half the scale, so
+that its records count once all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trueline.errors import TrainError, UsageError
+from trueline.train.step.options import Options
+
+
+class Advance:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        options: Options,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.options = model, optimizer, scheduler, options
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        device = self._parameters[0].device.type if self._parameters else "cpu"
+        self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
+        self.scaled(torch.zeros((), device=device))  # who has no records in its first step unscales all the same
+        self._averaged: dict[str, torch.Tensor] = {}
+        if options.ema:
+            self._averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale of the gradients (1 unless the precision is fp16)."""
+        return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
+
+    def zero_grad(self) -> None:
+        """Also of parameters that the optimizer does not have: they count in the norm."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:  # torch's own does what follows
+            self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def apply(self, measured: float | None = None, *, steps: int = 0) -> bool:
+        """Applies the gradients in place; False when they overflowed and nothing but the scale was changed.
+
+        `steps` were applied before: the average forgets its beginning faster in the first of them, with a decay of
+        (1 + steps) / (10 + steps) at most, as TensorFlow's ExponentialMovingAverage does.
+        `measured` is what an evaluation of the state at hand gave, smaller is better. A schedule that waits for
+        plateaus advances by it now and not when it was measured: after a regroup an evaluation is made again.
+        Raises TrainError when no scale helps, or when a norm that is to be clipped is not finite.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        if self.options.clip_norm:
+            self._clip()
+        forget = self._hear(measured)
+        if not self.scaler.is_enabled():
+            self.optimizer.step()
+        elif not self._step_scaled():
+            forget()
+            return False
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        if self._averaged:
+            with torch.no_grad():
+                live = [value.detach() for value in self.model.parameters()]
+                decay = min(self.options.ema, (1 + steps) / (10 + steps))
+                get_ema_multi_avg_fn(decay)(list(self._averaged.values()), live, 1)  # type: ignore[no-untyped-call]
+        return True
+
+    def _hear(self, measured: float | None) -> Callable[[], None]:
+        """Tells a schedule that waits for plateaus; what is returned takes that back."""
+        plateau, groups = self.scheduler, self.optimizer.param_groups
+        if measured is None or not isinstance(plateau, ReduceLROnPlateau):
+            return lambda: None
+        state, rates = plateau.state_dict(), [copy.deepcopy(group["lr"]) for group in groups]
+
+        def forget() -> None:
+            plateau.load_state_dict(state)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+        plateau.step(measured)
+        return forget
+
+    def _clip(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip_norm)
+        if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
+            raise TrainError(
+                "the norm of the gradients is not finite, though the loss is",
+                hint="look for square roots, logarithms and divisions near zero in the model and the loss",
+            )
+
+    def _step_scaled(self) -> bool:
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        after = self.scaler.get_scale()
+        if after < 2.0**-20:
+            raise TrainError(
+                f"the gradients overflow in fp16 at a scale of {before:g}, though the loss is finite",
+                hint='train with precision = "bf16" or "fp32"',
+            )
+        return after >= before
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the averaged parameters, if any are kept, while the block runs."""
+        if not self._averaged:
+            yield
+            return
+        live = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self._load(self._averaged)
+        try:
+            yield
+        finally:
+            self._load(live)
+
+    def _load(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(values[name])
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer, scheduler, scaler and averages; the tensors are the live ones."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler.is_enabled() else None,
+            "ema": dict(self._averaged) or None,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        for name, value in (state["ema"] or {}).items():
+            self._averaged[name].copy_(value)
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for parameters that are not the model's: nobody would sum their gradients, nor heal them."""
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in strange if id(parameter) not in known]
+    if strange:
+        raise UsageError(
+            f"the optimizer has {len(strange)} parameters that are not of the model (the first of shape "
+            f"{list(strange[0].shape)})",
+            hint="make them a part of the model, e.g. a criterion with parameters a submodule of it",
+        )

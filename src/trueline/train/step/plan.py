@@ -1,0 +1,211 @@
+"""The plan of a job: which records form step k, and which of them are whose.
+
+A pure function of (seed, step, global_batch), of the source's blocks, of the records that were set aside, and for the
+split of the members' weights; who computes it, and how often, changes nothing. Plans of neighbouring steps are computed
+together because numpy's cost is per call. The order is a permutation of all records, or, with blocks, of those and of
+the records in windows of them (docs/concepts/order.md).
+
+A **shard** is a fixed run of at most `micro_batch` records of a step, all of nearly one length: a short last step must
+not end in a shard of one record, which normalization layers refuse. Without shards a member's part is one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.data import order
+from trueline.data.orders import InFileOrder, Order, Permuted
+from trueline.data.windows import WINDOW_RECORDS, WindowOrder
+from trueline.train.step import ledger
+
+Ints = npt.NDArray[np.int64]
+_TOGETHER = 64
+WINDOW_BLOCKS = 8
+"""Blocks of a window at the least, whatever their size: fewer mix badly."""
+IN_ORDER = (0,)
+"""Stands for the blocks of a source whose records are taken as they lie: no real block is empty."""
+DRAWN = (-1,)
+"""As `IN_ORDER`, for a source with an order of its own: an id is a position of that order, and not a record."""
+
+
+@lru_cache(maxsize=256)
+def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
+    return order.split(count, weights)
+
+
+def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
+    """The order of a job's records: any of them anywhere; with `blocks`, those within windows of some eight; as they
+    lie for `IN_ORDER` and `DRAWN`."""
+    if tuple(blocks) in (IN_ORDER, DRAWN):
+        return InFileOrder(num_records)
+    if not blocks:
+        return Permuted(num_records, seed=seed)
+    window = max(WINDOW_RECORDS, WINDOW_BLOCKS * num_records // len(blocks))
+    return WindowOrder([Block(count) for count in blocks], seed=seed, window_records=window, block_records=num_records)
+
+
+def _gather(ids: Ints, global_batch: int) -> None:
+    """Sorts the records of each step, in place: a step is the same sum in any order, and a member's slice of it then
+    lies in few blocks, the same ones for all steps of a window. Shards stay as they were drawn: what looks at its
+    neighbours would see records of one block only.
+    """
+    for start in range(0, len(ids), global_batch):
+        ids[start : start + global_batch].sort()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Records that an order keeps together, as far as it cares."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Records of one forward."""
+
+    records: Ints
+    shard: int
+    """Which shard of the step; without shards the rank."""
+    digest: int
+    """`ledger.digest` of the records."""
+
+
+@dataclass(slots=True, kw_only=True)
+class JobPlan:
+    num_records: int
+    global_batch: int
+    epochs: int
+    seed: int
+    micro_batch: int = 0
+    """Most records of a shard; 0: no shards."""
+    blocks: tuple[int, ...] = ()
+    """How many records lie together in the source, for an order in windows of them; empty: any record anywhere."""
+    set_aside: tuple[int, ...] = ()
+    """Records of the source that are in no step any more."""
+    drawn: Callable[[Ints, int], Ints] | None = None
+    """Which records of the source stand at ids of an epoch; None: those of the same number."""
+    epoch_steps: int = field(init=False)
+    total_steps: int = field(init=False)
+    _order: Order | None = None
+    _first: int = -1
+    _records: list[Ints] = field(default_factory=list)
+    _left_out: list[ledger.LeftOut] = field(default_factory=list)
+    _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    _digests: list[int] = field(default_factory=list)
+    _cut_for: tuple[int, tuple[float, ...]] = (-1, ())
+    _cut: list[list[Piece]] = field(default_factory=list)
+    """What the rank of `_cut_for` trains of these steps."""
+
+    def __post_init__(self) -> None:
+        self.epoch_steps = order.steps_per_epoch(self.num_records, self.global_batch)
+        self.total_steps = self.epochs * self.epoch_steps
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.epoch_steps
+
+    def ends_epoch(self, step: int) -> bool:
+        return (step + 1) % self.epoch_steps == 0
+
+    def leave_out(self, records: Collection[int]) -> None:
+        """From now on `records` are in no step."""
+        if tuple(sorted(records)) != self.set_aside:
+            self.set_aside = tuple(sorted(records))
+            self._first = -1
+
+    def records(self, step: int) -> Ints:
+        """The ids of the records of `step` (0-based over the whole job), in the order of the epoch's permutation."""
+        self._reach(step)
+        return self._records[step - self._first]
+
+    def left_out(self, step: int) -> ledger.LeftOut:
+        """What would be in `step`, had it not been set aside."""
+        self._reach(step)
+        return self._left_out[step - self._first]
+
+    def origins(self, ids: Ints, *, epoch: int) -> Ints:
+        """The records of the source that stand at `ids` of `epoch`."""
+        return ids if self.drawn is None else self.drawn(ids, epoch)
+
+    def digest(self, step: int) -> int:
+        """`ledger.digest` of the records of `step`."""
+        self._reach(step)
+        return self._digests[step - self._first]
+
+    def _reach(self, step: int) -> None:
+        if not 0 <= step - self._first < len(self._records) or self._first < 0:
+            self._compute(step)
+
+    def _compute(self, step: int) -> None:
+        epoch, start, _ = order.locate(step, num_records=self.num_records, global_batch=self.global_batch)
+        stop = min(start + _TOGETHER * self.global_batch, self.num_records)
+        if self._order is None:
+            self._order = order_of(self.num_records, self.blocks, seed=self.seed)
+        ids = self._order.at(np.arange(start, stop, dtype=np.int64), epoch=epoch)
+        if self.blocks and not self.micro_batch:
+            _gather(ids, self.global_batch)
+        parts = ledger.mixed(ids)
+        self._first = step
+        steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        mixed = [parts[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
+        self._left_out = [ledger.LeftOut() for _ in steps]
+        if self.set_aside:
+            origins = [self.origins(records, epoch=epoch) for records in steps]
+            kept = [~np.isin(records, self.set_aside) for records in origins]
+            self._left_out = [
+                ledger.LeftOut(tuple(records[~keep].tolist()), tuple(origin[~keep].tolist()))
+                for records, origin, keep in zip(steps, origins, kept, strict=True)
+            ]
+            steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
+            mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
+        self._records, self._mixed, self._digests = steps, mixed, [ledger.total(parts) for parts in mixed]
+        self._cut_for = -1, ()
+
+    def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[Piece]:
+        """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""
+        count = len(self.records(step))
+        if not self.micro_batch:
+            if self._cut_for != (rank, weights):
+                self._cut_for, self._cut = (rank, weights), self._cut_up(rank, weights)
+            return self._cut[step - self._first]
+        shards = self.num_shards(step)
+        if not shards:
+            return []  # all its records were set aside
+        bounds_of = _slices(count, (1.0,) * shards)
+        return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
+
+    def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[Piece]]:
+        """One slice of each step that was computed, or none; their digests in one pass over all records."""
+        bounds = np.array([_slices(len(records), weights)[rank] for records in self._records])
+        ends = np.cumsum([0, *map(len, self._records)])[:-1, None] + bounds
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(self._mixed), dtype=np.uint64)])
+        digests = ((sums[ends[:, 1]] - sums[ends[:, 0]]) & np.uint64(ledger.MASK)).tolist()
+        return [
+            [Piece(records[start:stop], rank, digest)] if stop > start else []
+            for records, (start, stop), digest in zip(self._records, bounds.tolist(), digests, strict=True)
+        ]
+
+    def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> Piece:
+        at, part = step - self._first, slice(*bounds)
+        return Piece(self._records[at][part], shard, ledger.total(self._mixed[at][part]))
+
+    def num_shards(self, step: int) -> int:
+        return -(-len(self.records(step)) // self.micro_batch)
+
+    def shard_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
+        """How many shards of `step` each rank has."""
+        return [stop - start for start, stop in _slices(self.num_shards(step), weights)]
+
+    def share_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
+        """How many records of `step` each rank has."""
+        count = len(self.records(step))
+        if not self.micro_batch or not count:
+            return [stop - start for start, stop in _slices(count, weights)]
+        bounds_of = _slices(count, (1.0,) * self.num_shards(step))
+        return [sum(stop - start for start, stop in bounds_of[slice(*shards)])
+                for shards in _slices(len(bounds_of), weights)]  # fmt: skip

@@ -1,0 +1,246 @@
+"""A worker's gRPC line to the master that started it.
+
+A worker that the master has given up is fenced: it ends at once, before it can touch a checkpoint or a peer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from trueline.train.worker.step_report import Stepped
+from trueline.wire import train_pb2 as pb
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+FENCED_EXIT = 76
+HEARTBEAT_S = 0.5
+REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
+"""Reports are gathered for so long, by a worker that has just begun and by one that is LATE_S old; the log may be that
+much behind the truth. Each report takes milliseconds of processor time from the steps, here, at the master and at the
+launcher. What ends an epoch, an evaluation and the first step of a group do not wait."""
+OVERDUE_NS = 3_000_000_000
+ONE_THREAD = ("SingleThreadedUnaryStream", 1)
+"""Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
+RETRY_S = 0.05
+RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
+                ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
+"""How a channel looks for a master that is away: it asks again after 50 to 300 ms, where gRPC would wait a second at
+first. `min` is what an attempt may take: a starved master, whose greeting takes longer, would never be reached. Calls
+wait in gRPC meanwhile (`wait_for_ready`); each that failed and was repeated took processor time from the steps."""
+
+
+def gathering_s(age_s: float) -> float:
+    """For how long a worker of `age_s` seconds gathers its reports.
+
+    >>> gathering_s(0.0), gathering_s(3.0), gathering_s(3600.0)
+    (0.1, 0.23, 0.75)
+    """
+    return REPORT_S + (LATE_REPORT_S - REPORT_S) * min(1.0, age_s / LATE_S)
+
+
+class MasterLink:
+    """The gRPC client. `cut` is called in the watching thread with a generation below which groups are to be cut."""
+
+    def __init__(self, address: str, secret: str, ref: str, cut: Callable[[int], None]) -> None:
+        self.ref = ref
+        self.leads = True
+        self._cut = cut
+        self._metadata = (("authorization", f"Bearer {secret}"),)
+        options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._master = pb_grpc.MasterStub(self._channel)
+        self._news = threading.Condition()
+        self._view: pb.View | None = None
+        self._generation, self._step = -1, -1
+        self._applied: deque[Stepped] = deque()
+        self._certificates: deque[pb.Certificate] = deque()
+        self._evaluations: deque[pb.Evaluation] = deque()
+        self.save_from = 0
+        self._phase, self._since = "starting", time.monotonic()
+        self._sending = threading.Lock()
+        self._wake, self._urgent = threading.Event(), threading.Event()
+        """There is something to report; something that is not gathered with others."""
+        self._closed = False
+
+    def ready(
+        self,
+        store: str,
+        *,
+        state: str,
+        num_records: int,
+        total_steps: int,
+        shard_records: int,
+        blocks: Sequence[int] = (),
+    ) -> None:
+        hello = pb.Hello(
+            ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps,
+            shard_records=shard_records, blocks=blocks,
+        )  # fmt: skip
+        threading.Thread(target=self._until_closed, args=(self._watch, hello), name="views", daemon=True).start()
+        threading.Thread(target=self._until_closed, args=(self._report,), name="reports", daemon=True).start()
+
+    def _until_closed(self, work: Callable[..., None], *given: Any) -> None:
+        try:
+            work(*given)
+        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            if not self._closed:
+                raise
+
+    def _watch(self, hello: pb.Hello) -> None:
+        was_away = False
+        while not self._closed:
+            try:
+                for view in self._master.Watch(hello, metadata=self._metadata, wait_for_ready=True):
+                    with self._news:
+                        self._view = view
+                        self._news.notify_all()
+                    self._cut(view.cut_below)
+                    if was_away:  # a master that has come back does not know what was applied meanwhile
+                        was_away = False
+                        if self.leads:  # the others come with their next beat: they have nothing to tell but that
+                            self._hurry()
+            except grpc.RpcError as error:
+                self._fence_or_wait(error)
+            was_away = True
+            time.sleep(RETRY_S)  # the master is away
+
+    def newest(self) -> pb.View | None:
+        return self._view
+
+    def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
+        def there() -> bool:
+            view = self._view
+            return view is not None and view.generation > after and view.cut_below > cuts
+
+        with self._news:
+            return self._view if self._news.wait_for(there, timeout_s) else None
+
+    def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
+        with self._sending:
+            message = self._unreported(everything=True)
+            self._reported(message, 0)  # the call is repeated until it arrives; meanwhile heartbeats go on
+        entry = pb.Entry(ref=self.ref, generation=generation, step=step, rate=rate, progress=message)
+        plan: pb.Plan = self._call(self._master.Enter, entry)
+        return plan
+
+    def finish(self, generation: int, step: int) -> pb.Plan:
+        plan: pb.Plan = self._call(self._master.Finish, pb.Entry(ref=self.ref, generation=generation, step=step))
+        return plan
+
+    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
+        self._applied.append(applied)
+        if certificate is not None:
+            self._certificates.append(certificate)
+        new, self._generation, self._step = generation != self._generation, generation, step
+        if new or certificate is not None:
+            self._hurry()
+        elif self.leads and len(self._applied) == 1:
+            self._wake.set()
+
+    def evaluated(self, evaluation: pb.Evaluation) -> None:
+        self._evaluations.append(evaluation)
+        self._hurry()
+
+    def doing(self, phase: str) -> None:
+        self._phase, self._since = phase, time.monotonic()
+
+    def suspect(self, step: int, record: int, why: str, where: str) -> None:
+        self._call(self._master.Suspect, pb.Suspicion(ref=self.ref, step=step, records=[record], why=why, where=where))
+
+    def trying(self, step: int, record: int, where: str) -> None:
+        self._call(self._master.Try, pb.Trial(ref=self.ref, step=step, record=record, where=where))
+
+    def certify(self, certificates: list[pb.Certificate]) -> None:
+        self._certificates.extend(certificates)
+
+    def _report(self) -> None:
+        born = time.monotonic()
+        while True:
+            gathered_s = gathering_s(time.monotonic() - born)
+            if not self._urgent.wait(gathered_s):
+                self._wake.wait(max(0.0, HEARTBEAT_S - gathered_s))
+            self._urgent.clear()
+            self._wake.clear()
+            if self._closed:
+                return
+            self._send()
+
+    def _hurry(self) -> None:
+        self._urgent.set()
+        self._wake.set()
+
+    def flush(self) -> None:
+        self._send(everything=True)
+
+    def _send(self, *, everything: bool = False) -> None:
+        with self._sending:
+            message = self._unreported(everything=everything)
+            ack: pb.Ack = self._call(self._master.Report, message)
+            self._reported(message, ack.committed)
+        self.save_from = ack.save_from
+
+    def _unreported(self, *, everything: bool) -> pb.Progress:
+        overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
+        return pb.Progress(
+            ref=self.ref,
+            generation=self._generation,
+            step=self._step,
+            applied=[one.as_message() for one in self._applied] if everything or self.leads or overdue else [],
+            certificates=list(self._certificates),
+            evaluations=list(self._evaluations),
+            phase=self._phase,
+            phase_s=time.monotonic() - self._since,
+        )
+
+    def _reported(self, message: pb.Progress, committed: int) -> None:
+        for _ in message.applied:
+            self._applied.popleft()
+        while self._applied and self._applied[0].step < committed:
+            self._applied.popleft()
+        for _ in message.certificates:
+            self._certificates.popleft()
+        for _ in message.evaluations:
+            self._evaluations.popleft()
+
+    def saved(self, step: int, path: str, digest: str) -> None:
+        self._call(self._master.Saved, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
+
+    def leave(self) -> None:
+        self._call(self._master.Leave, pb.Worker(ref=self.ref))
+
+    def broken(self, generation: int, what: str) -> None:
+        self._call(self._master.Broken, pb.Fault(ref=self.ref, generation=generation, what=what))
+
+    def fail(self, what: str, detail: str) -> None:
+        self._call(self._master.Fail, pb.Fault(ref=self.ref, what=what, detail=detail))
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        while True:
+            try:
+                return method(request, metadata=self._metadata, wait_for_ready=True)
+            except grpc.RpcError as error:
+                self._fence_or_wait(error)
+                time.sleep(RETRY_S)  # the master is away
+
+    def _fence_or_wait(self, error: grpc.RpcError) -> None:
+        """Returns when the master may come back; ends the process when it wants nothing of this worker."""
+        code = error.code()
+        away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+        if self._closed or code in away:
+            return
+        details = error.details()
+        sys.stderr.write(f"worker.fenced ref={self.ref} code={code.name} why={details!r}\n")
+        sys.stderr.flush()
+        os._exit(FENCED_EXIT)
+
+    def close(self) -> None:
+        self._closed = True
+        self._hurry()
+        self._channel.close()

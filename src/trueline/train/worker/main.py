@@ -1,0 +1,195 @@
+"""A worker: the recipe's blanks in an `Elastic` loop. Forked by the agent, it lives until the job ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trueline import events
+from trueline.batch.evaluate import measuring
+from trueline.data.source import Batch, Source
+from trueline.errors import CheckpointError, TruelineError
+from trueline.recipe.contract import Recipe
+from trueline.recipe.load import load_recipe
+from trueline.train import devices
+from trueline.train import settings as job_settings
+from trueline.train.elastic import Elastic
+from trueline.train.link import connect
+from trueline.train.settings import JobSettings
+from trueline.train.step import model_traits
+from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.options import Options
+from trueline.train.step.replica import is_collective
+from trueline.train.step.validation import Rule, Validation
+from trueline.train.worker.call import call
+
+UNREACHABLE_EXIT = 75
+LOST_EXIT = 77
+"""The device or a reader of this process failed, and with it this process alone."""
+TRIED = 8
+"""Records of the forward that is tried before the first step."""
+
+
+def main() -> int:
+    """Trains as the environment says (TRUELINE_JOB, _MASTER, _SECRET, _REF); returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    job_dir = Path(os.environ["TRUELINE_JOB"])
+    settings = job_settings.load(job_dir)
+    if settings.script:
+        from trueline.train.worker.script import main as run_script
+
+        return run_script()
+    torch.set_num_threads(settings.threads)
+    job: Elastic | None = None
+    try:
+        recipe = load_recipe(settings.recipe)
+        check_digest(recipe, settings)
+        job = build(recipe, settings, job_dir)
+        _leave_on_sigterm(job)
+        train(recipe, job, Options.of(settings))
+        return 0
+    except Exception as error:  # noqa: BLE001  the process boundary: everybody would meet this error, so the job ends
+        if isinstance(error, RuntimeError) and is_collective(error):
+            traceback.print_exc()  # of the network, and of this process alone: the master replaces it
+            return UNREACHABLE_EXIT
+        if devices.is_lost(error):
+            traceback.print_exc()  # with all that depends on it; the master replaces this process
+            return LOST_EXIT
+        _report(job, error)
+        return 1
+
+
+def check_digest(recipe: Recipe, settings: JobSettings) -> None:
+    if recipe.digest != settings.recipe_digest:
+        raise CheckpointError(
+            f"the recipe {settings.recipe} was changed since the job began",
+            hint="start a new job with the changed recipe, or restore the old one",
+        )
+
+
+def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
+    """The job's loop: same seed, same model in every worker."""
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
+    torch.manual_seed(settings.seed)
+    model = recipe.model().to(devices.mine(settings.device, repeatable=settings.bitwise))
+    if not model.training:  # as pretrained models come; a part in evaluation mode is frozen on purpose and stays so
+        model.train()
+    optimizer = recipe.optimizer(model.parameters())
+    scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
+    source = recipe.source("training")
+    facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
+    options = Options.of(settings)
+    return Elastic(
+        model,
+        optimizer,
+        source,
+        global_batch=settings.global_batch,
+        epochs=settings.epochs,
+        seed=settings.seed,
+        scheduler=scheduler,
+        options=options,
+        validation=validation_of(recipe, model, settings),
+        keeper=Keeper.of(settings, job_dir, facts),
+        faults=settings.faults,
+        kind=_nature(recipe, model, source),
+    )
+
+
+def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_traits.Nature:
+    """What one forward on the first records shows of the model; what its modules say when that forward fails."""
+    first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
+
+    def loss() -> torch.Tensor:
+        batch = devices.placed_batch(source.read(first), devices.of_model(model))
+        return recipe.loss(call(model, batch.inputs), batch.labels)
+
+    try:
+        return model_traits.tried(model, loss, len(first))
+    except Exception as error:  # noqa: BLE001  a record that the model cannot take is found out, and told, in its step
+        events.emit("model.untried", why=f"{type(error).__name__}: {error}")
+        return model_traits.known(model)
+
+
+def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
+    """The evaluation that the settings ask for while training, if any."""
+    if not (settings.evaluate_every or settings.monitor or settings.patience):
+        return None
+    rule = Rule(every=settings.evaluate_every, monitor=settings.monitor or "loss", patience=settings.patience)
+    names = tuple(recipe.metrics()) if recipe.metrics is not None else ()
+    source = recipe.source("evaluation")
+    compute = measuring(recipe, model, source)
+
+    def measure(start: int, stop: int) -> list[float]:
+        with model_traits.evaluating(model):
+            found = compute(start, stop)
+        return [found["loss"], *(found[f"metric {name}"] for name in names)]
+
+    return Validation(rule=rule, num_records=source.num_records, names=names, measure=measure)
+
+
+def train(recipe: Recipe, job: Elastic, options: Options) -> None:
+    """The loop. A batch that raises is looked into: some of its records may be to blame."""
+    cast = autocast(job.model, options)
+
+    def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
+        with cast():
+            loss = recipe.loss(call(job.model, batch.inputs), batch.labels)
+            return loss if loss.dim() == 0 else loss.mean()  # of one number it is two operations for nothing
+
+    job.try_with(loss_of)
+    for batch in job:
+        try:
+            loss = loss_of(batch)
+        except Exception as error:  # noqa: BLE001  a user's code may raise anything
+            job.blame(error)
+            continue
+        job.step(loss)
+
+
+def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which forward and loss are computed."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if options.precision not in dtypes:
+        return contextlib.nullcontext
+    device = next(model.parameters()).device.type
+    return functools.partial(torch.autocast, device, dtype=dtypes[options.precision])
+
+
+def _leave_on_sigterm(job: Elastic) -> None:
+    def leave(*_: object) -> None:
+        threading.Thread(target=job.leave, name="leave", daemon=True).start()  # gRPC must not run in a signal handler
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def place_of(error: Exception) -> str:
+    """Where the user's code raised: the innermost frame that is not Trueline's or a library's, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[2])
+    users = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
+    frame = users[-1] if users else frames[-1]
+    return f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}; the worker's log has the whole traceback"
+
+
+def _report(job: Elastic | None, error: Exception) -> None:
+    traceback.print_exc()
+    what = error.message if isinstance(error, TruelineError) else f"{type(error).__name__}: {error}"
+    detail = error.hint if isinstance(error, TruelineError) else place_of(error)
+    code = error.code if isinstance(error, TruelineError) else "recipe_raised"
+    fail = job.fail if job is not None else connect(lambda _: None).fail
+    fail(f"{code}|{what}", detail)
