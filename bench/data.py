@@ -29,19 +29,20 @@ from bench._table import report
 from bench.leases import straggler
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trueline.data import look, recordio, snappy
-from trueline.data.cache import BlockCache
+from trueline.data.formats import recordio, snappy
+from trueline.data.formats.parquet import ParquetFormat
+from trueline.data.loading.decoded_cache import Tables
+from trueline.data.loading.tensors import tensor
 from trueline.data.open import open_records
-from trueline.data.order import record_at, split
-from trueline.data.parquet import ParquetFormat
+from trueline.data.order.permutation import record_at, split
+from trueline.data.order.windowed import WindowOrder
 from trueline.data.records import FileRecords, Records
-from trueline.data.remote import list_store, opened
-from trueline.data.resident import Tables
 from trueline.data.source import Unit
-from trueline.data.store import Patience, Store
-from trueline.data.table import TableSource
-from trueline.data.tensors import tensor
-from trueline.data.windows import WindowOrder
+from trueline.data.sources.records_source import TableSource
+from trueline.data.tools import inspect
+from trueline.storage.block_cache import BlockCache
+from trueline.storage.object_store import Patience, Store
+from trueline.storage.remote import list_store, opened
 from trueline.train.step.plan import JobPlan
 
 _BYTES = 784
@@ -235,7 +236,7 @@ def membership(folder: Path, count: int = 20_011) -> dict[str, int]:
     pq.write_table(table, folder / "ids.parquet", row_group_size=999)
     for to in ("parquet", "arrow", "csv", "jsonl", "recordio", "mxnet", "arrayrecord"):
         where = folder / f"ids-{to}"
-        look.convert(folder / "ids.parquet", where, to=to, range_records=7000)
+        inspect.convert(folder / "ids.parquet", where, to=to, range_records=7000)
         seen = read_by_turns(open_records(where), np.random.default_rng(len(to)))
         lost += count - len(seen)
         repeated += sum(times - 1 for times in seen.values())
@@ -243,7 +244,7 @@ def membership(folder: Path, count: int = 20_011) -> dict[str, int]:
 
 
 def read_by_turns(records: Records, chance: np.random.Generator, batch: int = 64) -> Counter[int]:
-    total = look.count_of(records)
+    total = inspect.count_of(records)
     orders = (
         WindowOrder(records.units, seed=5, window_records=3000).at(np.arange(total), epoch=2),
         record_at(np.arange(total), seed=5, epoch=2, num_records=total),

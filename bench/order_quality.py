@@ -14,9 +14,9 @@ from bench._table import report
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from trueline.data.order import record_at
+from trueline.data.order.permutation import record_at
+from trueline.data.order.windowed import WindowOrder
 from trueline.data.source import Unit
-from trueline.data.windows import WindowOrder
 
 RECORDS, GROUP, BATCH, CLASSES = 1 << 20, 4096, 256, 64
 

@@ -29,7 +29,7 @@ from _jobs import HERE, FormingKiller, Killer, MasterKiller, PacedKiller, Watch,
 from _table import report
 from _turns import VARIABLE, blocks, both
 from peers.drive import PEERS, run_peer
-from trueline.state import checkpoint
+from trueline.checkpoint import checkpoint
 
 RECIPE, PACED, COUNTING = HERE / "recipe.py", HERE / "paced.py", HERE / "peers" / "counting.py"
 EXACT = HERE.parent / "tests" / "train" / "recipes" / "counting.py"

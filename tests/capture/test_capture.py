@@ -27,11 +27,11 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import Captured, capture
 from trueline.capture.attempt import Attempt
+from trueline.checkpoint import checkpoint
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.runtime.session import USUAL, open_program, replay
-from trueline.state import checkpoint
 from worlds import TESTS, models
 from worlds.models import Branch, Counter, Eigen, Mlp, OnlyMany, ShapeBranch
 from worlds.recipes import never, untrained

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trueline.data.order import step_records
+from trueline.data.order.permutation import step_records
 from trueline.data.source import Source
 from trueline.errors import DataError
 

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trueline.data.dataset import DatasetSource
-from trueline.data.drawn import Drawn, DrawnSource, Joined, bucketed, drawn_by, mixed, place_of, weighted
-from trueline.data.readers import Readers, reader_of
-from trueline.data.seeded import SeededReader
+from trueline.data.loading.seeding import SeededReader
+from trueline.data.loading.tensors import tensor
+from trueline.data.loading.worker_pool import Readers, reader_of
 from trueline.data.source import as_source
-from trueline.data.tensors import tensor
+from trueline.data.sources.map_style import DatasetSource
+from trueline.data.sources.mixture import Drawn, DrawnSource, Joined, bucketed, drawn_by, mixed, place_of, weighted
 from trueline.errors import DataError, UsageError
 from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trueline.data.feeds import DefaultFeed, split
+from trueline.data.loading.default_feed import DefaultFeed, split
 from trueline.data.source import as_source
 from trueline.errors import DataError
 

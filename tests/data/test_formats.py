@@ -17,13 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.data import index, recordio, snappy
-from trueline.data.listing import LocalFile
-from trueline.data.maxcompute import MaxComputeRecords
+from trueline.data.formats import recordio, snappy
+from trueline.data.loading.decoded_cache import Resident
 from trueline.data.open import open_records
-from trueline.data.resident import Resident
-from trueline.data.sql import SqlRecords
+from trueline.data.sources.maxcompute import MaxComputeRecords
+from trueline.data.sources.sql import SqlRecords
 from trueline.errors import DataError
+from trueline.storage import offset_index
+from trueline.storage.listing import LocalFile
 from worlds.records import WORLDS, FakeOdps, flat, images, raw, rows_of, samples, write_json, write_sql
 
 pytestmark = pytest.mark.slow  # hundreds of files
@@ -107,7 +108,7 @@ def huge_tar(path: Path) -> list[bytes]:
 def test_the_last_records_of_a_file_of_five_gigabytes_are_read_without_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Any
 ) -> None:
-    monkeypatch.setenv(index.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(offset_index.CACHE, str(tmp_path / "cache"))
     last = write(tmp_path / name)  # of holes, which take no room on the disk
     assert (tmp_path / name).stat().st_size > 1 << 32
     records = open_records(tmp_path / name)
@@ -165,7 +166,7 @@ def test_a_quote_that_is_never_closed_is_named_with_its_byte(tmp_path: Path) -> 
 def test_records_across_the_borders_of_the_pieces_of_a_scan_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trueline.data import lines
+    from trueline.data.formats import text as lines
 
     path = WORLDS["csv"].write(tmp_path / "a", flat(40))
     whole = lines.record_marks(LocalFile.at(path), quoted=True).tolist()
@@ -200,8 +201,8 @@ def test_dates_in_json_stay_strings_and_empty_objects_are_records_of_nulls(tmp_p
 def test_an_index_is_kept_for_a_large_file_and_made_again_when_it_is_torn_or_the_file_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(index.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(index, "_WORTH_BYTES", 10)
+    monkeypatch.setenv(offset_index.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(offset_index, "_WORTH_BYTES", 10)
     path = WORLDS["csv"].write(tmp_path / "a", flat(50))
     assert rows_of(open_records(path)) == flat(50)
     (kept,) = (tmp_path / "cache" / "index").iterdir()
@@ -210,9 +211,9 @@ def test_an_index_is_kept_for_a_large_file_and_made_again_when_it_is_torn_or_the
     path = WORLDS["csv"].write(tmp_path / "a", flat(60))
     assert rows_of(open_records(path)) == flat(60)
     assert len(list((tmp_path / "cache" / "index").iterdir())) == 2
-    monkeypatch.setattr("trueline.data.lines.record_marks", None)  # from here only the index can be used
+    monkeypatch.setattr("trueline.data.formats.text.record_marks", None)  # from here only the index can be used
     assert rows_of(open_records(path)) == flat(60)
-    monkeypatch.setenv(index.CACHE, "/proc/none")
+    monkeypatch.setenv(offset_index.CACHE, "/proc/none")
     with pytest.raises(TypeError):
         open_records(path)
 

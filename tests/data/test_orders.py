@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.data.order import key_of
-from trueline.data.orders import Bucketed, InFileOrder, Mixed, Order, Permuted, Weighted
+from trueline.data.order.permutation import key_of
+from trueline.data.order.weighted import Bucketed, InFileOrder, Mixed, Order, Permuted, Weighted
+from trueline.data.order.windowed import WindowOrder, blocks_of
 from trueline.data.source import Unit
-from trueline.data.windows import WindowOrder, blocks_of
 from trueline.errors import DataError
 
 
@@ -211,13 +211,13 @@ def test_weights_that_choose_nothing_in_particular_are_refused(weights: list[flo
 def test_a_draw_that_rounds_to_the_very_end_is_of_the_last_record_that_has_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trueline.data.orders.key_of", lambda *parts: (1 << 64) - 1)
+    monkeypatch.setattr("trueline.data.order.weighted.key_of", lambda *parts: (1 << 64) - 1)
     found = Weighted([1.0, 1.0, 0.0], seed=0, num_draws=3).at(np.arange(3), epoch=0)
     assert set(found.tolist()) == {0, 1}
 
 
 def test_a_draw_on_the_bound_of_two_records_is_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueline.data.orders.key_of", lambda *parts: 0)
+    monkeypatch.setattr("trueline.data.order.weighted.key_of", lambda *parts: 0)
     found = Weighted([0.0, 1.0, 1.0], seed=0, num_draws=4).at(np.arange(4), epoch=0)
     assert sorted(found.tolist()) == [1, 1, 2, 2]
 

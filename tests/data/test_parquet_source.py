@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from conformance.source import COUNT, SourceConformance
-from trueline.data import parquet
-from trueline.data.parquet import ParquetFormat, ParquetSource
+from trueline.data.formats import parquet
+from trueline.data.formats.parquet import ParquetFormat, ParquetSource
+from trueline.data.loading.tensors import tensor
 from trueline.data.source import Source, as_source
-from trueline.data.table import TableSource
-from trueline.data.tensors import tensor
+from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
 
 
@@ -267,7 +267,7 @@ def test_strings_and_missing_values_come_back_in_order(tmp_path: Path) -> None:
 def test_listing_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "one.parquet")
     code = (
-        "import sys; from trueline.data.parquet import ParquetSource;"
+        "import sys; from trueline.data.formats.parquet import ParquetSource;"
         f"s = ParquetSource({str(path)!r}, None, mode='training'); s.table([1, 2]); s.fingerprint();"
         "assert 'torch' not in sys.modules"
     )

@@ -19,14 +19,15 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
 
-from trueline.data import remote, seeded
-from trueline.data.cache import BlockCache
-from trueline.data.maxcompute import MaxComputeRecords
-from trueline.data.readers import ReaderLost, Readers, reader_of
-from trueline.data.seeded import SeededReader, kept, mark
+from trueline.data.loading import seeding
+from trueline.data.loading.seeding import SeededReader, kept, mark
+from trueline.data.loading.worker_pool import ReaderLost, Readers, reader_of
 from trueline.data.source import Batch, as_source
-from trueline.data.table import TableSource
+from trueline.data.sources.maxcompute import MaxComputeRecords
+from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
+from trueline.storage import remote
+from trueline.storage.block_cache import BlockCache
 from trueline.train.elastic import Elastic
 from trueline.train.step.blame import failing
 from trueline.train.step.options import Options
@@ -286,7 +287,7 @@ def test_readers_end_when_they_are_closed_or_forgotten():
 STUCK = """
 import os, signal, sys, time
 import numpy as np
-from trueline.data.readers import Readers
+from trueline.data.loading.worker_pool import Readers
 from trueline.data.source import as_source
 class Stuck:
     def __len__(self): return 3
@@ -358,8 +359,8 @@ def test_a_batch_that_was_read_ahead_is_handed_out_once_and_only_to_who_asks_for
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "as its state"])
 def test_every_draw_moves_the_mark_and_nothing_else_does(monkeypatch, in_place):
-    assert seeded._IN_PLACE, "this interpreter keeps its generator where CPython does"
-    monkeypatch.setattr(seeded, "_IN_PLACE", in_place)
+    assert seeding._IN_PLACE, "this interpreter keeps its generator where CPython does"
+    monkeypatch.setattr(seeding, "_IN_PLACE", in_place)
     draws = [random.random, lambda: random.getrandbits(8), np.random.rand, lambda: torch.rand(1)]
     with kept():
         for draw in draws:

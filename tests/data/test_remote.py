@@ -24,16 +24,16 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trueline import events
-from trueline.data import remote
-from trueline.data.cache import BlockCache
-from trueline.data.listing import list_files
+from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.open import open_records
-from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords
-from trueline.data.remote import list_store
-from trueline.data.store import Patience, Store, redacted, shown
-from trueline.data.table import TableSource
+from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
+from trueline.storage import remote
+from trueline.storage.block_cache import BlockCache
+from trueline.storage.listing import list_files
+from trueline.storage.object_store import Patience, Store, redacted, shown
+from trueline.storage.remote import list_store
 from worlds.records import FILES, WORLDS, flat, no_feed, rich, rows_of
 
 pytestmark = pytest.mark.slow  # hundreds of files
@@ -380,8 +380,8 @@ def test_a_cache_that_cannot_be_written_costs_speed_and_not_the_job(tmp_path: Pa
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from trueline.data.cache import BlockCache
-from trueline.data.listing import list_files
+from trueline.storage.block_cache import BlockCache
+from trueline.storage.listing import list_files
 def dying(handle, mode):
     os.kill(os.getpid(), signal.SIGKILL)
 os.fchmod = dying  # which is called when the content is written

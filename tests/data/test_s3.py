@@ -9,13 +9,14 @@ import pyarrow as pa
 import pytest
 
 from trueline import events, files
-from trueline.data import look, remote
-from trueline.data.cache import BlockCache
+from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.open import open_records
-from trueline.data.parquet import ParquetFormat
 from trueline.data.records import FileRecords
-from trueline.data.write import Plan, RangeWriter, StoreFolder
+from trueline.data.tools import inspect
+from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder
 from trueline.errors import DataError
+from trueline.storage import remote
+from trueline.storage.block_cache import BlockCache
 from worlds.records import WORLDS, flat, rows_of
 from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
 
@@ -45,7 +46,7 @@ def bucket(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_records_are_converted_to_s3_and_read_back_from_it(bucket: str, tmp_path: Path) -> None:
     path = WORLDS["csv"].write(tmp_path / "a", flat(200))
-    facts = look.convert(path, f"{bucket}/flat", range_records=64)
+    facts = inspect.convert(path, f"{bucket}/flat", range_records=64)
     assert len(facts["parts"]) == 4
     assert rows_of(open_records(f"{bucket}/flat")) == flat(200)
     assert rows_of(open_records(f"{bucket}/flat/*-000000000064.parquet")) == flat(200)[:64]
@@ -172,7 +173,7 @@ def test_where_a_store_overwrites_the_commit_list_shows_a_part_that_was_replaced
 def test_an_epoch_is_read_from_the_cache_once_its_blocks_are_there(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look.convert(WORLDS["csv"].write(tmp_path / "a", flat(200)), f"{bucket}/flat", range_records=64)
+    inspect.convert(WORLDS["csv"].write(tmp_path / "a", flat(200)), f"{bucket}/flat", range_records=64)
     assert rows_of(open_records(f"{bucket}/flat")) == flat(200)
     fs, _ = remote.opened(bucket)
     monkeypatch.setattr(type(fs), "_cat_file", None)  # whoever would ask the store now fails

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from trueline.data.drawn import Drawn, DrawnSource
-from trueline.data.orders import Weighted
-from trueline.data.seeded import SeededReader, seed_all
+from trueline.data.loading.seeding import SeededReader, seed_all
+from trueline.data.order.weighted import Weighted
 from trueline.data.source import Batch
+from trueline.data.sources.mixture import Drawn, DrawnSource
 
 RECORDS = 20
 

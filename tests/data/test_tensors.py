@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from trueline.data.tensors import tensor
+from trueline.data.loading.tensors import tensor
 from trueline.errors import DataError
 
 

@@ -15,11 +15,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trueline import events, files
-from trueline.data import look
 from trueline.data.open import open_records
-from trueline.data.whole import COMMIT, PLAN
-from trueline.data.write import Plan, RangeWriter, StoreFolder, committed
+from trueline.data.tools import inspect
+from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
+from trueline.storage.completeness import COMMIT, PLAN
 from worlds.records import WORLDS, as_table, flat, nested, raw, rich, rows_of
 
 
@@ -60,7 +60,7 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
     assert committed(where) is None
     with pytest.raises(DataError, match="is not whole: who wrote it has not finished it"):
         open_records(where)
-    (fault,) = look.verify(where).faults
+    (fault,) = inspect.verify(where).faults
     assert (fault.unit, fault.why) == ("folder", f"who wrote it has not finished it: it has {PLAN} and no {COMMIT}")
     second = RangeWriter(where, plan)
     assert second.missing() == [(0, 40), (80, 100)]
@@ -178,10 +178,10 @@ def test_any_source_becomes_parquet_with_the_same_records(name: str, tmp_path: P
     rows = WORLDS[name].rows(150)
     path = WORLDS[name].write(tmp_path / "world", rows)
     uri = f"sqlite:///{path}?table=clicks" if name == "sql" else str(path)
-    facts = look.convert(uri, tmp_path / "out", range_records=64)
+    facts = inspect.convert(uri, tmp_path / "out", range_records=64)
     assert facts["num_records"] == 150
     assert rows_of(open_records(tmp_path / "out")) == rows
-    assert look.convert(uri, tmp_path / "out", range_records=64) == facts
+    assert inspect.convert(uri, tmp_path / "out", range_records=64) == facts
 
 
 @pytest.mark.parametrize("name", ["csv", "json lines", "tar", "hugging face"])
@@ -190,7 +190,7 @@ def test_any_source_becomes_records_of_bytes_that_say_the_same(name: str, to: st
     if to == "arrayrecord" and importlib.util.find_spec("array_record") is None:
         pytest.skip("the package array_record is not installed")
     rows = WORLDS[name].rows(20)
-    look.convert(str(WORLDS[name].write(tmp_path / "world", rows)), tmp_path / "out", to=to)
+    inspect.convert(str(WORLDS[name].write(tmp_path / "world", rows)), tmp_path / "out", to=to)
     found = rows_of(open_records(tmp_path / "out"))
     if to == "arrow":
         assert found == rows
@@ -214,15 +214,15 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
 
     monkeypatch.setattr(files, "write_atomic", dying)
     with pytest.raises(KeyboardInterrupt):
-        look.convert(path, tmp_path / "out", range_records=32)
+        inspect.convert(path, tmp_path / "out", range_records=32)
     assert committed(tmp_path / "out") is None
-    look.convert(path, tmp_path / "out", range_records=32)
+    inspect.convert(path, tmp_path / "out", range_records=32)
     assert len(writes) == len(set(writes)) + 1  # only the part that was being written was written again
     assert rows_of(open_records(tmp_path / "out")) == flat(150)
     (tmp_path / "out" / COMMIT).unlink()
     WORLDS["csv"].write(tmp_path / "world", flat(151))
     with pytest.raises(DataError, match="holds what was made of something else"):
-        look.convert(path, tmp_path / "out", range_records=32)
+        inspect.convert(path, tmp_path / "out", range_records=32)
 
 
 def test_recordio_chunks_hold_at_most_a_mebibyte(tmp_path: Path) -> None:
@@ -237,10 +237,10 @@ def test_recordio_chunks_hold_at_most_a_mebibyte(tmp_path: Path) -> None:
 
 def test_looking_says_counts_columns_and_records(tmp_path: Path) -> None:
     path = WORLDS["parquet"].write(tmp_path / "world", rich(200))
-    found = look.inspect(path, samples=4)
+    found = inspect.inspect(path, samples=4)
     assert (found.records, found.units, found.largest_unit) == (200, 3, 97)
     assert [row["id"] for row in found.samples.to_pylist()] == [0, 50, 100, 150]
-    assert look.verify(path).faults == ()
+    assert inspect.verify(path).faults == ()
 
 
 def test_verifying_goes_on_behind_what_is_damaged(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_verifying_goes_on_behind_what_is_damaged(tmp_path: Path) -> None:
     data[40] ^= 1
     path.write_bytes(data)
     (tmp_path / "alien.recordio").write_bytes(b"alien")
-    found = look.verify(tmp_path)
+    found = inspect.verify(tmp_path)
     assert found.records == 100 - 13
     assert [(Path(one.file).name, one.records) for one in found.faults] == [
         ("alien.recordio", 0),
@@ -259,7 +259,7 @@ def test_verifying_goes_on_behind_what_is_damaged(tmp_path: Path) -> None:
 
 def test_the_commit_list_names_every_part_with_its_digest(tmp_path: Path) -> None:
     path = WORLDS["csv"].write(tmp_path / "world", flat(10))
-    look.convert(path, tmp_path / "out")
+    inspect.convert(path, tmp_path / "out")
     facts = json.loads((tmp_path / "out" / COMMIT).read_text())
     (part,) = facts["parts"]
     assert part["sha256"] == files.sha256_file(tmp_path / "out" / part["name"])
@@ -269,17 +269,17 @@ def test_the_commit_list_names_every_part_with_its_digest(tmp_path: Path) -> Non
 def test_a_folder_is_verified_against_its_commit_list(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": list(range(100))}), tmp_path / "all.parquet")
     out = tmp_path / "out"
-    look.convert(tmp_path / "all.parquet", out, range_records=30)
-    assert look.verify(out).faults == ()
+    inspect.convert(tmp_path / "all.parquet", out, range_records=30)
+    assert inspect.verify(out).faults == ()
     parts = sorted(out.glob("part-*"))
     parts[0].write_bytes(parts[1].read_bytes())
     parts[3].unlink()
-    found = look.verify(out).faults
+    found = inspect.verify(out).faults
     assert [(Path(one.file).name, one.records) for one in found] == [(parts[0].name, 30), (parts[3].name, 10)]
     assert "bytes of another content" in found[0].why
     assert "it is not there" in found[1].why
     (out / "part-9.parquet").write_bytes(parts[1].read_bytes())
-    assert "it is no part of what _commit.json lists" in look.verify(out).faults[-1].why
+    assert "it is no part of what _commit.json lists" in inspect.verify(out).faults[-1].why
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_folder_is_verified_against_its_commit_list(tmp_path: Path) -> None:
 )
 def test_verify_says_what_a_format_cannot_show(tmp_path: Path, to: str, words: str) -> None:
     pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "all.parquet")
-    look.convert(tmp_path / "all.parquet", tmp_path / "out", to=to)
-    note = look.verify(tmp_path / "out").note
+    inspect.convert(tmp_path / "all.parquet", tmp_path / "out", to=to)
+    note = inspect.verify(tmp_path / "out").note
     assert note.startswith(words)
     assert bool(note) == bool(words)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trueline.data import recordio
+from trueline.data.formats import recordio
 from trueline.errors import DataError, RecipeError
 from trueline.recipe.load import load_recipe
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from trueline.state.copying import StateCopy
+from trueline.checkpoint.snapshot import StateCopy
 
 
 def addresses(tree):

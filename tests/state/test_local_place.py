@@ -4,8 +4,8 @@ import pytest
 
 from conformance.place import *  # noqa: F403  the shared tests
 from conformance.place import PARTS
-from trueline.state import place as places
-from trueline.state.place import place_of
+from trueline.storage import place as places
+from trueline.storage.place import place_of
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from conformance.place import *  # noqa: F403  the shared tests
 from conformance.place import PARTS
 from trueline.errors import StorageError
-from trueline.state.place import inside, located, place_of, split
+from trueline.storage.place import inside, located, place_of, split
 
 STORES = ["memory://tests", *filter(None, [os.environ.get("TRUELINE_TEST_S3")])]
 

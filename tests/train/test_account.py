@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trueline.data import order
+from trueline.data.order import permutation
 from trueline.train.api import Summary
 from trueline.train.master.progress import Account, Planned, certificate_faults, planned_records
 from trueline.train.membership.state import State
@@ -21,7 +21,7 @@ RECORDS, STEPS = 10, 3
 
 def ids(epoch: int, steps: int = STEPS) -> np.ndarray:
     count = min(steps * JOB.global_batch, RECORDS)
-    return order.record_at(np.arange(count), seed=JOB.seed, epoch=epoch, num_records=RECORDS)
+    return permutation.record_at(np.arange(count), seed=JOB.seed, epoch=epoch, num_records=RECORDS)
 
 
 def signed(epoch: int, *, steps: int = STEPS, out: tuple[int, ...] = (), named=None, low: int = 1) -> pb.Certificate:
@@ -259,7 +259,7 @@ def test_what_a_certificate_leaves_out_is_taken_off_the_planned_digest_modulo_it
 def test_the_digest_of_a_part_of_an_epoch_is_within_its_bits_however_many_records_it_has():
     many, batch = 3000, 8
     job = msgspec.structs.replace(JOB, global_batch=batch)
-    ids = order.record_at(np.arange(250 * batch), seed=job.seed, epoch=0, num_records=many)
+    ids = permutation.record_at(np.arange(250 * batch), seed=job.seed, epoch=0, num_records=many)
     found = planned_records(job, many, epoch=0, steps=250, named=ids[:2].tolist())
     assert found == Planned(2000, ledger.digest(ids), False, tuple(sorted(ids[:2].tolist())))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.api import train
 from worlds.jobs import TINY, plain_loop, seen_counts
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trueline.batch.evaluate import evaluate
+from trueline.checkpoint import checkpoint
 from trueline.errors import TrainError
-from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds.jobs import TINY, seen_counts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trueline.batch.evaluate import evaluate
-from trueline.data.seeded import SeededReader
+from trueline.data.loading.seeding import SeededReader
 from trueline.data.source import Batch, as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices

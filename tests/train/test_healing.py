@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
-from trueline.state import checkpoint
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.recovery import Healing

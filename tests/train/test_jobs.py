@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trueline import errors, events
+from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from trueline import errors
+from trueline.checkpoint import checkpoint
 from trueline.cli import app
 from trueline.cli.logs import lines, log_of
 from trueline.cli.options import checkpoint_path
-from trueline.state import checkpoint
 from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folder

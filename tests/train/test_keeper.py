@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trueline import events
+from trueline.checkpoint import checkpoint
 from trueline.errors import StorageError
-from trueline.state import checkpoint
 from trueline.train.step.checkpointer import Keeper
 
 

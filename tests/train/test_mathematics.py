@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trueline import events
-from trueline.state import checkpoint
+from trueline.checkpoint import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds.jobs import TINY

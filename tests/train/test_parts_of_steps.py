@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trueline.data.readers import ReaderLost
-from trueline.data.seeded import seed_all
+from trueline.data.loading.seeding import seed_all
+from trueline.data.loading.worker_pool import ReaderLost
 from trueline.data.source import Batch
 from trueline.errors import RecipeError, TrainError
 from trueline.train.step import blame

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from trueline.checkpoint import checkpoint
 from trueline.errors import TrainError, UsageError
 from trueline.parallel import backend as plane
 from trueline.parallel import nccl
 from trueline.parallel.gloo import PLANE_TRIES, GlooGroup, start_store
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds import TESTS

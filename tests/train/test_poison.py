@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trueline import errors, events
+from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
 from worlds.jobs import TINY, seen_counts

@@ -19,9 +19,9 @@ from trueline import events
 from trueline.batch import pool
 from trueline.batch.evaluate import evaluate
 from trueline.batch.predict import predict
+from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError, DataError, StorageError, UsageError
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from worlds.jobs import MEASURED, checkpoint_of
 from worlds.waiting import until_ended
 

@@ -14,10 +14,10 @@ from trueline import errors
 from trueline.batch import evaluate, output_parts, pool, worker
 from trueline.batch.pool import Message, Work
 from trueline.batch.worker import Order
+from trueline.checkpoint import checkpoint
 from trueline.data.source import Batch
-from trueline.data.write import Plan
+from trueline.data.tools.writer import Plan
 from trueline.engine.contract import Kind, Seen
-from trueline.state import checkpoint
 
 WORK = Work(entry="x:y", recipe="r.py", recipe_digest="d", source="", mode="evaluation", num_records=10, batch=4)
 

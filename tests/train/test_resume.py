@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trueline import files
+from trueline.checkpoint import checkpoint
 from trueline.errors import UsageError
-from trueline.state import checkpoint
 from trueline.train import api, settings
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import overrides

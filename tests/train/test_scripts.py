@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trueline import errors, events
-from trueline.state import checkpoint
+from trueline.checkpoint import checkpoint
 from trueline.train import api
 from trueline.train import settings as job_settings
 from trueline.train.launch import jobs, shutdown

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.data import order
+from trueline.data.order import permutation
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step import load_balance
 from trueline.train.step.timing import Pace
@@ -28,7 +28,7 @@ def test_the_split_settles_where_all_are_done_at_the_same_time(speeds):
     """Workers with a fixed cost beside the cost of each record: n / time is not their speed, yet it converges."""
     batch, split, rates = 10_000, load_balance.Split((1.0,) * len(speeds)), [0.0] * len(speeds)
     for _ in range(60):
-        counts = [stop - start for start, stop in order.split(batch, split.weights)]
+        counts = [stop - start for start, stop in permutation.split(batch, split.weights)]
         times = [20.0 + count / speed for count, speed in zip(counts, speeds, strict=True)]
         rates = [load_balance.smoothed(before, count, took, max(times))
                  for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
@@ -54,7 +54,7 @@ def test_short_steps_do_not_follow_every_moment_in_which_somebody_else_had_the_p
     dice, batch = random.Random(0), 200
     split, rates, changes = load_balance.Split((100.0, 100.0)), [0.0, 0.0], 0
     for step in range(400):
-        counts = [stop - start for start, stop in order.split(batch, split.weights)]
+        counts = [stop - start for start, stop in permutation.split(batch, split.weights)]
         times = [0.01 * count / batch * dice.choice((1, 1, 2)) for count in counts]
         rates = [load_balance.smoothed(before, count, took, max(times), step)
                  for before, count, took in zip(rates, counts, times, strict=True)]  # fmt: skip
@@ -67,7 +67,7 @@ def test_short_steps_do_not_follow_every_moment_in_which_somebody_else_had_the_p
 def test_short_steps_follow_a_worker_that_has_become_slow_within_some_seconds():
     batch, split, rates, trained_s, times = 200, load_balance.Split((1e4, 1e4)), [2e4, 2e4], 0.0, [1.0, 0.0]
     while max(times) > 1.1 * batch / (2e4 + 2e3):
-        counts = [stop - start for start, stop in order.split(batch, split.weights)]
+        counts = [stop - start for start, stop in permutation.split(batch, split.weights)]
         times = [count / speed for count, speed in zip(counts, (2e4, 2e3), strict=True)]
         trained_s += max(times)  # what such steps would take
         rates = [load_balance.smoothed(before, count, took, max(times), 500)
@@ -139,7 +139,7 @@ def test_records_change_hands_with_the_rotation_however_uneven_the_members_were(
             fellows.view = pb.View(members=["a", "b", "c"], rotation=rotation)
             fellows.plan = pb.Plan(rates=[1.0, 98.0, 1.0])
             fellows.start_shares([False] * 3)
-            start, stop = order.split(30, fellows.dealt)[fellows.position]
+            start, stop = permutation.split(30, fellows.dealt)[fellows.position]
             holders += [rank] * (start <= 15 < stop)
         owners += holders
     assert len(owners) == 4

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
-from trueline.state import checkpoint
 from worlds import TESTS
 
 TINY, MEASURED = (TESTS / "train" / "recipes" / name for name in ("tiny.py", "measured.py"))

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from trueline.data import recordio
-from trueline.data.maxcompute import MaxComputeRecords
+from trueline.data.formats import recordio
 from trueline.data.open import open_records
 from trueline.data.records import Records
+from trueline.data.sources.maxcompute import MaxComputeRecords
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -215,7 +215,7 @@ def write_sql(path: Path, rows: Rows) -> Path:
 
 
 def open_sql(path: Path) -> Records:
-    from trueline.data.sql import SqlRecords
+    from trueline.data.sources.sql import SqlRecords
 
     return SqlRecords(f"sqlite:///{path}?table=clicks", unit_records=97)
 
@@ -259,7 +259,7 @@ def open_odps(path: Path) -> Records:
 
 
 def write_array_record(path: Path, rows: Rows) -> Path:
-    from trueline.data.arrayrecord import GROUP_RECORDS, library
+    from trueline.data.formats.arrayrecord import GROUP_RECORDS, library
 
     out = path.with_suffix(".array_record")
     writer = library().ArrayRecordWriter(str(out), f"group_size:{GROUP_RECORDS}")

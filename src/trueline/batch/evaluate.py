@@ -18,13 +18,13 @@ from trueline import events, files
 from trueline.batch import output_parts, pool
 from trueline.batch.output_parts import PART_RECORDS, Answer
 from trueline.batch.pool import Compute, Work, seeded
+from trueline.checkpoint.checkpoint import load_model
 from trueline.data.source import Source
-from trueline.data.write import Plan
+from trueline.data.tools.writer import Plan
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
-from trueline.state.checkpoint import load_model
-from trueline.state.place import Where, located, split
+from trueline.storage.place import Where, located, split
 from trueline.train import devices
 from trueline.train.worker.call import call
 

@@ -1,7 +1,7 @@
 """What is computed for each record, written by range into a folder or store: each part once, whoever died on the way.
 
-Predictions and evaluations record by record are written so (`data/write.py` says how a part is whole or absent). Parts
-are computed in this process or by a pool's workers, each of which writes its own.
+Predictions and evaluations record by record are written so (`data/tools/writer.py` says how a part is whole or
+absent). Parts are computed in this process or by a pool's workers, each of which writes its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trueline import events, files
 from trueline.batch import pool
 from trueline.batch.pool import Compute, Work
 from trueline.bundle.read import open_bundle
-from trueline.data.listing import is_remote, local_path
+from trueline.checkpoint import checkpoint
 from trueline.data.open import open_records
-from trueline.data.write import Plan, RangeWriter
+from trueline.data.tools.writer import Plan, RangeWriter
 from trueline.recipe.contract import Mode, Recipe
-from trueline.state import checkpoint
+from trueline.storage.listing import is_remote, local_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

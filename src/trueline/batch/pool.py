@@ -116,7 +116,7 @@ def work(entry: str, recipe: Recipe, given: object, source: str, mode: Mode, *, 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The global generators at `seed` within the block, and as they were after it: whoever draws in it, draws alike."""
-    from trueline.data.seeded import kept, seed_all
+    from trueline.data.loading.seeding import kept, seed_all
 
     with kept():
         seed_all(seed)

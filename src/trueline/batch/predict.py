@@ -1,7 +1,7 @@
 """`trueline.predict`: the outputs for many records, in one file that is whole or absent, or in parts by range.
 
 A file is made of all answers in memory. Parts are written as they come, each once, by whoever computes them
-(`data/write.py`): who starts again after a death writes what is missing.
+(`data/tools/writer.py`): who starts again after a death writes what is missing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trueline.batch import pool
 from trueline.batch.output_parts import PART_RECORDS, Answer
 from trueline.batch.pool import Compute, Work, seeded
 from trueline.bundle.read import open_bundle
-from trueline.data.write import Plan
+from trueline.checkpoint import checkpoint
+from trueline.checkpoint.checkpoint import load_model
+from trueline.data.tools.writer import Plan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import open_program
-from trueline.state import checkpoint
-from trueline.state.checkpoint import load_model
-from trueline.state.place import Where, located
+from trueline.storage.place import Where, located
 from trueline.train import devices
 
 if TYPE_CHECKING:

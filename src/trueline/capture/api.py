@@ -25,7 +25,7 @@ from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
     from trueline.recipe.contract import Recipe
-    from trueline.state.place import Where
+    from trueline.storage.place import Where
 
 
 def capture(

@@ -14,12 +14,12 @@ from trueline.capture import masks, padding
 from trueline.capture.ladder import Rung
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
+from trueline.checkpoint.checkpoint import read_manifest
 from trueline.runtime import draws
 from trueline.runtime.calling import BATCH
 from trueline.runtime.probes import fitting, resize
 from trueline.runtime.session import FORMATS
-from trueline.state.checkpoint import read_manifest
-from trueline.state.place import Where
+from trueline.storage.place import Where
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

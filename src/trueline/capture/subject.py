@@ -13,12 +13,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline.capture.attempt import State
+from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, listed
 from trueline.runtime import calling, explicit, first_call, paths, structures
 from trueline.runtime.calling import as_trained
 from trueline.runtime.eager import EagerSession
-from trueline.state.checkpoint import load_model
-from trueline.state.place import Where
+from trueline.storage.place import Where
 
 if TYPE_CHECKING:
     from trueline.data.source import Source

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
     from trueline.runtime.probes import Probe
     from trueline.runtime.prove import Observation
-    from trueline.state.place import Where
+    from trueline.storage.place import Where
 
 FRESH_SEED = 1
 """Not the seed of capture: its probes were passed already. With seed 0 they are asked again."""
@@ -131,8 +131,8 @@ def _oracle(
         notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
     from trueline.capture import from_module, subject
+    from trueline.checkpoint.checkpoint import read_manifest
     from trueline.recipe.load import load_recipe
-    from trueline.state.checkpoint import read_manifest
 
     folder = isinstance(against, str | Path) and from_module.is_model_folder(against)
     recipe = from_module.of_folder(Path(str(against))) if folder else load_recipe(against)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trueline.state import checkpoint
+from trueline.checkpoint import checkpoint
 from trueline.train import settings as job_settings
 from trueline.train.api import Summary
 

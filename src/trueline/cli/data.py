@@ -10,7 +10,7 @@ import click
 from trueline.cli.options import json_option, quiet_option, say, verb
 
 if TYPE_CHECKING:
-    from trueline.data.look import Advanced, Looked
+    from trueline.data.tools.inspect import Advanced, Looked
 
 _EXAMPLES = """
 trueline data inspect train.parquet
@@ -75,7 +75,8 @@ def command() -> None:
 @json_option
 def inspect(uris: tuple[str, ...], format_: str, samples: int, pictures: str | None, as_json: bool) -> None:
     """Say what records there are: counts, units, columns, and a few of them, spread over all."""
-    from trueline.data import look, sheet
+    from trueline.data import sheet
+    from trueline.data.tools import inspect as look
 
     found = look.inspect(list(uris), format=format_, samples=samples)
     drawn = sheet.draw(found.samples, pictures) if pictures is not None else 0
@@ -104,7 +105,7 @@ def verify(uris: tuple[str, ...], format_: str, quiet: bool, as_json: bool) -> i
 
     A folder with a commit list (`_commit.json`) has to hold just the parts that it names, byte for byte.
     """
-    from trueline.data import look
+    from trueline.data.tools import inspect as look
 
     with _progress("verify", quiet or as_json) as advanced:
         found = look.verify(list(uris), format=format_, advanced=advanced)
@@ -133,7 +134,7 @@ def convert(
     A part is whole or absent, and what an earlier run has written stays: after a crash, give the same command again.
     The commit list, written last, names every part with its records and digest.
     """
-    from trueline.data import look
+    from trueline.data.tools import inspect as look
 
     with _progress("convert", quiet or as_json) as advanced:
         done = look.convert(list(uris), where, to=to, format=format_, range_records=range_records, advanced=advanced)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from trueline.state.place import Where
+    from trueline.storage.place import Where
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -90,7 +90,7 @@ def checkpoint_path(given: str) -> Where:
     Raises UsageError, StorageError.
     """
     from trueline.errors import UsageError
-    from trueline.state.place import located
+    from trueline.storage.place import located
 
     folder = located(given)
     if isinstance(folder, Path):
@@ -102,7 +102,7 @@ def checkpoint_path(given: str) -> Where:
         folder = job.checkpoints or folder / "checkpoints"
         if job.wants_best and (best := _best(folder)) is not None:
             return best
-    from trueline.state import checkpoint
+    from trueline.checkpoint import checkpoint
 
     if checkpoint.exists(folder):
         return folder
@@ -114,7 +114,7 @@ def checkpoint_path(given: str) -> Where:
 
 def _best(folder: Where) -> Where | None:
     from trueline import events
-    from trueline.state import checkpoint
+    from trueline.checkpoint import checkpoint
 
     best = checkpoint.best(folder)
     if best is not None:

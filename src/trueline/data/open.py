@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trueline.data.listing import Uri, is_remote, list_files, local_path, visible
 from trueline.data.records import FileRecords, Format, OnBad, Records
-from trueline.data.table import CACHE_BYTES, TableSource
+from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, closest, listed
+from trueline.storage.listing import Uri, is_remote, list_files, local_path, visible
 
 if TYPE_CHECKING:
     from trueline.data.source import Mode
@@ -57,13 +57,13 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
     """
     given = _given(uris)
     if len(given) == 1 and not format:
-        from trueline.data.sql import SqlRecords, is_sql
+        from trueline.data.sources.sql import SqlRecords, is_sql
 
         only = os.fspath(given[0])
         if is_sql(only):
             return _unless_quarantined(SqlRecords(only), on_bad)
         if only.startswith("odps://"):
-            from trueline.data.maxcompute import open_table
+            from trueline.data.sources.maxcompute import open_table
 
             return _unless_quarantined(open_table(only), on_bad)
         path = local_path(only)
@@ -91,7 +91,7 @@ def format_of_name(name: str) -> str:
 
 def named(uris: Sequence[Uri]) -> str:
     """The first of `uris`, for messages: without credentials."""
-    from trueline.data.store import shown
+    from trueline.storage.object_store import shown
 
     return ", ".join(shown(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 
@@ -111,8 +111,8 @@ def _unless_quarantined(records: Records, on_bad: OnBad) -> Records:
 
 def _folder(path: Path, on_bad: OnBad) -> Records | None:
     """Folders that are more than files of one ending."""
-    from trueline.data.arrow import ArrowFormat, hugging_face_files, is_hugging_face
-    from trueline.data.images import ImageRecords, is_image_folder
+    from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
+    from trueline.data.formats.image_folder import ImageRecords, is_image_folder
 
     if is_hugging_face(path):
         return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
@@ -149,7 +149,7 @@ def _formats_at(uri: Uri) -> list[str]:
             hint="decompress it, or convert it: a format that compresses in pieces is Parquet",
         )
     if is_remote(uri):
-        from trueline.data.remote import list_store
+        from trueline.storage.remote import list_store
 
         every = tuple(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
         return sorted({format_of_name(file.name) for file in list_store(text, every)} - {""})

@@ -22,10 +22,10 @@ from typing import Literal, Protocol, runtime_checkable
 import pyarrow as pa
 
 from trueline import events
-from trueline.data.listing import File
 from trueline.data.source import Unit
-from trueline.data.together import all_together, asked_together
 from trueline.errors import DataError
+from trueline.storage.concurrent import all_together, asked_together
+from trueline.storage.listing import File
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
 """What decoders raise for bytes that are not what they should be."""
@@ -205,7 +205,7 @@ class FileRecords:
         """Gets blocks of objects into the cache of this machine, all at the same time, as far as it has room."""
         if self.local or not isinstance(self.format, PlacedFormat):
             return
-        from trueline.data.blocks import StoredFile, fetch_together
+        from trueline.storage.blocks import StoredFile, fetch_together
 
         wanted, span = list(ranges), partial(self._span, self.format)
         few = len({self._parts[number][0].uri for number, _, _ in wanted}) < 2  # one footer, which is here by now
@@ -269,7 +269,7 @@ class FileRecords:
         if self.local:
             yield from (partial(format.list, file) for file in files)
             return
-        from trueline.data.blocks import StoredFile, footers
+        from trueline.storage.blocks import StoredFile, footers
 
         stored = [file for file in files if isinstance(file, StoredFile)]
         if not isinstance(format, FooterFormat) or len(stored) < len(files):

@@ -90,7 +90,7 @@ def as_source(
     """
     if isinstance(found, Source):
         return found
-    from trueline.data.drawn import Drawn, DrawnSource
+    from trueline.data.sources.mixture import Drawn, DrawnSource
 
     if isinstance(found, Drawn):
         how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
@@ -102,7 +102,7 @@ def as_source(
 
         if feed is not None:
             return open_source(uris, feed, mode=mode)
-        from trueline.data.feeds import DefaultFeed
+        from trueline.data.loading.default_feed import DefaultFeed
 
         usual = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
         source = open_source(uris, usual, mode=mode)
@@ -110,7 +110,7 @@ def as_source(
         return source
     indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
     if indexed and not isinstance(found, tuple | dict):
-        from trueline.data.dataset import DatasetSource
+        from trueline.data.sources.map_style import DatasetSource
 
         return DatasetSource(found, mode=mode)
     iterable = hasattr(found, "__iter__") and not isinstance(found, tuple | dict)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trueline.doctor.calls import Call
     from trueline.recipe.contract import Recipe
     from trueline.runtime.eager import EagerSession
-    from trueline.state.place import Where
+    from trueline.storage.place import Where
 
 Free = Mapping[str, Sequence[int]]
 """Input -> its dimensions whose size varies from request to request, beside those that `capture` takes for free."""

@@ -113,7 +113,7 @@ def metrics():
 # Records in Parquet files: let dataset return their path, and turn a table of them into tensors here.
 #
 # def feed(records, mode):
-#     from trueline.data.tensors import tensor
+#     from trueline.data.loading.tensors import tensor
 #
 #     return tensor(records["x"]), tensor(records["label"])
 '''

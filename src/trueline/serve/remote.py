@@ -18,7 +18,7 @@ from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder
 from trueline.bundle.unpack import unpack
 from trueline.errors import BundleError, UsageError
-from trueline.state.place import told
+from trueline.storage.place import told
 
 if TYPE_CHECKING:
     from trueline.bundle.schema import BundleManifest

@@ -16,12 +16,12 @@ from typing import Any, Unpack
 import msgspec
 
 from trueline import events, files
+from trueline.checkpoint.checkpoint import best as best_checkpoint
+from trueline.checkpoint.checkpoint import steps as checkpoint_steps
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.state.checkpoint import best as best_checkpoint
-from trueline.state.checkpoint import steps as checkpoint_steps
-from trueline.state.place import Where, located, split
+from trueline.storage.place import Where, located, split
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folders
 from trueline.train.launch import overrides as settled
@@ -348,7 +348,7 @@ def _next_free(name: str) -> Path:
 
 def _go_back_to_checkpoint(folder: Path, job: JobSettings) -> None:
     """Puts the newest checkpoint that verifies into the journal; with none the job begins from its first step."""
-    from trueline.state import checkpoint
+    from trueline.checkpoint import checkpoint
 
     where = job.checkpoints or folder / "checkpoints"
     checkpoint.sweep(where)  # what a dead writer left; nobody of the job is alive

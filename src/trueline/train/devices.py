@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trueline.data.readers import ReaderLost
+from trueline.data.loading.worker_pool import ReaderLost
 from trueline.data.source import Batch
 from trueline.errors import UsageError
 from trueline.train.settings import device_kind

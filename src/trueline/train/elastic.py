@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.drawn import drawn_by
-from trueline.data.readers import reader_of
+from trueline.data.loading.worker_pool import reader_of
 from trueline.data.source import Batch, Source, as_source
+from trueline.data.sources.mixture import drawn_by
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
 from trueline.parallel.gloo import GlooGroup, start_store

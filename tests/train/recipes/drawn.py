@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trueline.data.drawn import bucketed, mixed, weighted
-from trueline.data.tensors import tensor
+from trueline.data.loading.tensors import tensor
+from trueline.data.sources.mixture import bucketed, mixed, weighted
 
 _tiny = importlib.util.spec_from_file_location("tiny", Path(__file__).parent / "tiny.py")
 tiny = importlib.util.module_from_spec(_tiny)

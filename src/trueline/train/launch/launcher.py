@@ -35,7 +35,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local import start_agent
-from trueline.state.place import located
+from trueline.storage.place import located
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import shutdown

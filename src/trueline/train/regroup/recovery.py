@@ -12,9 +12,9 @@ import math
 import torch
 import torch.distributed as dist
 
+from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
-from trueline.state import checkpoint
-from trueline.state.place import split
+from trueline.storage.place import split
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.regroup import Fellowship

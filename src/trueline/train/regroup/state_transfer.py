@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trueline.checkpoint import tree
 from trueline.parallel.gloo import GlooGroup
-from trueline.state import tree
 
 CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trueline.data.drawn import place_of
-from trueline.data.readers import ReaderLost, Readers
-from trueline.data.seeded import SeededReader
+from trueline.data.loading.seeding import SeededReader
+from trueline.data.loading.worker_pool import ReaderLost, Readers
 from trueline.data.source import Batch, Source
+from trueline.data.sources.mixture import place_of
 from trueline.errors import RecipeError, TrainError
 from trueline.train import devices
 from trueline.train.link import Link

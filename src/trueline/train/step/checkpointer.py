@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from trueline import __version__, events
+from trueline.checkpoint import checkpoint
+from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
-from trueline.state import checkpoint
-from trueline.state.copying import Copied, StateCopy
-from trueline.state.place import Where, located
+from trueline.storage.place import Where, located
 from trueline.train.faults import Faults
 from trueline.train.link import Link
 from trueline.train.settings import Fault, JobSettings

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from trueline import events
-from trueline.data import seeded
+from trueline.data.loading import seeding
 from trueline.errors import listed
 
 TRY_S, TRIES = 0.1, 5
@@ -75,11 +75,11 @@ def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -
     """
     nature = known(model)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    with seeded.kept():
-        before = seeded.mark()
+    with seeding.kept():
+        before = seeding.mark()
         with torch.no_grad():
             forward()
-        moved = seeded.mark() != before
+        moved = seeding.mark() != before
     rate = _rate(forward, records)
     running = {id(buffer) for buffer in running_statistics(model)}
     for name, (buffer, copy) in buffers.items():
@@ -95,7 +95,7 @@ def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -
 def _rate(forward: Callable[[], object], records: int) -> float:
     """Of the fastest of a few more times: libraries are warm then; other workers still start on the same cores."""
     took_s: list[float] = []
-    with seeded.kept(), torch.no_grad():
+    with seeding.kept(), torch.no_grad():
         while sum(took_s) < TRY_S and len(took_s) < TRIES:
             began = time.perf_counter()
             forward()

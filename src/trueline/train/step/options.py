@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from trueline.data.drawn import DrawnSource
 from trueline.data.source import Source
+from trueline.data.sources.mixture import DrawnSource
 from trueline.errors import UsageError
 from trueline.train.settings import Shuffle, check_backend
 from trueline.train.step.plan import DRAWN, IN_ORDER

@@ -18,9 +18,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trueline.data import order
-from trueline.data.orders import InFileOrder, Order, Permuted
-from trueline.data.windows import WINDOW_RECORDS, WindowOrder
+from trueline.data.order import permutation
+from trueline.data.order.weighted import InFileOrder, Order, Permuted
+from trueline.data.order.windowed import WINDOW_RECORDS, WindowOrder
 from trueline.train.step import ledger
 
 Ints = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ DRAWN = (-1,)
 
 @lru_cache(maxsize=256)
 def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
-    return order.split(count, weights)
+    return permutation.split(count, weights)
 
 
 def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
@@ -103,7 +103,7 @@ class JobPlan:
     """What the rank of `_cut_for` trains of these steps."""
 
     def __post_init__(self) -> None:
-        self.epoch_steps = order.steps_per_epoch(self.num_records, self.global_batch)
+        self.epoch_steps = permutation.steps_per_epoch(self.num_records, self.global_batch)
         self.total_steps = self.epochs * self.epoch_steps
 
     def epoch_of(self, step: int) -> int:
@@ -142,7 +142,7 @@ class JobPlan:
             self._compute(step)
 
     def _compute(self, step: int) -> None:
-        epoch, start, _ = order.locate(step, num_records=self.num_records, global_batch=self.global_batch)
+        epoch, start, _ = permutation.locate(step, num_records=self.num_records, global_batch=self.global_batch)
         stop = min(start + _TOGETHER * self.global_batch, self.num_records)
         if self._order is None:
             self._order = order_of(self.num_records, self.blocks, seed=self.seed)

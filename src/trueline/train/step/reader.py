@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trueline.data.readers import Readers
-from trueline.data.seeded import SeededReader, seed_all
+from trueline.data.loading.seeding import SeededReader, seed_all
+from trueline.data.loading.worker_pool import Readers
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.plan import JobPlan, Piece

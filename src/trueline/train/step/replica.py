@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from trueline.checkpoint import tree
 from trueline.errors import RecipeError, listed
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered_sum import OrderedSum
-from trueline.state import tree
 from trueline.train import devices
 from trueline.train.step import ledger as books
 from trueline.train.step import model_traits

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trueline.data import order
+from trueline.data.order import permutation
 from trueline.errors import UsageError, listed
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.replica import Replica
@@ -98,7 +98,7 @@ class Validation:
         totals = [0.0] * (1 + len(self.names))
         if replica is not None:
             chunks = self.chunks()
-            mine = chunks[slice(*order.split(len(chunks), fellows.dealt)[fellows.position])]
+            mine = chunks[slice(*permutation.split(len(chunks), fellows.dealt)[fellows.position])]
             with replica.averaged():
                 totals = self.sums(mine, fellows.overtaken)
             if fellows.overtaken():  # before the cut they could still be summed, and they are of a part

@@ -1,0 +1,1 @@
+"""File formats of records, one module each: units of a file, and the records in a range."""

@@ -1,0 +1,70 @@
+"""Records from ArrayRecord files, through Google's `array_record` package (an extra: it is not installed by default).
+
+One column, `record` (binary). A unit is a run of 4096 records, and records can be read alone; write with a group size
+of 64 or so, since a group is decompressed as a whole. The package reads local files only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pyarrow as pa
+
+from trueline.data.formats.recordio import SCHEMA
+from trueline.data.records import Listed, Part
+from trueline.errors import DataError
+from trueline.storage.listing import File
+
+SUFFIXES = (".array_record", ".arrayrecord")
+_UNIT_RECORDS = 4096
+GROUP_RECORDS = 64
+
+
+class ArrayRecordFormat:
+    name = "ArrayRecord"
+    unit = "run of records"
+    ranged = True
+
+    def list(self, file: File) -> Listed:
+        reader = _reader(file)
+        try:
+            count = int(reader.num_records())
+        finally:
+            reader.close()
+        return Listed(SCHEMA, [Part(min(_UNIT_RECORDS, count - at), at) for at in range(0, count, _UNIT_RECORDS)])
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+        if start == stop:
+            return SCHEMA.empty_table()
+        reader = _reader(file)
+        try:
+            found = reader.read(part.at + start, part.at + stop)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        finally:
+            reader.close()
+        return pa.table([pa.array(found, pa.binary())], schema=SCHEMA)
+
+
+def library() -> Any:
+    """The package's reader and writer. Raises DataError when it is not installed."""
+    try:
+        return import_module("array_record.python.array_record_module")
+    except ImportError as error:
+        raise DataError(
+            f"ArrayRecord files need the package array_record: {error}", hint="pip install array_record"
+        ) from error
+
+
+def _reader(file: File) -> Any:
+    found = library()
+    if file.path is None:
+        raise DataError(f"{file.uri}: ArrayRecord is read from local disks only", hint="copy it, or convert it")
+    try:
+        reader = found.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if not reader.ok():
+        raise ValueError("the reader does not accept it")
+    return reader

@@ -1,0 +1,141 @@
+"""Records from Arrow IPC files, IPC streams and folders that Hugging Face's `save_to_disk` wrote.
+
+A unit is a record batch, mapped into memory and not copied. Arrow has no checksums: a flipped bit inside a value is not
+seen; a broken structure, offsets that lead out of a batch and texts that are not UTF-8 are, when a batch is first read:
+whoever used them would crash. A stream has to end with its end mark, else nobody can say that it is whole. Of a Hugging
+Face folder `state.json` names the files; the `datasets` package is not needed.
+Source: the Arrow columnar format's IPC page (arrow.apache.org/docs/format/Columnar.html).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from trueline.data.records import Listed, Part
+from trueline.errors import DataError, listed
+from trueline.storage.listing import File, LocalFile, Stamp
+
+SUFFIXES = (".arrow", ".arrows", ".feather", ".ipc")
+_MAGIC = b"ARROW1"
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END = _CONTINUATION + bytes(4)
+
+
+class ArrowFormat:
+    name = "Arrow IPC"
+    unit = "record batch"
+    ranged = False
+
+    def __init__(self) -> None:
+        self._valid: set[tuple[str, Stamp, int]] = set()
+
+    def list(self, file: File) -> Listed:
+        with file.open() as opened:
+            start = opened.read(len(_MAGIC))
+        if start == _MAGIC:
+            return self._list_file(file)
+        if start[:4] == _CONTINUATION:
+            return self._list_stream(file)
+        raise DataError(f"{file.uri} is not an Arrow IPC file or stream: it begins with {start!r}")
+
+    def _list_file(self, file: File) -> Listed:
+        """`at` is the batch's number; only its first column is looked at."""
+        with _mapped(file) as source, pa.ipc.open_file(source) as reader:
+            schema, count = reader.schema, reader.num_record_batches
+        options = pa.ipc.IpcReadOptions(included_fields=[0]) if len(schema) else None
+        with _mapped(file) as source, pa.ipc.open_file(source, options=options) as reader:
+            return Listed(schema, [Part(reader.get_batch(index).num_rows, index) for index in range(count)])
+
+    def _list_stream(self, file: File) -> Listed:
+        """`at` and `end` are the bytes between which the batch's message lies."""
+        parts: list[Part] = []
+        with _mapped(file) as source:
+            reader = pa.ipc.open_stream(source)
+            schema = reader.schema
+            _refuse_dictionaries(schema, file)
+            while True:
+                at = source.tell()
+                if source.read(len(_END)) == _END:
+                    return Listed(schema, parts)
+                source.seek(at)
+                try:
+                    batch = reader.read_next_batch()
+                except StopIteration:
+                    raise DataError(
+                        f"{file.uri} is torn at byte {at}: no end mark follows {len(parts)} record batches",
+                        hint="close the writer that makes it, or write it again as an IPC file",
+                    ) from None
+                parts.append(Part(batch.num_rows, at, source.tell()))
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+        with _mapped(file) as source:
+            if part.end:
+                schema = pa.ipc.open_stream(source).schema
+                source.seek(part.at)
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+            else:
+                batch = pa.ipc.open_file(source).get_batch(part.at)
+        if (file.uri, file.stamp, part.at) not in self._valid:
+            batch.validate(full=True)
+            self._valid.add((file.uri, file.stamp, part.at))
+        if batch.num_rows == part.count:
+            batch = batch.slice(start, stop - start)
+        return pa.Table.from_batches([batch])
+
+
+@contextmanager
+def _mapped(file: File) -> Iterator[Any]:
+    """The buffers of what is read keep the mapping alive after the block."""
+    if file.path is not None:
+        with pa.memory_map(str(file.path)) as source:
+            yield source
+    else:
+        with file.open() as opened, pa.PythonFile(opened) as source:
+            yield source
+
+
+def _refuse_dictionaries(schema: pa.Schema, file: File) -> None:
+    names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+    if names:
+        raise DataError(
+            f"{file.uri} is an Arrow stream with dictionary columns ({listed(names)}), which cannot be read by ranges",
+            hint="write it as an Arrow IPC file (pyarrow.ipc.new_file), or as Parquet",
+        )
+
+
+def is_hugging_face(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def hugging_face_files(folder: Path) -> list[File]:
+    """The files of a saved Dataset in its order. Raises DataError for a folder of several splits, which it names."""
+    if not (folder / "state.json").is_file():
+        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        raise DataError(
+            f"{folder} holds a DatasetDict of {len(splits)} splits: {listed(map(str, splits))}",
+            hint=f"name one of them: {folder / str(splits[0]) if splits else folder}",
+        )
+    state = _json(folder / "state.json")
+    try:
+        names = [str(one["filename"]) for one in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / 'state.json'} names no files (expected _data_files with filename)") from error
+    if any("/" in name or name.startswith("..") for name in names):
+        raise DataError(f"{folder / 'state.json'} names files outside of its folder: {listed(names)}")
+    return [LocalFile.at(folder / name) for name in names]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is a {type(found).__name__}, expected an object")
+    return found

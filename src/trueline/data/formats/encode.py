@@ -1,0 +1,149 @@
+"""A table of records as the bytes of a whole file, in each format that can be written.
+
+A format that cannot hold a column says so by name. RecordIO and ArrayRecord hold bytes: a table of one binary or string
+column gives its values, any other one JSON object for each record, in which binary values are base64, as in JSON of
+protocol buffers (https://protobuf.dev/programming-guides/json).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from trueline.data.formats.recordio import CHUNK_BYTES, chunk, dmlc_record
+from trueline.data.records import columns
+from trueline.errors import DataError
+
+GROUP_RECORDS = 8192
+"""Records of a row group or record batch: what a reader decodes at once."""
+
+
+def pack(table: pa.Table, format: str) -> bytes:
+    """`table` as a file of `format` (one of PACKERS). Raises DataError for columns that it cannot hold."""
+    return PACKERS[format][1](table)
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=GROUP_RECORDS, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue())
+
+
+def _arrow(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks(), max_chunksize=GROUP_RECORDS)
+    return bytes(sink.getvalue())
+
+
+def _csv(table: pa.Table) -> bytes:
+    wrong = [field for field in table.schema if pa.types.is_nested(field.type) or _is_bytes(field.type)]
+    if wrong:
+        raise DataError(f"CSV cannot hold {columns(pa.schema(wrong))}", hint="write Parquet, Arrow or JSON Lines")
+    sink = pa.BufferOutputStream()
+    pyarrow.csv.write_csv(table, sink)
+    return bytes(sink.getvalue())
+
+
+def _jsonl(table: pa.Table) -> bytes:
+    return b"".join(line + b"\n" for line in _json_lines(table))
+
+
+def _recordio(table: pa.Table) -> bytes:
+    """Chunks of at most 1 MiB of records (a larger record is a chunk of its own), as snappy."""
+    out, records, num_bytes = [], list[bytes](), 0
+    for record in _values(table):
+        if records and num_bytes + len(record) > CHUNK_BYTES:
+            out.append(chunk(records))
+            records, num_bytes = [], 0
+        records.append(record)
+        num_bytes += len(record)
+    return b"".join([*out, chunk(records)] if records else out)
+
+
+def _mxnet(table: pa.Table) -> bytes:
+    return b"".join(map(dmlc_record, _values(table)))
+
+
+def _array_record(table: pa.Table) -> bytes:
+    from trueline.data.formats.arrayrecord import GROUP_RECORDS, library
+
+    with tempfile.TemporaryDirectory() as folder:  # the package writes to paths only
+        path = Path(folder) / "part.array_record"
+        writer = library().ArrayRecordWriter(str(path), f"group_size:{GROUP_RECORDS}")
+        for record in _values(table):
+            writer.write(record)
+        writer.close()
+        return path.read_bytes()
+
+
+PACKERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
+    "parquet": (".parquet", _parquet),
+    "arrow": (".arrow", _arrow),
+    "csv": (".csv", _csv),
+    "jsonl": (".jsonl", _jsonl),
+    "recordio": (".recordio", _recordio),
+    "mxnet": (".rec", _mxnet),
+    "arrayrecord": (".array_record", _array_record),
+}
+"""Name: ending, and what makes the bytes."""
+
+
+def _values(table: pa.Table) -> Iterator[bytes]:
+    if table.num_columns != 1 or not (_is_bytes(table.schema.field(0).type) or _is_text(table.schema.field(0).type)):
+        yield from _json_lines(table, base64_bytes=True)
+        return
+    name = table.column_names[0]
+    for number, value in enumerate(table[name].to_pylist()):
+        if value is None:
+            raise DataError(f"record {number} has no '{name}': a format of bytes cannot tell a null from empty bytes")
+        yield value.encode() if isinstance(value, str) else value
+
+
+def _json_lines(table: pa.Table, *, base64_bytes: bool = False) -> Iterator[bytes]:
+    plain = _plain_or_base64 if base64_bytes else _plain
+    for number, row in enumerate(table.to_pylist()):
+        try:
+            yield json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain).encode()
+        except (TypeError, ValueError) as error:
+            wrong = [name for name, value in row.items() if _unsayable(value, () if base64_bytes else bytes)]
+            where = f"'{wrong[0]}' of record {number}" if wrong else f"record {number}"
+            raise DataError(f"JSON cannot hold {where}: {error}", hint="write Parquet or Arrow") from error
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+
+
+def _plain_or_base64(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else _plain(value)
+
+
+def _unsayable(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a number without a form in JSON, or a value of one of `kinds`, is anywhere in it."""
+    if isinstance(value, dict | list):
+        return any(_unsayable(one, kinds) for one in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, kinds) or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _is_bytes(kind: Any) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -1,0 +1,88 @@
+"""Records from a folder of images: one folder for each class, as torchvision's ImageFolder has it.
+
+    train/cat/1.png  train/dog/7.jpg     ->     image (the file's bytes), label (0: cat, 1: dog), path ('cat/1.png')
+
+Classes are numbered in the order of their names, images come in the order of their paths. Nothing is decoded here.
+A unit is a run of at most 256 images; each image is a file of its own, so it can be read alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from trueline.data.source import Unit
+from trueline.errors import DataError
+from trueline.storage.listing import LocalFile, visible
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+UNIT_RECORDS = 256
+SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int64()), ("path", pa.string())])
+
+
+def is_image_folder(folder: Path) -> bool:
+    """Whether some sub-folder begins with images."""
+    return any(child.is_dir() and visible(child.name) and next(_images(child), None) for child in folder.iterdir())
+
+
+class ImageRecords:
+    ranged = forks = True
+    schema = SCHEMA
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and visible(child.name))
+        stray = next((one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES), None)
+        if stray is not None:
+            raise DataError(f"{stray} lies in no folder of a class", hint=f"classes are the folders in {folder}")
+        self._files: list[tuple[LocalFile, int]] = []
+        for label, name in enumerate(self.classes):
+            paths = sorted(_images(folder / name))
+            if not paths:
+                raise DataError(f"{folder / name} has no images", hint="remove the folder, or add images of its class")
+            self._files += [(LocalFile.at(path), label) for path in paths]
+        self._units = [
+            Unit(uri=f"{folder}#{at}", offset=at, count=min(UNIT_RECORDS, len(self._files) - at))
+            for at in range(0, len(self._files), UNIT_RECORDS)
+        ]
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self._units
+
+    def load(self, number: int, start: int, stop: int) -> pa.Table:
+        offset = self._units[number].offset
+        chosen = self._files[offset + start : offset + stop]
+        return pa.table(
+            {
+                "image": pa.array([_read(file) for file, _ in chosen], pa.binary()),
+                "label": pa.array([label for _, label in chosen], pa.int64()),
+                "path": pa.array([file.path.relative_to(self._folder).as_posix() for file, _ in chosen], pa.string()),
+            }
+        )
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for file, label in self._files:
+            digest.update(f"{file.path.relative_to(self._folder)}:{label}:{file.stamp};".encode())
+        return digest.hexdigest()
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (
+            Path(root, name) for name in sorted(names) if Path(name).suffix.lower() in SUFFIXES and visible(name)
+        )
+
+
+def _read(file: LocalFile) -> bytes:
+    file.check()
+    try:
+        return file.path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {file.path}: {error.strerror}") from error

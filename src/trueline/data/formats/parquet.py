@@ -1,0 +1,194 @@
+"""Records from Parquet files, read where they lie, without a conversion.
+
+A unit is a row group. In the order of windows (`data/order/windowed.py`) a group is decoded once an epoch; in a full
+permutation over more data than the cache holds, for nearly every record, so write row groups of a few thousand rows.
+In the order of the file, records are decoded as many at a time as are asked for, whatever the size of a group. Page
+checksums, where the writer wrote them, are verified when a group is first read. Files are read and not mapped: one
+that is cut short meanwhile is an error then, and not the end of the process. Listing needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trueline.data.records import FileRecords, Listed, Part, first_line
+from trueline.data.sources.records_source import CACHE_BYTES, TableSource
+from trueline.errors import DataError
+from trueline.storage.listing import File, Stamp, Uri, list_files
+
+if TYPE_CHECKING:
+    from trueline.data.source import Mode
+
+SUFFIXES = (".parquet", ".pq")
+_MAGIC = b"PAR1"
+_END = struct.Struct("<I4s")
+_BYTES = (pa.binary(), pa.large_binary())
+_FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
+_BUFFER_BYTES, _STORE_BYTES = 64 << 10, 4 << 20
+"""Read at a time, from a disk and from a store."""
+_PIECE_BYTES = 4 << 20
+"""Decoded at a time for who reads in order. Smaller pieces are decoded in less time, but what comes between them finds
+less of its own at hand then: in all that gains nothing."""
+
+
+class ParquetFormat:
+    name = "Parquet"
+    unit = "row group"
+    ranged = False
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._footers: dict[tuple[str, Stamp], Any] = {}
+        """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
+        self._footer_bytes = 0
+        self._verified: set[tuple[str, Stamp, int]] = set()
+        """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
+
+    def list(self, file: File) -> Listed:
+        if file.path is not None:  # in a store its first bytes would be one more request for each file
+            with file.open() as opened:
+                start = opened.read(len(_MAGIC))
+            if start != _MAGIC:
+                raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
+        return self.listed(file, self.footer(file))
+
+    def footer(self, file: File) -> bytes:
+        """The metadata, its length and the magic number: the end of the file."""
+        size = file.stamp.size
+        with file.open(little=True) as opened:
+            opened.seek(max(size - _END.size, 0))
+            length, magic = _END.unpack(opened.read(_END.size).rjust(_END.size))
+            if magic != _MAGIC or length + _END.size + len(_MAGIC) > size:
+                raise DataError(f"{file.uri} {_complaint(file)}")
+            opened.seek(size - _END.size - length)
+            return opened.read(length + _END.size)
+
+    def listed(self, file: File, footer: bytes) -> Listed:
+        try:
+            with pq.ParquetFile(pa.BufferReader(_MAGIC + footer)) as found:  # a whole file without row groups
+                metadata, schema = found.metadata, found.schema_arrow
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file.uri} is torn: its footer is damaged: {first_line(error)}") from error
+        self._hold(file, metadata)
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
+
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        """A row group's columns lie one behind the other."""
+        group = self._footer(file).row_group(part.at)
+        columns = [group.column(index) for index in range(group.num_columns)]
+        begins = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+        ends = [begin + column.total_compressed_size for begin, column in zip(begins, columns, strict=True)]
+        return min(begins, default=0), max(ends, default=0)
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+        with self._opened(file, [part]) as found:
+            table = found.read_row_group(part.at, use_threads=False)
+            if (file.uri, file.stamp, part.at) not in self._verified:
+                _validate(table, _unsure(table.schema))
+        self._remember(file, part)
+        if len(table) != part.count:
+            return table  # the caller says that the file lies
+        return table.slice(start, stop - start)
+
+    def stream(self, file: File, parts: Sequence[Part], rows: int) -> Iterator[Iterator[pa.Table]]:
+        with self._opened(file, parts) as found:
+            for part in parts:
+                yield self._pieces(found, file, part, rows)
+
+    def _pieces(self, found: pq.ParquetFile, file: File, part: Part, rows: int) -> Iterator[pa.Table]:
+        """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
+        num_bytes = found.metadata.row_group(part.at).total_byte_size
+        if num_bytes <= _PIECE_BYTES:
+            tables = iter([found.read_row_group(part.at, use_threads=False)])
+        else:
+            many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
+            batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
+            tables = (pa.Table.from_batches([batch]) for batch in batches)
+        if (file.uri, file.stamp, part.at) in self._verified:
+            yield from tables
+            return
+        unsure: list[int] | None = None
+        for table in tables:
+            unsure = _unsure(table.schema) if unsure is None else unsure
+            _validate(table, unsure)
+            yield table
+        self._remember(file, part)
+
+    @contextmanager
+    def _opened(self, file: File, parts: Sequence[Part]) -> Iterator[pq.ParquetFile]:
+        """Compares checksums as long as those of one of `parts` were not."""
+        verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
+        options = {"metadata": self._footer(file), "page_checksum_verification": verify}
+        if file.path is not None:
+            # Without pre_buffer, by which other threads read all of a row group first: bytes are decoded while they are
+            # at hand, and no more of them are held.
+            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as found:
+                yield found
+        else:
+            with file.open() as opened, pq.ParquetFile(opened, buffer_size=_STORE_BYTES, **options) as found:
+                yield found
+
+    def _footer(self, file: File) -> Any:
+        found = self._footers.get((file.uri, file.stamp))
+        if found is None:
+            self.listed(file, self.footer(file))
+            found = self._footers[file.uri, file.stamp]
+        return found
+
+    def _hold(self, file: File, footer: Any) -> None:
+        with self._lock:
+            before = self._footers.pop((file.uri, file.stamp), None)
+            self._footer_bytes += footer.serialized_size - (before.serialized_size if before is not None else 0)
+            self._footers[file.uri, file.stamp] = footer
+            while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
+                self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
+
+    def _remember(self, file: File, part: Part) -> None:
+        if len(self._verified) >= _VERIFIED:
+            self._verified.clear()  # to compare once more costs less than to remember every group of a large store
+        self._verified.add((file.uri, file.stamp, part.at))
+
+
+def _unsure(schema: pa.Schema) -> list[int]:
+    """Columns that may hold texts."""
+    kinds = [field.type for field in schema]
+    return [at for at, kind in enumerate(kinds) if not pa.types.is_primitive(kind) and kind not in _BYTES]
+
+
+def _validate(table: pa.Table, columns: Sequence[int]) -> None:
+    """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
+    for at in columns:
+        table.column(at).validate(full=True)
+
+
+def _complaint(file: File) -> str:
+    with file.open() as opened:
+        start = opened.read(len(_MAGIC))
+    return "is torn: its footer is missing or damaged" if start == _MAGIC else "is not a Parquet file"
+
+
+class ParquetSource(TableSource):
+    """A Source over the row groups of `uris`, in the order given (folders and globs in order of name)."""
+
+    def __init__(
+        self,
+        uris: Uri | Sequence[Uri],
+        feed: Callable[..., Any],
+        *,
+        mode: Mode,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        from trueline.data.open import named
+
+        given = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
+        records = FileRecords(ParquetFormat(), list_files(given, SUFFIXES))
+        super().__init__(records, feed, mode=mode, where=named(given), cache_bytes=cache_bytes)

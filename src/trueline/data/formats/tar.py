@@ -1,0 +1,172 @@
+"""Records from WebDataset tars: files of one basename that follow each other are one sample.
+
+    00017.jpg 00017.cls 00018.jpg ...      ->      __key__ '00017', columns 'cls' and 'jpg' (binary)
+
+The key ends at the first dot of the file's name; folders belong to it. Where each file lies is found by one pass over
+the headers and kept as an index, so a sample is read alone, which WebDataset itself does not offer. A sample without a
+file of some extension has a null there. A damaged header would end Python's reading without a word; here it is an
+error, as is a tar without its end mark. Contents have no checksums.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trueline.data.records import Listed, Part
+from trueline.errors import DataError
+from trueline.storage.listing import File, Stamp
+from trueline.storage.offset_index import Arrays, indexed
+
+SUFFIXES = (".tar",)
+KEY = "__key__"
+_UNIT_BYTES = 4 << 20
+_UNIT_RECORDS = 1024
+_BLOCK = 512
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+
+@dataclass(slots=True)
+class _Index:
+    """Sample i is `keys[i]`; its file of extension j lies at `at[i, j]` and is `size[i, j]` long; -1: none."""
+
+    keys: list[str]
+    extensions: list[str]
+    at: Ints
+    size: Ints
+
+    def arrays(self) -> Arrays:
+        names = "\0".join(self.keys).encode("utf-8", "surrogateescape")
+        kinds = "\0".join(self.extensions).encode()
+        return {
+            "keys": np.frombuffer(names, np.uint8),
+            "extensions": np.frombuffer(kinds, np.uint8),
+            "at": self.at,
+            "size": self.size,
+        }
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> _Index:
+        at = arrays["at"].astype(np.int64)
+        keys = arrays["keys"].tobytes().decode("utf-8", "surrogateescape").split("\0") if len(at) else []
+        return cls(keys, arrays["extensions"].tobytes().decode().split("\0"), at, arrays["size"].astype(np.int64))
+
+
+@dataclass(slots=True)
+class TarFormat:
+    name = "tar"
+    unit = "run of samples"
+    ranged = True
+    _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
+
+    def list(self, file: File) -> Listed:
+        found = _Index.of(indexed(file, "webdataset", lambda: _index(file).arrays()))
+        self._known[file.uri, file.stamp] = found
+        if not found.keys:
+            return Listed(pa.schema([]), [])
+        schema = pa.schema(
+            [pa.field(KEY, pa.string()), *(pa.field(name, pa.binary()) for name in sorted(found.extensions))]
+        )
+        return Listed(schema, list(_parts(found)))
+
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        found = self._known[file.uri, file.stamp]
+        at, size = found.at[part.at + start : part.at + stop], found.size[part.at + start : part.at + stop]
+        there = at >= 0
+        return (int(at[there].min()), int((at + size)[there].max())) if there.any() else (0, 0)
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+        found = self._known[file.uri, file.stamp]
+        first, last = part.at + start, part.at + stop
+        columns = {KEY: pa.array(found.keys[first:last], pa.string())}
+        with file.open() as opened:
+            for kind in sorted(found.extensions):
+                number = found.extensions.index(kind)
+                values: list[bytes | None] = []
+                for at, size in zip(
+                    found.at[first:last, number].tolist(), found.size[first:last, number].tolist(), strict=True
+                ):
+                    if at < 0:
+                        values.append(None)
+                        continue
+                    opened.seek(at)
+                    values.append(_whole(opened.read(size), size, at))
+                columns[kind] = pa.array(values, pa.binary())
+        return pa.table(columns)
+
+
+def _whole(data: bytes, size: int, at: int) -> bytes:
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes are left at byte {at}, expected {size}")
+    return data
+
+
+def _parts(index: _Index) -> Iterator[Part]:
+    """Cut where a unit would pass 4 MiB or 1024 samples."""
+    sizes = np.maximum(index.size, 0).sum(axis=1)
+    first = num_bytes = 0
+    for sample, size in enumerate(sizes.tolist()):
+        if sample > first and (num_bytes + size > _UNIT_BYTES or sample - first == _UNIT_RECORDS):
+            yield Part(sample - first, first)
+            first, num_bytes = sample, 0
+        num_bytes += size
+    yield Part(len(sizes) - first, first)
+
+
+def _index(file: File) -> _Index:
+    keys: list[str] = []
+    seen: set[str] = set()
+    extensions: dict[str, int] = {}
+    places: list[tuple[int, int, int, int]] = []
+    for name, at, size in _members(file):
+        key, extension = _parted(name)
+        if not keys or key != keys[-1]:
+            if key in seen:
+                raise DataError(
+                    f"{file.uri} has files of sample '{key}' in two places (again at byte {at})",
+                    hint="files of one sample stand next to each other in a WebDataset tar; sort it by name",
+                )
+            keys.append(key)
+            seen.add(key)
+        number = extensions.setdefault(extension, len(extensions))
+        places.append((len(keys) - 1, number, at, size))
+    at_ij = np.full((len(keys), len(extensions)), -1, np.int64)
+    size_ij = np.full_like(at_ij, -1)
+    for sample, number, at, size in places:
+        if at_ij[sample, number] >= 0:
+            name = f"{keys[sample]}.{list(extensions)[number]}"
+            raise DataError(f"{file.uri} has two files '{name}' (again at byte {at})")
+        at_ij[sample, number], size_ij[sample, number] = at, size
+    return _Index(keys, list(extensions), at_ij, size_ij)
+
+
+def _members(file: File) -> Iterator[tuple[str, int, int]]:
+    """Name, place and size of each regular file. Raises DataError for a tar that is not whole."""
+    with file.open() as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member otherwise
+            if member.isreg() and not member.name.rpartition("/")[2].startswith("."):
+                yield member.name, member.offset_data, member.size
+        at = tar.offset  # where reading stopped
+        opened.seek(at)
+        block = opened.read(_BLOCK)
+        if block != bytes(_BLOCK):
+            why = "it ends without its end mark" if len(block) < _BLOCK else "a header is damaged"
+            raise DataError(f"{file.uri} is torn at byte {at}: {why}")
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """
+    >>> _parted("train/00017.seg.png")
+    ('train/00017', 'seg.png')
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return folder + slash + stem, extension or "data"

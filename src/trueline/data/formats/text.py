@@ -1,0 +1,206 @@
+"""Records from CSV and JSON Lines, read by ranges over an index of where each begins.
+
+A unit is a run of at most 4096 lines; a line alone can be read too. In CSV a line break inside quotes belongs to its
+field: a break ends a record where an even number of quotes stands before it (RFC 4180). Blank lines hold no record. The
+columns and their types are those of the first mebibyte; a later value that does not fit is an error that names the
+record, as is a JSON field that was not there before: nothing is dropped and nothing becomes text in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+
+from trueline.data.records import Listed, Part, first_line
+from trueline.errors import DataError
+from trueline.storage.listing import File, Stamp
+from trueline.storage.offset_index import indexed
+
+CSV_SUFFIXES = (".csv", ".tsv")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+UNIT_RECORDS = 4096
+_PIECE = 16 << 20
+_SAMPLE = 1 << 20
+_NEWLINE, _QUOTE, _RETURN = 0x0A, 0x22, 0x0D
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+
+class _Lines:
+    """What CSV and JSON Lines share: the index, and reading between two of its marks."""
+
+    name = ""
+    unit = "run of lines"
+    ranged = True
+    quoted = False
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Stamp], tuple[Ints, pa.Schema]] = {}
+
+    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+        marks, schema = self._known[file.uri, file.stamp]
+        if start == stop:
+            return schema.empty_table()
+        data = self._bytes(file, marks, part.at + start, part.at + stop)
+        try:
+            return self._parsed(file, data, schema)
+        except pa.ArrowException as error:
+            raise self._named(file, part.at + start, part.at + stop, error) from error
+
+    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+        marks, _ = self._known[file.uri, file.stamp]
+        return int(marks[part.at + start]), int(marks[part.at + stop])
+
+    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+        raise NotImplementedError
+
+    def _marks(self, file: File) -> Ints:
+        """The bytes at which records begin, and the end of the last: one number more than there are records."""
+        kind = f"lines quoted={self.quoted}"
+        found = indexed(file, kind, lambda: {"marks": record_marks(file, quoted=self.quoted)})["marks"]
+        return found.astype(np.int64)
+
+    def _bytes(self, file: File, marks: Ints, start: int, stop: int) -> bytes:
+        at, end = int(marks[start]), int(marks[stop])
+        with file.open() as opened:
+            opened.seek(at)
+            return opened.read(end - at)
+
+    def _named(self, file: File, start: int, stop: int, error: Exception) -> DataError:
+        """The first record that does not parse by itself; looking for it is what an error may cost."""
+        marks, schema = self._known[file.uri, file.stamp]
+        where = f"records {start} to {stop}"
+        for record in range(start, stop):
+            try:
+                self._parsed(file, self._bytes(file, marks, record, record + 1), schema)
+            except pa.ArrowException as alone:
+                error, where = alone, f"record {record} (byte {int(marks[record])})"
+                break
+        return DataError(
+            f"{file.uri} cannot be read at {where}: {first_line(error)}",
+            hint="every record has the columns and types of the first mebibyte",
+        )
+
+
+def _parts(marks: Ints) -> list[Part]:
+    count = len(marks) - 1
+    return [Part(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
+
+
+class CsvFormat(_Lines):
+    """With a header line. Tabs part the fields of `.tsv`."""
+
+    name = "CSV"
+    quoted = True
+
+    def __init__(self, *, delimiter: str = "") -> None:
+        super().__init__()
+        self._delimiter = delimiter
+
+    def list(self, file: File) -> Listed:
+        marks = self._marks(file)
+        if len(marks) < 2:
+            raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
+        sample = self._bytes(file, marks, 0, _sampled(marks))
+        found = self._parsed(file, sample, None).schema
+        schema = pa.schema([pa.field(one.name, _csv_type(one.type)) for one in found])
+        self._known[file.uri, file.stamp] = marks[1:], schema
+        return Listed(schema, _parts(marks[1:]))
+
+    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+        delimiter = self._delimiter or ("\t" if file.name.endswith(".tsv") else ",")
+        names = None if schema is None else schema.names
+        types = None if schema is None else {one.name: one.type for one in schema}
+        return pyarrow.csv.read_csv(
+            pa.BufferReader(data),
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False
+            ),
+        )
+
+
+class JsonLinesFormat(_Lines):
+    """One object a line; objects may be nested. Dates stay the strings that they are in the file."""
+
+    name = "JSON Lines"
+
+    def list(self, file: File) -> Listed:
+        marks = self._marks(file)
+        if len(marks) < 2:
+            return Listed(pa.schema([]), [])
+        found = self._parsed(file, self._bytes(file, marks, 0, _sampled(marks)), None).schema
+        schema = pa.schema([pa.field(one.name, _json_type(one.type)) for one in found])
+        self._known[file.uri, file.stamp] = marks, schema
+        return Listed(schema, _parts(marks))
+
+    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+        found = _json(data, schema)
+        return found if schema is None else found.select(schema.names)
+
+
+def _sampled(marks: Ints) -> int:
+    """How many records the first mebibyte holds; at least one, at most all."""
+    return min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
+
+
+def _json(data: bytes, schema: pa.Schema | None) -> pa.Table:
+    options = pyarrow.json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
+    )
+    read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
+    found = pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
+    found.validate(full=True)  # of UTF-8, which the parser takes on trust
+    return found
+
+
+def _json_type(found: Any) -> Any:
+    """A timestamp that pyarrow sees in a string is a string again; a column of nulls may hold strings later."""
+    if pa.types.is_timestamp(found) or pa.types.is_null(found):
+        return pa.string()
+    if pa.types.is_list(found):
+        return pa.list_(_json_type(found.value_type))
+    if pa.types.is_struct(found):
+        return pa.struct([pa.field(one.name, _json_type(one.type)) for one in found])
+    return found
+
+
+def _csv_type(found: Any) -> Any:
+    return pa.string() if pa.types.is_null(found) else found
+
+
+def record_marks(file: File, *, quoted: bool) -> Ints:
+    """Where records begin, and where the last ends. Raises DataError for a quote that is never closed."""
+    begins: list[Ints] = []
+    quotes = at = quote_at = line_at = before = 0
+    with file.open() as opened:
+        while piece := opened.read(_PIECE):
+            data = np.frombuffer(piece, np.uint8)
+            breaks = np.flatnonzero(data == _NEWLINE)
+            if quoted:
+                where = np.flatnonzero(data == _QUOTE)
+                breaks = breaks[(quotes + np.searchsorted(where, breaks)) % 2 == 0]
+                quote_at = at + int(where[-1]) if len(where) else quote_at
+                quotes += len(where)
+            if len(breaks):
+                ends = breaks + (at + 1)
+                starts = np.concatenate([[line_at], ends[:-1]])
+                last = np.where(breaks > 0, data[breaks - 1], before)
+                lengths = ends - starts
+                begins.append(starts[(lengths > 2) | ((lengths == 2) & (last != _RETURN))])
+                line_at = int(ends[-1])
+            at, before = at + len(piece), int(data[-1])
+    if quotes % 2:
+        raise DataError(
+            f"{file.uri} has a quote at byte {quote_at} that is never closed",
+            hint='inside a quoted field a quote is written twice: "say ""yes"""',
+        )
+    if at > line_at:
+        begins.append(np.array([line_at], np.int64))
+    return np.concatenate([*begins, np.array([at])]).astype(np.int64)

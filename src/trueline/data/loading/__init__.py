@@ -1,0 +1,1 @@
+"""From records to batches of tensors: feeds, seeding, worker processes, caches."""

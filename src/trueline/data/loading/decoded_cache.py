@@ -1,0 +1,242 @@
+"""Decoded units in memory, bounded in bytes, and any records of them in one table.
+
+A batch out of a shuffle window has a few records of each of a dozen units. Taking them unit by unit costs a dozen
+calls for each column, so units that are asked for together are joined into one table (`_joined`) and a batch is one
+`take`. Joining copies; it is done once as many records were taken the slow way as pay for it, so reads that never come
+back to a unit never pay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trueline.data.loading.streaming import Passing
+from trueline.data.records import Fetching, Range, Records
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+_PAID = 64
+"""Copying this many records in a row costs about as much as taking one record of a unit."""
+_ALONE = 8
+"""Of a unit that can be read in part, fewer than one record in so many are read alone."""
+
+
+class Tables:
+    """Any records of `records` by number, and runs of them. May be asked by several threads."""
+
+    def __init__(self, records: Records, cache_bytes: int) -> None:
+        self._records = records
+        self._starts = np.array([unit.offset for unit in records.units], np.int64)
+        self._offsets = self._starts.tolist()
+        self._resident = Resident(records, cache_bytes)
+        self._passing = Passing(records, cache_bytes // 2)
+        self._lock = Lock()
+
+    def take(self, indices: npt.ArrayLike) -> pa.Table:
+        """The records `indices`, in that order, in memory that is the caller's alone. Raises DataError."""
+        wanted = np.asarray(indices, np.int64)
+        run = run_of(wanted)
+        if run is not None:
+            return self.take_run(*run)
+        with self._lock:
+            self._passing.forget()
+            numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+            return self._resident.take(numbers, wanted - self._starts[numbers])
+
+    def take_run(self, start: int, stop: int) -> pa.Table:
+        """The records [start, stop), in memory that is the caller's alone. Raises DataError."""
+        with self._lock:
+            ready = self._passing.ready(start, stop)
+            if ready is None:
+                return self._owned(self._parts(start, stop))
+            return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
+
+    def run(self, start: int, stop: int) -> pa.Table:
+        """Records [start, stop) in one piece, to be read only: others may get the same memory. Raises DataError."""
+        with self._lock:
+            parts = [table for table, _ in self._parts(start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        return pa.concat_tables(parts) if parts else self._records.schema.empty_table()
+
+    def _parts(self, start: int, stop: int) -> list[tuple[pa.Table, bool]]:
+        """Records [start, stop) in pieces, each with whether nobody else has its memory."""
+        parts: list[tuple[pa.Table, bool]] = []
+        passing, follows = self._passing, self._passing.follows(start)
+        units = self._records.units
+        for number in range(max(bisect_right(self._offsets, start) - 1, 0), len(units)):
+            unit = units[number]
+            if unit.offset >= stop:
+                break
+            begin, end = max(start - unit.offset, 0), min(stop - unit.offset, unit.count)
+            passed = passing.stands_at(unit.offset + begin)
+            if not passed and follows and not begin and not self._resident.holds(number):
+                passed = passing.begin(number, stop - start)
+            if passed:
+                parts += [(table, True) for table in passing.pull(end - begin)]
+            else:
+                parts.append(self._resident.slice(number, begin, end))
+        passing.left_at(stop)
+        return parts
+
+    @staticmethod
+    def _owned(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
+        """One piece; copied where others have the memory, and where units meet."""
+        if len(parts) > 1:
+            return pa.concat_tables([table for table, _ in parts]).combine_chunks()
+        table, own = parts[0]
+        if own:
+            return table
+        copies = [pa.concat_arrays(column.chunks) for column in table.columns]
+        return pa.Table.from_arrays(copies, schema=table.schema)
+
+
+def run_of(indices: Ints) -> tuple[int, int] | None:
+    """The first of `indices` (int64) and the one behind the last, when they are neighbours in ascending order.
+
+    >>> run_of(np.array([4, 5, 6])), run_of(np.array([4, 6, 5]))
+    ((4, 7), None)
+    """
+    if not len(indices):
+        return None
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    neighbours = stop - start == len(indices) and indices.tobytes() == np.arange(start, stop, dtype=np.int64).tobytes()
+    return (start, stop) if neighbours else None
+
+
+class Resident:
+    """Half of `max_bytes` is for units as they were decoded, least recently used first out, the other half for the
+    joined ones. The units of the batch at hand stay, whatever their size."""
+
+    def __init__(self, records: Records, max_bytes: int) -> None:
+        self._records = records
+        self._max_bytes = max_bytes // 2
+        self._num_bytes = 0
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        self._recent: deque[Ints] = deque(maxlen=8)
+        self._joined: pa.Table = None
+        self._base = np.full(len(records.units), -1, np.int64)
+        self._slow = 0
+
+    def holds(self, unit: int) -> bool:
+        return unit in self._tables
+
+    def take(self, numbers: Ints, rows: Ints) -> pa.Table:
+        """Record `rows[i]` of unit `numbers[i]`, for each i, copied. Raises DataError."""
+        base = self._base[numbers]
+        if base.min() < 0:  # some of them are not joined
+            units = np.unique(numbers)
+            self._recent.append(units)
+            if not (self._payable(units) and self._join()):
+                return self._by_unit(numbers, rows)
+            base = self._base[numbers]
+        return self._joined.take(pa.array(base + rows))
+
+    def slice(self, unit: int, start: int, stop: int) -> tuple[pa.Table, bool]:
+        """Records [start, stop) of `unit`, and whether nobody else is given their memory. Raises DataError."""
+        if self._records.ranged and unit not in self._tables:
+            return self._records.load(unit, start, stop).combine_chunks(), True
+        table = self._whole(unit)
+        if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
+            # Who reads in order is past this unit, and would find it gone next time round. Memory that was given
+            # back is memory that the next unit gets at once.
+            self._num_bytes -= self._tables.pop(unit).nbytes
+        return table.slice(start, stop - start), False
+
+    def _payable(self, units: Ints) -> bool:
+        return len(units) > 1 and all(int(unit) in self._tables for unit in units)
+
+    def _join(self) -> bool:
+        """Joins the units of the last reads, as far as they are here and have room."""
+        wanted: list[int] = []
+        num_bytes = num_rows = 0
+        for units in reversed(self._recent):
+            for unit in units.tolist():
+                table = self._tables.get(unit)
+                if table is None or unit in wanted:
+                    continue
+                if num_bytes + table.nbytes > self._max_bytes and len(wanted) >= len(self._recent[-1]):
+                    break
+                wanted.append(unit)
+                num_bytes, num_rows = num_bytes + table.nbytes, num_rows + len(table)
+        if num_bytes > self._max_bytes or num_rows > self._slow * _PAID:
+            return False
+        self._base.fill(-1)
+        start = 0
+        for unit in wanted:
+            self._base[unit] = start
+            start += len(self._tables[unit])
+        self._joined = pa.concat_tables([self._tables[unit] for unit in wanted]).combine_chunks()
+        self._slow = 0
+        return True
+
+    def _by_unit(self, numbers: Ints, rows: Ints) -> pa.Table:
+        self._slow += len(rows)
+        order = np.argsort(numbers, kind="stable")
+        sorted_numbers = numbers[order]
+        cuts = np.flatnonzero(np.diff(sorted_numbers)) + 1
+        groups = np.split(order, cuts)
+        self._fetch([(int(numbers[group[0]]), rows[group]) for group in groups])
+        parts = [self._some(int(numbers[group[0]]), rows[group]) for group in groups]
+        if len(parts) == 1:
+            return parts[0].combine_chunks()
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return pa.concat_tables(parts).take(pa.array(back)).combine_chunks()
+
+    def _fetch(self, groups: Sequence[tuple[int, Ints]]) -> None:
+        """What `_some` will load of `groups`, where that is far away."""
+        records = self._records
+        if not isinstance(records, Fetching):
+            return
+        wanted: list[Range] = []
+        for unit, rows in groups:
+            if self._is_alone(unit, rows):
+                wanted += [(unit, *run) for run in _runs(np.unique(rows))]
+            elif unit not in self._tables:
+                wanted.append((unit, 0, records.units[unit].count))
+        if wanted:
+            records.fetch(wanted)
+
+    def _some(self, unit: int, rows: Ints) -> pa.Table:
+        if self._is_alone(unit, rows):
+            return self._alone(unit, rows)
+        return self._whole(unit).take(pa.array(rows))
+
+    def _is_alone(self, unit: int, rows: Ints) -> bool:
+        few = len(rows) * _ALONE < self._records.units[unit].count
+        return few and self._records.ranged and unit not in self._tables
+
+    def _alone(self, unit: int, rows: Ints) -> pa.Table:
+        """Runs of neighbours are read in one go."""
+        distinct, back = np.unique(rows, return_inverse=True)
+        tables = [self._records.load(unit, start, stop) for start, stop in _runs(distinct)]
+        return pa.concat_tables(tables).take(pa.array(back))
+
+    def _whole(self, unit: int) -> pa.Table:
+        table = self._tables.pop(unit, None)
+        if table is None:
+            table = self._records.load(unit, 0, self._records.units[unit].count)
+            self._num_bytes += table.nbytes
+        self._tables[unit] = table
+        while len(self._tables) > 1 and self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
+        return table
+
+
+def _runs(rows: Ints) -> list[tuple[int, int]]:
+    """Neighbours among `rows`, which ascend: the first of them, and the one behind the last.
+
+    >>> _runs(np.array([2, 3, 7]))
+    [(2, 4), (7, 8)]
+    """
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]

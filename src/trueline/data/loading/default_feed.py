@@ -1,0 +1,196 @@
+"""Records as tensors by their schema, for recipes that bring no `feed`.
+
+    column                                    tensor
+    whole numbers, booleans                   int64, bool          [n]
+    floating point                            float32              [n]
+    lists of numbers, all of one length       as their items       [n, length, ...]
+    binary that is images                     float32 in [0, 1]    [n, channels, height, width]   needs Pillow
+    text with a vocabulary                    int64 ids            [n]
+    text with a tokenizer                     what that returns
+
+The column `label` (`labels`, `target`, `targets`, `y`) is what the loss compares with; the others are inputs. One input
+is passed as it is; several that are plain numbers are the columns of one float32 tensor, in their order; any other
+several are passed by name. What this cannot say without a guess is refused with the column, and `feed` says it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trueline.data.loading.tensors import FEED, is_list, is_number, tensor
+from trueline.errors import DataError, listed
+
+if TYPE_CHECKING:
+    import torch
+
+    from trueline.data.source import Mode
+
+LABELS = ("label", "labels", "target", "targets", "y")
+UNKNOWN = "<unk>"
+"""A word of a vocabulary that stands for every word that is not in it."""
+_KEYS = ("__key__", "path")
+"""Columns that say where a record is from, beside one that holds it."""
+
+Tokenizer = Callable[[list[str]], Any]
+Array = npt.NDArray[Any]
+
+
+class DefaultFeed:
+    """A `feed`. `vocabulary` has the words of text columns by name; `tokenizer` takes the texts of the others."""
+
+    def __init__(
+        self, vocabulary: Mapping[str, Sequence[str]] | None = None, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self._words = {name: {word: i for i, word in enumerate(words)} for name, words in (vocabulary or {}).items()}
+        self._tokenizer = tokenizer
+
+    def check(self, schema: pa.Schema, mode: Mode) -> None:
+        """Raises DataError for columns that make no tensors, before any record is read."""
+        label, inputs = split(schema, mode)
+        for name in (*([label] if label else []), *inputs):
+            self._kind(schema.field(name))
+        unused = [name for name in self._words if name not in schema.names]
+        if unused:
+            raise DataError(f"the vocabulary is of {listed(unused)}, and the records have {listed(schema.names)}")
+
+    def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
+        label, names = split(records.schema, mode)
+        labels = None if label is None else self._tensor(records, label)
+        if len(names) == 1:
+            return self._tensor(records, names[0]), labels
+        kinds = {self._kind(records.schema.field(name)) for name in names}
+        if kinds <= {"number"}:
+            inputs = _torch().empty((len(records), len(names)), dtype=_torch().float32)
+            for number, name in enumerate(names):
+                inputs[:, number] = tensor(records.column(name), name)
+            return inputs, labels
+        return {name: self._tensor(records, name) for name in names}, labels
+
+    def _kind(self, field: pa.Field) -> str:
+        kind = field.type
+        if is_number(kind):
+            return "number"
+        if is_list(kind):
+            inner = kind.value_type
+            while is_list(inner):
+                inner = inner.value_type
+            if is_number(inner):
+                return "list"
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            return "image"
+        if _is_text(kind):
+            if field.name in self._words or self._tokenizer is not None:
+                return "text"
+            raise DataError(
+                f"column '{field.name}' is text, and nothing says what its words are as numbers",
+                hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
+                + FEED,
+            )
+        raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=FEED)
+
+    def _tensor(self, records: pa.Table, name: str) -> Any:
+        field, column = records.schema.field(name), records.column(name)
+        if column.null_count:
+            raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=FEED)
+        kind = self._kind(field)
+        if kind in ("number", "list"):
+            return _narrowed(tensor(column, name), name)
+        if kind == "image":
+            return _torch().from_numpy(images(column, name))
+        texts = column.cast(pa.string()).to_pylist()
+        if name not in self._words:
+            assert self._tokenizer is not None
+            return self._tokenizer(texts)
+        return _torch().from_numpy(self._ids(texts, name))
+
+    def _ids(self, texts: list[str], name: str) -> Array:
+        words = self._words[name]
+        other = words.get(UNKNOWN)
+        ids = [words.get(text, other) for text in texts]
+        if None in ids:
+            missing = texts[ids.index(None)]
+            raise DataError(
+                f"'{missing[:64]}' in column '{name}' is none of the {len(words)} words of its vocabulary",
+                hint=f"add it, or '{UNKNOWN}' for all that are not there",
+            )
+        return np.array(ids, np.int64)
+
+
+def split(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
+    """The column of the labels (none where predictions are made without) and those of the inputs. Raises DataError.
+
+    >>> split(pa.schema([("x", pa.float32()), ("label", pa.int64())]), "training")
+    ('label', ['x'])
+    """
+    found = [name for name in schema.names if name.lower() in LABELS]
+    if len(found) > 1:
+        raise DataError(f"{listed(found)} could each be the labels", hint=FEED)
+    if not found and mode != "prediction":
+        raise DataError(
+            f"no column is the labels: the records have {listed(schema.names)}",
+            hint=f"name one of them {listed(LABELS)}, or " + FEED,
+        )
+    label = found[0] if found else None
+    inputs = [name for name in schema.names if name != label]
+    others = [name for name in inputs if name not in _KEYS]
+    inputs = others or inputs
+    if not inputs:
+        raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=FEED)
+    return label, inputs
+
+
+def images(column: pa.ChunkedArray, name: str) -> Array:
+    """A column of encoded images of one size, float32 [n, channels, height, width] in [0, 1]. Raises DataError."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise DataError(
+            f"column '{name}' is binary, which is read as images, and Pillow is not installed",
+            hint="pip install pillow, or " + FEED,
+        ) from error
+    found = []
+    for number, content in enumerate(column):
+        try:
+            with Image.open(io.BytesIO(content.as_py())) as image:
+                plain = image if image.mode in ("L", "RGB") else image.convert("RGB")
+                found.append(np.asarray(plain, np.float32) / 255)
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            raise DataError(f"record {number} of the batch is no image in column '{name}': {error}") from error
+    shapes = sorted({one.shape for one in found})
+    if len(shapes) > 1:
+        raise DataError(
+            f"column '{name}' has images of {len(shapes)} sizes, e.g. {shapes[0]} and {shapes[-1]}",
+            hint="store them in one size, or resize them: " + FEED,
+        )
+    stacked = np.stack(found)
+    return stacked[:, None] if stacked.ndim == 3 else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+
+
+def _narrowed(values: torch.Tensor, name: str) -> torch.Tensor:
+    """In the dtypes that models take."""
+    torch = _torch()
+    if values.dtype.is_floating_point:
+        return values.to(torch.float32)
+    if values.dtype == torch.bool:
+        return values
+    narrow = values.to(torch.int64)
+    if values.dtype == torch.uint64 and len(narrow) and int(narrow.min()) < 0:
+        raise DataError(f"column '{name}' has whole numbers above 2**63 - 1, which int64 cannot hold", hint=FEED)
+    return narrow
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner))
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,0 +1,172 @@
+"""Other orders over the same seam: any position of any epoch names a record, alone and without a list.
+
+    Permuted     all records once, any order                       the trainers' order
+    InFileOrder  all records once, as they lie
+    Weighted     records by weight; each as often as its share of the draws, rounded up or down
+    Bucketed     batches of records of like length, from another order
+    Mixed        several orders in a fixed ratio; who runs out begins again
+
+Recipes reach the last three by `drawn`.
+
+Pure arithmetic on (seed, epoch, position) like `order` and `windows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.data.order.permutation import key_of, record_at, split
+from trueline.errors import DataError
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+
+class Order(Protocol):
+    @property
+    def num_records(self) -> int:
+        """Positions in an epoch."""
+        ...
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        """The records at `positions` of `epoch`. Raises DataError for positions outside."""
+        ...
+
+
+class Permuted:
+    def __init__(self, num_records: int, *, seed: int) -> None:
+        self.num_records, self._seed = num_records, seed
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        return record_at(positions, seed=self._seed, epoch=epoch, num_records=self.num_records)
+
+
+class InFileOrder:
+    def __init__(self, num_records: int) -> None:
+        self.num_records = num_records
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        return _inside(positions, self.num_records)
+
+
+class Weighted:
+    """Systematic sampling with replacement: of `num_draws` draws a record of weight w gets `num_draws * w / sum`,
+    rounded up or down, so rare classes come as often as asked for and not only on average."""
+
+    def __init__(self, weights: npt.ArrayLike, *, seed: int, num_draws: int = 0) -> None:
+        found = np.asarray(weights, np.float64)
+        if found.ndim != 1 or not len(found) or not np.isfinite(found).all() or found.min() < 0 or not found.any():
+            raise DataError(f"weights of shape {list(found.shape)} choose no records: finite, none negative, not all 0")
+        self._bounds = np.cumsum(found)
+        self._bounds /= self._bounds[-1]
+        self._last = int(np.flatnonzero(found)[-1])
+        self._seed = seed
+        self.num_records = num_draws or len(found)
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        draw = record_at(positions, seed=self._seed, epoch=epoch, num_records=self.num_records)
+        shift = key_of(self._seed, epoch) / 2.0**64
+        found: Ints = np.searchsorted(self._bounds, (draw + shift) / self.num_records, side="right")
+        return np.minimum(found, self._last).astype(np.int64)
+
+
+class Bucketed:
+    """Records of `order`, in batches of like length: pools of `pool_batches` batches are sorted by length, and their
+    batches shuffled. `length_of(records)` gives lengths, e.g. `lengths.__getitem__` of an array."""
+
+    def __init__(
+        self, order: Order, length_of: Callable[[Ints], Ints], *, batch: int, seed: int, pool_batches: int = 100
+    ) -> None:
+        if batch < 1 or pool_batches < 1:
+            raise DataError(f"pools of {pool_batches} batches of {batch} records; expected 1 or more")
+        self._order, self._length_of, self._batch, self._seed = order, length_of, batch, seed
+        self._pool = batch * pool_batches
+        self.num_records = order.num_records
+        self._sorted = lru_cache(maxsize=4)(self._sort)  # all steps of a pool ask for it
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        wanted = _inside(positions, self.num_records)
+        out = np.empty_like(wanted)
+        pools = wanted // self._pool
+        for pool in np.unique(pools).tolist():
+            here = pools == pool
+            out[here] = self._sorted(pool, epoch)[wanted[here] - pool * self._pool]
+        return out
+
+    def _sort(self, pool: int, epoch: int) -> Ints:
+        """The pool's records; a batch that is not full stays at its end."""
+        stop = min((pool + 1) * self._pool, self.num_records)
+        records = self._order.at(np.arange(pool * self._pool, stop), epoch=epoch)
+        records = records[np.argsort(self._length_of(records), kind="stable")]
+        full = len(records) // self._batch
+        if full < 2:
+            return records
+        batches = record_at(np.arange(full), seed=key_of(self._seed, pool), epoch=epoch, num_records=full)
+        head = records[: full * self._batch].reshape(full, self._batch)[batches]
+        return np.concatenate([head.ravel(), records[full * self._batch :]])
+
+
+class Mixed:
+    """Orders in the ratio of `weights`; every thousand positions hold each in exactly its share.
+
+    Records are numbered through: those of the second order follow those of the first (`offsets`). An order that is
+    used up begins its next epoch; one that is not goes on where it was.
+    """
+
+    _PATTERN = 1000
+
+    def __init__(self, orders: Sequence[Order], weights: Sequence[float], *, seed: int, num_records: int = 0) -> None:
+        if len(orders) != len(weights) or not orders:
+            raise DataError(f"{len(orders)} orders are mixed by {len(weights)} weights; expected one for each")
+        sizes = [order.num_records for order in orders]
+        self._orders, self._seed = list(orders), seed
+        self.offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.num_records = num_records or sum(sizes)
+        slices = split(self._PATTERN, weights)
+        self._shares = [stop - start for start, stop in slices]
+        self._pattern = np.repeat(np.arange(len(orders)), self._shares)
+        self._ranked = lru_cache(maxsize=4)(self._rank)
+
+    def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
+        wanted = _inside(positions, self.num_records) + epoch * self.num_records
+        block, slot = np.divmod(wanted, self._PATTERN)
+        out = np.empty_like(wanted)
+        for number in np.unique(block).tolist():
+            here = block == number
+            out[here] = self._drawn(number, slot[here])
+        return out
+
+    def _drawn(self, block: int, slots: Ints) -> Ints:
+        pattern, ranks = self._ranked(block)
+        out = np.empty_like(slots)
+        for source, order in enumerate(self._orders):
+            here = pattern[slots] == source
+            if not here.any():
+                continue
+            epochs, places = np.divmod(block * self._shares[source] + ranks[slots[here]], order.num_records)
+            found = np.empty(len(places), np.int64)
+            for epoch in np.unique(epochs).tolist():
+                found[epochs == epoch] = order.at(places[epochs == epoch], epoch=epoch)
+            out[here] = found + self.offsets[source]
+        return out
+
+    def _rank(self, block: int) -> tuple[Ints, Ints]:
+        """Whose each slot of a block is, and how many of the same lie before it."""
+        key = key_of(self._seed, block)
+        pattern = self._pattern[record_at(np.arange(self._PATTERN), seed=key, epoch=0, num_records=self._PATTERN)]
+        ranks = np.empty_like(pattern)
+        for source in range(len(self._orders)):
+            here = pattern == source
+            ranks[here] = np.arange(np.count_nonzero(here))
+        return pattern, ranks
+
+
+def _inside(positions: npt.ArrayLike, num_records: int) -> Ints:
+    wanted = np.asarray(positions, np.int64)
+    if wanted.size and not (int(wanted.min()) >= 0 and int(wanted.max()) < num_records):
+        raise DataError(f"a position lies outside [0, {num_records}): {wanted.min()} to {wanted.max()}")
+    return wanted

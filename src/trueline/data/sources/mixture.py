@@ -1,0 +1,218 @@
+"""Sources whose records are drawn from others: by weight, mixed in a ratio, in batches of like length.
+
+    from trueline.data.sources.mixture import mixed
+
+    shuffle = "none"                                     # the order is the source's own
+
+    def dataset(mode):
+        if mode == "training":
+            return mixed(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
+        return "held-out.parquet"
+
+To a job the positions of the order (`orders.py`) are the records: each is trained once an epoch, whoever joins, leaves
+or dies. What stands at a position is computed from (seed, epoch, position), so two epochs may draw differently. What is
+set aside is a record of the parts: it is left out at every position where it would stand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trueline.data.order.permutation import key_of
+from trueline.data.order.weighted import Bucketed, Mixed, Order, Permuted, Weighted
+from trueline.data.source import Batch, Prefetching, Source, Unit, check_indices
+from trueline.errors import DataError
+
+if TYPE_CHECKING:
+    from trueline.data.source import Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What a recipe's `dataset` returns: parts (URIs, Datasets), and the order over all their records."""
+
+    parts: tuple[Any, ...]
+    order: Callable[[Sequence[int]], Order]
+    """From the number of records of each part."""
+    words: str
+    """The order, for a fingerprint."""
+
+
+def weighted(found: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: int = 0) -> Drawn:
+    """Records of `found` by `weights`, one for each: `num_draws` (as many as there are) an epoch, with replacement."""
+    values = np.asarray(weights, np.float64)
+
+    def order(sizes: Sequence[int]) -> Order:
+        _check_length(values, sizes[0], "weights")
+        return Weighted(values, seed=seed, num_draws=num_draws)
+
+    return Drawn((found,), order, f"weighted:{seed}:{num_draws}:{_digest(values)}")
+
+
+def mixed(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_records: int = 0) -> Drawn:
+    """Every thousand records hold each of `parts` in exactly its share of `weights`; `num_records` (the sum) an epoch.
+    A part that is used up begins again, in another order, and one that is not goes on in the next epoch."""
+
+    def order(sizes: Sequence[int]) -> Order:
+        orders = [Permuted(size, seed=key_of(seed, number)) for number, size in enumerate(sizes)]
+        return Mixed(orders, weights, seed=seed, num_records=num_records)
+
+    return Drawn(tuple(parts), order, f"mixed:{seed}:{num_records}:{list(weights)}")
+
+
+def bucketed(found: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, pool_batches: int = 100) -> Drawn:
+    """Every record of `found` once an epoch, in batches of like `lengths`, one for each record. `batch` is the recipe's
+    `global_batch`: another would mix two buckets in a step."""
+    values = np.asarray(lengths)
+
+    def order(sizes: Sequence[int]) -> Order:
+        _check_length(values, sizes[0], "lengths")
+        shuffled = Permuted(sizes[0], seed=seed)
+        return Bucketed(shuffled, values.__getitem__, batch=batch, seed=seed, pool_batches=pool_batches)
+
+    return Drawn((found,), order, f"bucketed:{seed}:{batch}:{pool_batches}:{_digest(values)}")
+
+
+class DrawnSource:
+    """A Source over the positions of `order`. `read` is of epoch 0; `SeededReader` asks for the records of others."""
+
+    def __init__(self, parts: Sequence[Source], drawn: Drawn) -> None:
+        self.records = Joined(parts)
+        self.order = drawn.order([part.num_records for part in parts])
+        self._words = drawn.words
+
+    @property
+    def num_records(self) -> int:
+        return self.order.num_records
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return (Unit(uri=self._words.partition(":")[0], offset=0, count=self.num_records),)
+
+    def read(self, indices: Indices) -> Batch:
+        check_indices(indices, self.num_records, "the order")
+        return self.records.read(self.order.at(indices, epoch=0))
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self._words}|{self.records.fingerprint()}".encode()).hexdigest()
+
+
+def drawn_by(source: Source) -> Callable[[Indices, int], Indices] | None:
+    """Which records of its parts stand at positions of an epoch, for a source with an order of its own."""
+    if not isinstance(source, DrawnSource):
+        return None
+    order = source.order
+    return lambda positions, epoch: order.at(positions, epoch=epoch)
+
+
+def place_of(source: Source, record: int) -> str:
+    """Where a record lies, for people: in which file and unit, and of which part.
+
+    `record` counts those of all parts of a `DrawnSource`, one behind the other.
+    """
+    if isinstance(source, DrawnSource):
+        part, inside = source.records.find(record)
+        parts = source.records.parts
+        words = place_of(parts[part], inside)
+        return f"{words}, part {part + 1} of {len(parts)}" if len(parts) > 1 else words
+    units = source.units
+    number = bisect_right(units, record, key=lambda unit: unit.offset) - 1
+    if number < 0:  # of a Source that names no units
+        return f"record {record}"
+    return f"record {record - units[number].offset} of {units[number].uri}"
+
+
+class Joined:
+    """The records of several Sources, numbered through. Their tensors must go together."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = tuple(parts)
+        self._starts = np.cumsum([0, *(part.num_records for part in parts)])
+
+    @property
+    def num_records(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return [
+            Unit(uri=unit.uri, offset=int(start) + unit.offset, count=unit.count)
+            for start, part in zip(self._starts, self.parts, strict=False)
+            for unit in part.units
+        ]
+
+    def read(self, indices: Indices) -> Batch:
+        check_indices(indices, self.num_records, "the parts")
+        shares = self._shares(indices)
+        batches = [self.parts[number].read(wanted) for number, _, wanted in shares]
+        if len(batches) == 1:
+            return batches[0]
+        places = np.argsort(np.concatenate([at for _, at, _ in shares]))
+        try:
+            return Batch(
+                _woven([batch.inputs for batch in batches], places), _woven([batch.labels for batch in batches], places)
+            )
+        except (RuntimeError, KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"records of {len(batches)} of the {len(self.parts)} parts do not make a batch: {error}",
+                hint="feed has to give tensors of the same names, types and shapes for all of them",
+            ) from error
+
+    def find(self, record: int) -> tuple[int, int]:
+        """The part that holds `record`, and its number there."""
+        number = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return number, record - int(self._starts[number])
+
+    def prefetch(self, indices: Indices) -> None:
+        for number, _, wanted in self._shares(indices):
+            part = self.parts[number]
+            if isinstance(part, Prefetching):
+                part.prefetch(wanted)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("|".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
+
+    def _shares(self, indices: Indices) -> list[tuple[int, Indices, Indices]]:
+        """For each part that has some: its number, their places among `indices`, and what it calls them."""
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        found = []
+        for number in np.unique(owners).tolist():
+            at = np.flatnonzero(owners == number)
+            found.append((number, at, indices[at] - self._starts[number]))
+        return found
+
+
+def _woven(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
+    """Batches made into one, whose record i is the `places[i]`-th of them all."""
+    import torch
+
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        if any(value.keys() != first.keys() for value in values):
+            raise KeyError(f"names {sorted({key for value in values for key in value})}")
+        return {key: _woven([value[key] for value in values], places) for key in first}
+    if isinstance(first, tuple | list):
+        if any(len(value) != len(first) for value in values):
+            raise IndexError(f"{sorted({len(value) for value in values})} tensors")
+        return type(first)(_woven([value[i] for value in values], places) for i in range(len(first)))
+    if any(value.dtype != first.dtype for value in values):
+        raise TypeError(f"dtypes {sorted({str(value.dtype) for value in values})}")
+    return torch.cat(list(values))[torch.from_numpy(places)]
+
+
+def _check_length(values: npt.NDArray[Any], num_records: int, what: str) -> None:
+    if values.shape != (num_records,):
+        raise DataError(f"{what} of shape {list(values.shape)} for {num_records} records; expected one for each")
+
+
+def _digest(values: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()

@@ -1,0 +1,142 @@
+"""A Source over Records: any records by number, through the recipe's `feed`, as tensors.
+
+Nothing here knows a format. torch is imported when the first batch is fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from trueline.data.loading.decoded_cache import Tables, run_of
+from trueline.data.records import Records
+from trueline.data.source import Batch, Unit, check_indices
+from trueline.errors import DataError
+
+if TYPE_CHECKING:
+    from trueline.data.source import Indices, Mode
+
+CACHE_BYTES = 256 * 2**20
+AHEAD = 2
+"""Batches that are decoded before they are asked for, at most."""
+
+
+class TableSource:
+    """`where` names the records in messages. Raises DataError when there are none."""
+
+    def __init__(
+        self,
+        records: Records,
+        feed: Callable[..., Any],
+        *,
+        mode: Mode,
+        where: str,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if not records.units:
+            raise DataError(f"{where} holds no records")
+        self.records = records
+        self._feed = feed
+        self._mode = mode
+        self._where = where
+        self._num_records = records.units[-1].offset + records.units[-1].count
+        self._what = f"feed(records, '{mode}')"
+        self._inputs, self._labels = f"inputs of {self._what}", f"labels of {self._what}"
+        self._tables = Tables(records, cache_bytes)
+        self._coming: dict[bytes, Future[pa.Table]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def forks(self) -> bool:
+        """Whether a fork of this process may read on, over connections of its own if it needs any."""
+        return self.records.forks
+
+    @property
+    def num_records(self) -> int:
+        return self._num_records
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self.records.units
+
+    def read(self, indices: Indices) -> Batch:
+        run = run_of(indices)
+        if run is None or run[0] < 0 or run[1] > self._num_records:
+            check_indices(indices, self._num_records, self._where)
+        elif not self._coming:  # an evaluation's next records
+            return self._fed(self._tables.take_run(*run))
+        return self._fed(self.table(indices))
+
+    def table(self, indices: Indices) -> pa.Table:
+        """The records `indices` as they lie in the files, in that order, in memory that is the caller's alone. Raises
+        DataError."""
+        coming = self._coming.pop(indices.tobytes(), None) if self._coming else None
+        if coming is not None:
+            return coming.result()
+        for other in self._coming.values():  # what was expected did not come: the members changed
+            other.cancel()
+        self._coming.clear()
+        return self._tables.take(indices)
+
+    def prefetch(self, indices: Indices) -> None:
+        """Decodes `indices` in a thread meanwhile, for a `read` of just these. `feed` is called by `read`, where random
+        numbers are the reader's own. What is not read is let go of; an error waits for the read.
+        """
+        key = indices.tobytes()
+        if len(self._coming) >= AHEAD or key in self._coming or not len(indices):
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._coming[key] = self._thread.submit(self._tables.take, indices)
+
+    def fingerprint(self) -> str:
+        return self.records.fingerprint()
+
+    def _fed(self, table: pa.Table) -> Batch:
+        try:
+            found = self._feed(table, self._mode)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{self._what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+            raise DataError(f"{self._what} returned a {type(found).__name__}{count}, expected (inputs, labels)")
+        inputs, labels = found
+        _check_count(inputs, table.num_rows, self._inputs)
+        if labels is not None or self._mode != "prediction":
+            _check_count(labels, table.num_rows, self._labels)
+        return Batch(inputs, labels)
+
+
+def _check_count(value: Any, count: int, what: str) -> None:
+    tensor = _tensor()
+    if type(value) is tensor or isinstance(value, tensor):  # the first is ten times as fast
+        shape = value.shape
+        if not shape or shape[0] != count:
+            raise DataError(f"{what}: a tensor of shape {list(shape)}, expected {count} records first")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            _check_count(one, count, f"'{name}' in {what}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _check_count(one, count, f"item {number} in {what}")
+    else:
+        raise DataError(
+            f"{what}: found a {type(value).__name__}, expected tensors",
+            hint="make them with trueline.data.loading.tensors.tensor(records['column'])",
+        )
+
+
+@lru_cache(maxsize=1)
+def _tensor() -> Any:
+    import torch
+
+    return torch.Tensor

@@ -1,0 +1,1 @@
+"""Inspecting, verifying and writing record files."""

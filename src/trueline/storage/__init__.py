@@ -1,0 +1,1 @@
+"""Local files and object stores: listing, ranges, caches, places for checkpoints."""

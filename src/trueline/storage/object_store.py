@@ -1,0 +1,163 @@
+"""What object stores are asked and what they answer, in words: patience, stamps, and no secret in any message.
+
+What fails for a moment is tried again, with waits that grow; what is refused (no such object, no right) is not. URIs
+are shown without user, password and query, and what a store says is shown without keys and tokens: credentials come
+from the store's own environment or from fsspec's configuration (`FSSPEC_S3_KEY`, ...).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from threading import Lock
+from typing import Any, TypeVar
+
+from trueline import events
+from trueline.errors import DataError
+from trueline.storage.block_cache import BlockCache
+from trueline.storage.listing import Stamp
+
+Found = TypeVar("Found")
+
+BLOCK_BYTES = 4 << 20
+REFUSED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+"""Of botocore, which does not call them PermissionError. They do not pass with time."""
+_SECRET = re.compile(
+    r"(?i)([\w-]*(?:signature|token|secret|passw(?:or)?d|credential|accesskey(?:id)?|access_key|key_id)[\w-]*)"
+    r"([=:]\s*)[^&\s,;'\"]+"
+)
+_HINTS = {
+    "FlexibleChecksumError": "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required: this server sends the checksum of "
+    "the whole object with a part of it (rclone does)"
+}
+_USER = re.compile(r"(\w://)[^/@\s]+@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How often and how long a store is asked again: waits double from `first_s`, shortened at random by up to half."""
+
+    attempts: int = 6
+    first_s: float = 0.2
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random
+
+    def ask(self, call: Callable[[], Found], what: str) -> Found:
+        """What `call` gives. Raises DataError in words once it was refused, or failed `attempts` times."""
+        for attempt in range(self.attempts):
+            try:
+                return call()
+            except REFUSED as error:
+                raise _refused(what, error) from None
+            except DataError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the library of each store has exceptions of its own
+                if type(error).__name__ in _NO_CREDENTIALS:
+                    raise _refused(what, PermissionError(str(error))) from None
+                why = redacted(f"{type(error).__name__}: {error}")
+                if attempt + 1 == self.attempts:
+                    hint = _HINTS.get(type(error).__name__, "")
+                    raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)", hint=hint) from None
+                wait_s = self.first_s * 2**attempt * (1 - self.chance() / 2)
+                events.emit("store.retried", what=what, why=why, wait_s=wait_s)
+                self.sleep(wait_s)
+        raise AssertionError("attempts is at least 1")
+
+
+class Store:
+    """A store as this process reaches it: a fork of the process that opened it makes connections of its own."""
+
+    def __init__(
+        self, fs: Any, patience: Patience | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self.patience = patience or Patience()
+        self.cache = cache
+        self.block_bytes = block_bytes
+        self._opened = [(os.getpid(), fs)]
+        """By whom; the parent's stays, since to let go of it is to close its connections."""
+        self._lock = Lock()
+
+    @property
+    def fs(self) -> Any:
+        """fsspec's file system."""
+        pid, fs = self._opened[-1]
+        if pid == os.getpid():
+            return fs
+        with self._lock:
+            pid, fs = self._opened[-1]
+            if pid != os.getpid():
+                fs = type(fs)(*fs.storage_args, **fs.storage_options)
+                self._opened.append((os.getpid(), fs))
+        return fs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where objects were listed: `uri` for people, `top` as the store calls it."""
+
+    uri: str
+    top: str
+    num_listed: int
+
+
+def found_below(fs: Any, top: str) -> dict[str, dict[str, Any]]:
+    """What the store says of every object below `top`, or of the object `top`: fsspec's `find` says nothing of that."""
+    fs.invalidate_cache(top)
+    return {key: info if "size" in info else fs.info(key) for key, info in fs.find(top, detail=True).items()}
+
+
+def info_of(fs: Any, key: str) -> dict[str, Any]:
+    """What the store says of one object now."""
+    fs.invalidate_cache(key.rpartition("/")[0])
+    found: dict[str, Any] = fs.info(key)
+    return found
+
+
+def stamp_of(info: dict[str, Any]) -> Stamp:
+    """By the first that the store knows: listings and single objects give times in different forms."""
+    names = (
+        "ETag",
+        "etag",
+        "md5Hash",
+        "content_md5",
+        "generation",
+        "LastModified",
+        "last_modified",
+        "mtime",
+        "created",
+    )
+    version = next((info[name] for name in names if info.get(name)), "")
+    if isinstance(version, datetime):
+        version = version.timestamp()
+    return Stamp(int(info["size"]), str(version).strip('"'))
+
+
+def _refused(what: str, error: OSError) -> DataError:
+    if isinstance(error, PermissionError):
+        return DataError(
+            f"no right to read {what}: {redacted(str(error))}", hint="the credentials may have expired; renew them"
+        )
+    return DataError(f"cannot read {what}: {type(error).__name__}: {redacted(str(error))}")
+
+
+def shown(uri: str) -> str:
+    """
+    >>> shown("s3://id:secret@bucket/day.parquet?X-Amz-Signature=abc")
+    's3://bucket/day.parquet'
+    """
+    glob = "*" in uri or "[" in uri
+    return _USER.sub(r"\1", uri if glob else uri.partition("?")[0])
+
+
+def redacted(text: str) -> str:
+    """
+    >>> redacted("403 for https://id:pw@host/x?X-Amz-Signature=abc&n=1")
+    '403 for https://host/x?X-Amz-Signature=***&n=1'
+    """
+    return _SECRET.sub(r"\1\2***", _USER.sub(r"\1", text))
