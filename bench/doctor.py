@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from bench.zoo.dynamic import DYNAMIC, EXAMPLES
 
+from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
 from trueline.doctor.onnx_proof import right_as_onnx
 from trueline.doctor.survey import survey
-from trueline.runtime.eager import EagerSession
 
 
 def examined(model: type[torch.nn.Module]) -> list[Row]:

@@ -19,11 +19,14 @@ import torch
 from bench._table import report
 from torch import Tensor, nn
 
+from trueline.capture.export import offload as offload_emit
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime import export, offload, offload_emit, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
+from trueline.runtime import offload
 from trueline.runtime.session import Session, open_session
 
 WARM_UP, TURNS = 5, 40
@@ -101,16 +104,18 @@ def measured(name: str, folder: Path, *, threads: int, batch: int) -> list[objec
     build, shape = MODELS[name]
     torch.manual_seed(0)
     eager = EagerSession(build().eval(), torch.randn(3, *shape))
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     try:
-        onnx_emit.emit(exported, folder / "whole")
+        emit.emit(exported, folder / "whole")
         raise SystemExit(f"torch.onnx translates {name} as a whole: give it an operator that it has not")
     except CaptureError:
         pass  # that is what is measured: there is no ONNX program of the whole
     path = offload_emit.emit(exported, folder / "offload")
     sessions: dict[str, Session] = {
         "eager": eager,
-        "torch_export": open_session("torch_export", export.emit(exported, folder / "export"), exported.signature),
+        "torch_export": open_session(
+            "torch_export", torch_export.emit(exported, folder / "export"), exported.signature
+        ),
         "offload": open_session("offload", path, exported.signature, threads=threads),
     }
     proof = prove(sessions["offload"], eager, make_probes(eager.example, signature=exported.signature))

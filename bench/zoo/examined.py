@@ -18,18 +18,18 @@ from bench.zoo.entry import Architecture, Array
 from bench.zoo.judge import Oracle, judged
 
 from trueline.bundle.describe import range_text
+from trueline.capture.export.silence import quiet
 from trueline.capture.ladder import Rung, climb
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import Flat, as_trained
+from trueline.capture.proof.determinism import RANDOM_HINT
 from trueline.capture.subject import Subject, with_state
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
 from trueline.doctor.patch import patched
 from trueline.doctor.survey import survey
 from trueline.errors import TruelineError
-from trueline.runtime.calling import Flat, as_trained
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.quiet import quiet
 from trueline.runtime.session import USUAL, Format, Session, open_session
-from trueline.runtime.steady import RANDOM_HINT
 
 GRAPHS: tuple[Format, ...] = USUAL
 """What capture makes when it is not told otherwise; both hold no Python."""

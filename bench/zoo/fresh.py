@@ -1,8 +1,8 @@
 """Questions for a captured program that its prover never asked: other sizes, other values, made another way.
 
-Shares no code with `trueline.runtime.probes`, so that the prover and its judge have no blind spot in common: values
-are drawn record by record from families that the prover does not have, ids from the whole vocabulary, sizes from the
-whole proven range.
+Shares no code with `trueline.capture.proof.probes`, so that the prover and its judge have no blind spot in common:
+values are drawn record by record from families that the prover does not have, ids from the whole vocabulary, sizes
+from the whole proven range.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from bench.zoo.entry import Architecture, Array
 from scipy import stats
 from torch.utils import _pytree as pytree
 
+from trueline.capture.model.signature import as_trained
 from trueline.errors import RequestError
-from trueline.runtime.calling import as_trained
 from trueline.runtime.session import Session
 
 ATOL, RTOL = 1e-4, 2e-4

@@ -217,9 +217,9 @@ def _compare(recipe: Recipe, trained: TrainResult, server: RunningServer, ready_
     import httpx
     import numpy as np
 
+    from trueline.capture.model.eager import EagerSession
     from trueline.checkpoint.checkpoint import load_model
     from trueline.runtime.compare import compare
-    from trueline.runtime.eager import EagerSession
 
     model = load_model(recipe, trained.chosen)
     records = recipe.source("evaluation")

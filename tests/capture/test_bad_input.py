@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
+from trueline.capture.onnx import emit
 from trueline.errors import BundleError, CaptureError, NotProven, RecipeError, StorageError, TruelineError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.runtime import onnx_emit
 from trueline.runtime.session import open_program, open_session
 from worlds import marks, recipes
 from worlds.models import Mlp
@@ -198,7 +198,7 @@ def test_a_program_that_was_tampered_with_is_refused_by_bundle(captured: Path) -
 def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_emit, "EXTERNAL_BYTES", 0)
+    monkeypatch.setattr(emit, "EXTERNAL_BYTES", 0)
     monkeypatch.setattr(Wide, "width", 512)
     capture(recipe(Wide), None, tmp_path / "b", formats=["onnx"])
     bundle = open_bundle(tmp_path / "b")
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_le
 ) -> None:
     with monkeypatch.context() as patched:
         if owner is zipfile.ZipFile:
-            patched.setattr("trueline.runtime.pt2.zipfile.ZipFile.writestr", full)
+            patched.setattr("trueline.runtime.torch_export_archive.zipfile.ZipFile.writestr", full)
         else:
             patched.setattr(owner, name, full)
         with pytest.raises(StorageError, match="no room left"):

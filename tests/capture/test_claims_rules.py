@@ -12,9 +12,9 @@ import pytest
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture import claims
-from trueline.runtime.export import Exported
-from trueline.runtime.probes import Probe
-from trueline.runtime.prove import Observation
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.proof.probes import Probe
+from trueline.capture.proof.prove import Observation
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
 NOT_SEVEN = Guard(text="length != 7", rule="d0 != 7", symbols=("length",))

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from trueline.bundle import Contents, Dim, Golden, ProgramEntry, Signature, Summary, TensorSpec, seal
-from trueline.capture import cpp_text
-from trueline.capture.export_cpp import export_cpp
+from trueline.capture.cpp import text as cpp_text
+from trueline.capture.cpp.export import export_cpp
+from trueline.capture.export import aotinductor, torch_export, torchscript
+from trueline.capture.model.eager import EagerSession
 from trueline.cli import app
 from trueline.errors import BundleError, UsageError
-from trueline.runtime import aoti_emit, export, torchscript_emit
-from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow  # exports programs
 
@@ -48,9 +48,9 @@ def sealed(out: Path, *, format: str = "torchscript", wrong: float = 0.0) -> Pat
     program = out.parent / "program"
     if native:
         program.mkdir()
-        aoti_emit.emit(export.export(eager.module, eager.calling), program)
+        aotinductor.emit(torch_export.export(eager.module, eager.calling), program)
     else:
-        torchscript_emit.emit(eager.module, eager.calling, program, "script")
+        torchscript.emit(eager.module, eager.calling, program, "script")
     golden = []
     for size, sign in ((1, 1.0), (5, -1.0)):
         inputs = {"x": np.full((size, 4), sign, np.float32), "ids": np.arange(size)}

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from trueline.capture import ladder, sealing
 from trueline.capture.api import capture
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof import blame
 from trueline.errors import NotProven
 from trueline.recipe.contract import Recipe
-from trueline.runtime import export, onnx_emit, submodules
-from trueline.runtime.eager import EagerSession
 from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -78,10 +80,10 @@ def oracle(model: nn.Module) -> EagerSession:
     return EagerSession(model.eval(), torch.randn(4, 8))
 
 
-def guilty(model: nn.Module) -> submodules.Submodule | None:
+def guilty(model: nn.Module) -> blame.Submodule | None:
     eager = oracle(model)
-    exported = export.export(eager.module, eager.calling)
-    return submodules.blame("torch_export", exported, eager, eager.example).submodule
+    exported = torch_export.export(eager.module, eager.calling)
+    return blame.blame("torch_export", exported, eager, eager.example).submodule
 
 
 def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defined(tmp_path: Path) -> None:
@@ -124,9 +126,9 @@ def test_nobody_is_named_when_every_part_agrees() -> None:
 @pytest.mark.slow
 def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = oracle(Chain(Part()))
-    exported = export.export(eager.module, eager.calling)
-    assert submodules.blame("onnx", exported, eager, eager.example).submodule is None
-    translated = onnx_emit.translated
+    exported = torch_export.export(eager.module, eager.calling)
+    assert blame.blame("onnx", exported, eager, eager.example).submodule is None
+    translated = emit.translated
 
     def wrong(*given: Any) -> Any:
         """What a faulty translator would make: the activation in `middle` is another."""
@@ -136,8 +138,8 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
         node.op_type = "Sigmoid"
         return program
 
-    monkeypatch.setattr(onnx_emit, "translated", wrong)
-    found = submodules.blame("onnx", exported, eager, eager.example)
+    monkeypatch.setattr(emit, "translated", wrong)
+    found = blame.blame("onnx", exported, eager, eager.example)
     assert found.submodule is not None
     assert found.submodule.name == "middle"
     assert "its translation to ONNX does not" in found.stage
@@ -146,15 +148,15 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
 
 def test_what_is_compiled_from_a_right_export_is_blamed_on_the_compiler() -> None:
     eager = oracle(Chain(Part()))
-    exported = export.export(eager.module, eager.calling)
-    found = submodules.blame("aotinductor", exported, eager, eager.example)
+    exported = torch_export.export(eager.module, eager.calling)
+    found = blame.blame("aotinductor", exported, eager, eager.example)
     assert "what was compiled from it does not" in found.stage
     assert found.submodule is None
 
 
 def test_calls_are_noted_in_the_order_in_which_they_end() -> None:
     eager = oracle(Chain(Part()))
-    calls = submodules.called(eager, eager.example)
+    calls = blame.called(eager, eager.example)
     assert [call.name for call in calls] == [
         "first.linear",
         "first",

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
-from trueline.capture import from_module
-from trueline.capture.declared import declared
-from trueline.capture.from_file import capture_file
+from trueline.capture.files import model_folder
+from trueline.capture.files.input_specs import declared
+from trueline.capture.files.program import capture_file
 from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError
@@ -185,7 +185,7 @@ def test_without_transformers_the_line_that_installs_it_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     folder = hf_folder(tmp_path / "bert", {"model_type": "bert"})
-    assert from_module.is_model_folder(folder)
+    assert model_folder.is_model_folder(folder)
     assert app.run(["capture", str(folder), "-o", str(tmp_path / "b"), "--quiet"]) == 2
     assert "pip install 'trueline[hf]'" in capsys.readouterr().err
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from trueline.capture import ladder
+from trueline.capture.proof.determinism import Unsteady
+from trueline.capture.proof.probes import Probe
+from trueline.capture.proof.prove import Observation
 from trueline.errors import CaptureError, NotProven
-from trueline.runtime.probes import Probe
-from trueline.runtime.prove import Observation
-from trueline.runtime.steady import Unsteady
 
 REMEMBERS = Unsteady(why="the model keeps a state", place=None, hint="make it a buffer")
 NOTHING = CaptureError("it is not exported")

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import describe
 from trueline.bundle.signature import DATATYPES, Dim, Rows, Signature, TensorSpec
-from trueline.capture import cpp_text, masks
+from trueline.capture import fully_masked_rows
 from trueline.capture.api import capture
+from trueline.capture.cpp import text as cpp_text
+from trueline.capture.onnx import translations
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import judge, observe
 from trueline.capture.verify import verify
 from trueline.errors import NotProven, RequestError
-from trueline.runtime import onnx_translations
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import judge, observe
 from trueline.runtime.session import open_program, replay
 from worlds.recipes import untrained
 
@@ -58,7 +59,7 @@ def claimed(wrong: Any, mask: Any = MASK) -> Signature | None:
     whole = signature(example)
     observations = observe(Answers(whole), make_probes(example, signature=whole))
     proof = judge(Answers(whole, wrong), observations)
-    found = masks.narrowed(whole, example, observations, proof.evidence)
+    found = fully_masked_rows.narrowed(whole, example, observations, proof.evidence)
     if found is not None:
         assert not proof.proven
         assert judge(Answers(found, wrong), observations).proven
@@ -110,7 +111,7 @@ def test_how_the_user_pads_is_never_excluded() -> None:
 
 def test_ids_and_booleans_for_each_record_are_no_masks_of_rows() -> None:
     ids = {"ids": np.array([[1, 5], [0, 2]]), "flag": np.array([True, False])}
-    assert masks.narrowings(signature(ids), ids) == ()
+    assert fully_masked_rows.narrowings(signature(ids), ids) == ()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def hiding(mask: Tensor) -> Tensor:
 @pytest.fixture
 def as_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in ONNX as torch.onnx writes it: no number where a row is hidden whole, and torch says zero."""
-    monkeypatch.delitem(onnx_translations.TRANSLATIONS, torch.ops.aten.scaled_dot_product_attention.default)
+    monkeypatch.delitem(translations.TRANSLATIONS, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 class Attends(nn.Module):

@@ -18,9 +18,9 @@ from trueline.bundle.signature import Dim, Signature
 from trueline.capture import sealing
 from trueline.capture.attempt import Attempt
 from trueline.capture.ladder import Rung
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.subject import Subject
 from trueline.recipe.contract import Recipe
-from trueline.runtime.eager import EagerSession
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "torchscript": "model.ts"}
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
+from trueline.capture.model import code_paths
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.python_state import Recall
+from trueline.capture.patches.lru_cache import uncached
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import observe
+from trueline.capture.proof.rare_behaviour import seldom
 from trueline.errors import CaptureError, NotProven
-from trueline.runtime import paths
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import observe
-from trueline.runtime.recall import Recall
-from trueline.runtime.seldom import seldom
 from trueline.runtime.session import open_program
-from trueline.runtime.uncached import uncached
 from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow
@@ -280,9 +280,9 @@ class Endless(nn.Module):
 
 
 def test_a_loop_that_never_ends_is_ended_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "MAX_EVENTS", 1000)
-    monkeypatch.setattr(paths, "ENDLESS_S", 0.05)
-    monkeypatch.setattr(paths, "AGAIN_S", 0.02)
+    monkeypatch.setattr(code_paths, "MAX_EVENTS", 1000)
+    monkeypatch.setattr(code_paths, "ENDLESS_S", 0.05)
+    monkeypatch.setattr(code_paths, "AGAIN_S", 0.02)
     eager = EagerSession(Endless().eval(), torch.ones(3, 4))
     found = observe(eager, make_probes(eager.example, signature=eager.calling.presumed, seed=0))
     ended = [one for one in found if "does not end" in one.error]

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import capture
+from trueline.capture.model import explicit_state
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.explicit_state import Asked, Explicit
+from trueline.capture.proof import stateful
+from trueline.capture.proof.probes import LIMIT, make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError, NotProven, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.runtime import explicit, sequences
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.explicit import Asked, Explicit
-from trueline.runtime.probes import LIMIT, make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import open_program, replay
 from worlds import marks, models, recipes
 
@@ -121,9 +122,9 @@ def recipe(model: Callable[[], nn.Module], num_records: int = 4) -> Recipe:
 
 
 def lifted(model: nn.Module, x: Tensor) -> EagerSession:
-    found = explicit.lifted(model.eval(), [Asked((x,))])
+    found = explicit_state.lifted(model.eval(), [Asked((x,))])
     assert found is not None
-    return EagerSession(found.eval(), explicit.asked(found, Asked((x,))))
+    return EagerSession(found.eval(), explicit_state.asked(found, Asked((x,))))
 
 
 def followed(bundle: Bundle, format: str, model: nn.Module, inputs: list[np.ndarray[Any, Any]]) -> None:
@@ -229,8 +230,8 @@ def test_a_program_that_drops_or_mixes_up_the_state_is_caught_by_the_sequences_a
     eager = lifted(Mean(), torch.randn(4, 8))
     right = prove(eager, eager, make_probes(eager.example, signature=eager.signature))
     assert right.proven
-    assert sequences.proven(right, eager, eager).proven
-    found = sequences.proven(right, kind(eager), eager)
+    assert stateful.proven(right, eager, eager).proven
+    found = stateful.proven(right, kind(eager), eager)
     assert not found.proven
     assert found.reason.startswith("in sequence ")
 
@@ -238,7 +239,7 @@ def test_a_program_that_drops_or_mixes_up_the_state_is_caught_by_the_sequences_a
 def test_sequences_are_longer_than_the_state_and_end_as_the_model_that_remembers() -> None:
     eager = lifted(Ring(), torch.randn(1, 8))
     assert isinstance(eager.module, Explicit)
-    first, second = sequences.sequences(eager, eager.module)
+    first, second = stateful.sequences(eager, eager.module)
     assert len(first) == 10  # the state is 8 wide
     assert len(second) == 4
     fresh = Ring()
@@ -253,21 +254,21 @@ def test_sequences_are_longer_than_the_state_and_end_as_the_model_that_remembers
 
 def test_what_a_sequence_asks_is_not_asked_alone_unless_the_state_changes_with_it() -> None:
     eager = lifted(Ring(), torch.randn(1, 8))
-    covered = sequences.covering(eager)
+    covered = stateful.covering(eager)
     alone = make_probes(eager.example, signature=eager.signature, covered=covered)
     everything = make_probes(eager.example, signature=eager.signature)
     left_out = {one.name for one in everything} - {one.name for one in alone}
-    in_turns = [step.inputs["x"].tobytes() for track in sequences.sequences(eager, eager.module) for step in track]  # type: ignore[arg-type]
+    in_turns = [step.inputs["x"].tobytes() for track in stateful.sequences(eager, eager.module) for step in track]  # type: ignore[arg-type]
     dropped = [one for one in everything if one.name in left_out]
     assert dropped
     assert all(one.inputs["x"].tobytes() in in_turns for one in dropped)
     asked = {one.name.rpartition(", ")[2] for one in alone}
     assert asked >= {"as given", "random", "times 1000", "one NaN"}
     assert alone[0].name == everything[0].name
-    assert sequences.num_calls(eager) == len(in_turns)
+    assert stateful.num_calls(eager) == len(in_turns)
     plain = EagerSession(nn.Linear(8, 4).eval(), torch.randn(3, 8))
-    assert sequences.num_calls(plain) == 0
-    assert not any(map(sequences.covering(plain), everything))
+    assert stateful.num_calls(plain) == 0
+    assert not any(map(stateful.covering(plain), everything))
 
 
 def test_a_state_that_grows_begins_empty_and_every_format_follows_the_model(tmp_path: Path) -> None:
@@ -334,6 +335,6 @@ def test_a_choice_that_there_is_not_is_told_from_those_there_are(tmp_path: Path)
 
 def test_looking_for_written_buffers_leaves_the_model_as_it_was() -> None:
     model, x = Mean(), torch.randn(4, 8)
-    assert explicit.written(model, [Asked((x,))]) == ("total", "count")
+    assert explicit_state.written(model, [Asked((x,))]) == ("total", "count")
     assert (model.total == 0).all()
     assert model.count == 0

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.survey import Survey, survey
-from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.patches import size_lists
 from trueline.cli.app import run
 from trueline.doctor import progress
 from trueline.doctor.api import calls_of, doctor
@@ -25,8 +27,7 @@ from trueline.doctor.patch import patched
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
-from trueline.runtime import graph, size_lists
-from trueline.runtime.eager import EagerSession
+from trueline.runtime import graph
 from worlds import TESTS, models
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.model.eager import EagerSession
 from trueline.doctor import onnx_proof
 from trueline.doctor.api import calls_of
 from trueline.doctor.patch import patched
 from trueline.doctor.survey import survey
-from trueline.runtime.eager import EagerSession
 from worlds import TESTS, loops
 
 pytestmark = pytest.mark.slow

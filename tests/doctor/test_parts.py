@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.patch import patched
 from trueline.doctor.survey import Survey, survey
-from trueline.runtime.eager import EagerSession
 
 pytestmark = pytest.mark.slow
 LENGTHS = torch.tensor([4, 1, 3])

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.runtime import any_size, export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.capture.patches import symbolic_sizes
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.runtime.session import open_session
 
 
@@ -54,20 +56,20 @@ def test_a_grid_is_torchs_own(size: tuple[int, ...], corners: bool) -> None:
     axes = len(size) - 2
     theta = torch.randn(size[0], axes, axes + 1)
     expected = nn.functional.affine_grid(theta, list(size), align_corners=corners)
-    torch.testing.assert_close(any_size.affine_grid(theta, size, corners), expected)
+    torch.testing.assert_close(symbolic_sizes.affine_grid(theta, size, corners), expected)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_a_distance_is_torchs_own_on_both_sides_of_26_rows(rows: int) -> None:
     a, b = torch.randn(2, rows, 4), torch.randn(2, 5, 4)
-    assert torch.equal(any_size.cdist(a, b), torch.cdist(a, b))
-    assert torch.equal(any_size.cdist(a, b, p=1.0), torch.cdist(a, b, p=1.0))
+    assert torch.equal(symbolic_sizes.cdist(a, b), torch.cdist(a, b))
+    assert torch.equal(symbolic_sizes.cdist(a, b, p=1.0), torch.cdist(a, b, p=1.0))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 100])
 @pytest.mark.parametrize("ends", [(0, 1), (-1.0, 1.0), (3.0, -0.5)])
 def test_equal_steps_are_torchs_own(steps: int, ends: tuple[float, float]) -> None:
-    torch.testing.assert_close(any_size.spaced(*ends, steps, torch.float32), torch.linspace(*ends, steps))
+    torch.testing.assert_close(symbolic_sizes.spaced(*ends, steps, torch.float32), torch.linspace(*ends, steps))
 
 
 @pytest.mark.slow
@@ -84,11 +86,11 @@ def test_sizes_are_free_without_a_bound_in_every_format(
 ) -> None:
     model = model.eval()
     eager = EagerSession(model, x, dynamic_shapes={"x": free})
-    exported = export.export(model, eager.calling)
+    exported = torch_export.export(model, eager.calling)
     assert all(dim.max is None for dim in exported.signature.dims.values())
     probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
     assert any(max(probe.inputs["x"].shape) > 25 for probe in probes)
-    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", export.emit)):
+    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)  # type: ignore[arg-type]
         proof = prove(session, eager, probes, versions={})
         assert proof.proven, proof.reason
@@ -96,6 +98,6 @@ def test_sizes_are_free_without_a_bound_in_every_format(
 
 def test_torchs_own_functions_are_back_after_tracing() -> None:
     before = torch.cdist, torch.affine_grid_generator, torch.linspace
-    with any_size.free_sizes():
-        assert torch.cdist is any_size.cdist
+    with symbolic_sizes.free_sizes():
+        assert torch.cdist is symbolic_sizes.cdist
     assert (torch.cdist, torch.affine_grid_generator, torch.linspace) == before

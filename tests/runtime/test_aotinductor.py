@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from conformance.session import *  # noqa: F403 - the shared tests
+from trueline.capture.export import aotinductor, torch_export
+from trueline.capture.model.eager import EagerSession
 from trueline.errors import BundleError, CaptureError, RequestError
-from trueline.runtime import aoti_emit, export
 from trueline.runtime.aotinductor import CHECK_INPUTS
-from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 from worlds.models import Mlp, ShapeBranch
 
@@ -28,16 +28,16 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Session]:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ here, and AOTInductor compiles C++")
     eager = EagerSession(Mlp().eval(), torch.randn(5, 8))
-    exported = export.export(eager.module, eager.calling)
-    path = aoti_emit.emit(exported, tmp_path_factory.mktemp("aoti"))
+    exported = torch_export.export(eager.module, eager.calling)
+    path = aotinductor.emit(exported, tmp_path_factory.mktemp("aoti"))
     return open_session("aotinductor", path, exported.signature, native=True), eager
 
 
 @compiles
 def test_a_batch_beyond_the_guard_is_refused_and_not_answered_wrongly(tmp_path) -> None:
     eager = EagerSession(ShapeBranch().eval(), torch.ones(4, 2))
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("aotinductor", aoti_emit.emit(exported, tmp_path), exported.signature, native=True)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("aotinductor", aotinductor.emit(exported, tmp_path), exported.signature, native=True)
     with pytest.raises(RequestError, match="at most 6"):
         session.run({"x": np.ones((9, 2), np.float32)})
 
@@ -46,7 +46,7 @@ def test_without_a_compiler_it_is_refused_with_the_line_that_installs_one(tmp_pa
     monkeypatch.setenv("CXX", "no-such-compiler")
     eager = EagerSession(ShapeBranch().eval(), torch.ones(4, 2))
     with pytest.raises(CaptureError, match="no compiler 'no-such-compiler'") as refused:
-        aoti_emit.emit(export.export(eager.module, eager.calling), tmp_path)
+        aotinductor.emit(torch_export.export(eager.module, eager.calling), tmp_path)
     assert "apt install g++" in refused.value.hint
 
 
@@ -62,8 +62,8 @@ def test_it_is_compiled_with_freezing_and_opened_with_its_own_input_check(tmp_pa
     monkeypatch.setenv(CHECK_INPUTS, "0")  # so that it is put back
     monkeypatch.delenv(CHECK_INPUTS)
     eager = EagerSession(Mlp().eval(), torch.ones(4, 8))
-    exported = export.export(eager.module, eager.calling)
-    path = aoti_emit.emit(exported, tmp_path)
+    exported = torch_export.export(eager.module, eager.calling)
+    path = aotinductor.emit(exported, tmp_path)
     assert asked[0]["freezing"] is True
     monkeypatch.delenv(CHECK_INPUTS)
     with pytest.raises(BundleError, match="is no AOTInductor package"):

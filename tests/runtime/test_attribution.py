@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Signature
+from trueline.capture.export import torch_export
+from trueline.capture.model.signature import learn
 from trueline.errors import RequestError, UsageError
-from trueline.runtime import export
 from trueline.runtime.attribution import Explainer
-from trueline.runtime.calling import learn
 
 captum = pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
 pytestmark = pytest.mark.slow
@@ -34,8 +34,8 @@ class Weighs(nn.Module):
 
 def made(folder: Path, module: nn.Module, *example: Tensor) -> tuple[Path, Signature]:
     calling = learn(module.eval(), example)
-    exported = export.export(module, calling)
-    return export.emit(exported, folder), exported.signature
+    exported = torch_export.export(module, calling)
+    return torch_export.emit(exported, folder), exported.signature
 
 
 def test_attributions_of_a_linear_score_are_its_terms(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime import export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -58,11 +59,11 @@ class Deciding(Force):
 def test_what_python_hides_from_the_exporter_is_seen_beneath_it(kind: type[nn.Module], tmp_path: Path) -> None:
     model = kind().eval()
     eager = EagerSession(model, torch.randn(3, 3))
-    exported = export.export(model, eager.calling)
+    exported = torch_export.export(model, eager.calling)
     assert exported.how == ""
     assert exported.signature.dims["batch"].max is None
     probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
-    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", export.emit)):
+    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)  # type: ignore[arg-type]
         proof = prove(session, eager, probes, versions={})
         assert proof.proven, proof.reason
@@ -71,4 +72,4 @@ def test_what_python_hides_from_the_exporter_is_seen_beneath_it(kind: type[nn.Mo
 def test_a_branch_on_values_is_refused_there_too() -> None:
     model = Deciding().eval()
     with pytest.raises(CaptureError, match="cannot follow the model"):
-        export.export(model, EagerSession(model, torch.randn(3, 3)).calling)
+        torch_export.export(model, EagerSession(model, torch.randn(3, 3)).calling)

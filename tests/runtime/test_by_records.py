@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.patches import constant_folding
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime import export, known_values, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -56,11 +58,11 @@ class Shuffled(nn.Module):
 def test_a_model_that_loops_over_its_records_is_proven_for_any_batch_in_both_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager = EagerSession(EachRow().eval(), torch.randn(3, 4))
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     assert exported.signature.dims["batch"].max is None
     assert "one record after the other" in exported.how
     probes = make_probes(eager.example, signature=exported.signature)
-    paths = {"onnx": onnx_emit.emit(exported, tmp_path), "torch_export": export.emit(exported, tmp_path)}
+    paths = {"onnx": emit.emit(exported, tmp_path), "torch_export": torch_export.emit(exported, tmp_path)}
     for format, path in paths.items():
         found = prove(open_session(format, path, exported.signature), eager, probes)  # type: ignore[arg-type]
         assert found.proven, found.reason
@@ -71,14 +73,14 @@ def test_a_model_that_loops_over_its_records_is_proven_for_any_batch_in_both_for
 def test_records_that_look_at_each_other_are_not_taken_one_by_one_and_the_first_refusal_stands() -> None:
     eager = EagerSession(Neighbours().eval(), torch.randn(3, 4))
     with pytest.raises(CaptureError, match="works for batches of 3 only"):
-        export.export(eager.module, eager.calling)
+        torch_export.export(eager.module, eager.calling)
 
 
 def test_what_is_drawn_for_each_record_is_an_order_of_it_in_both_formats(tmp_path: Path) -> None:
     eager = EagerSession(Shuffled().eval(), torch.randn(3, 5))
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     x = torch.arange(1.0, 11.0).reshape(2, 5).numpy()
-    paths = {"onnx": onnx_emit.emit(exported, tmp_path), "torch_export": export.emit(exported, tmp_path)}
+    paths = {"onnx": emit.emit(exported, tmp_path), "torch_export": torch_export.emit(exported, tmp_path)}
     for format, path in paths.items():
         session = open_session(format, path, exported.signature)  # type: ignore[arg-type]
         seen = set()
@@ -92,7 +94,7 @@ def test_what_is_drawn_for_each_record_is_an_order_of_it_in_both_formats(tmp_pat
 
 def test_a_traced_value_that_is_written_into_a_known_one_is_refused_and_not_lost() -> None:
     known = torch.tensor([1.0, 2.0])
-    with known_values.Known():
+    with constant_folding.Known():
         ours = torch.zeros(2)
         with pytest.raises(NotImplementedError, match="__setitem__"):
             ours[:1] = known[:1]  # made outside the block, as what is traced is

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import transformer
 
-from trueline.runtime import causal, export
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import LoadedProgram
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
+from trueline.capture.export import torch_export
+from trueline.capture.export.torch_export import LoadedProgram
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.patches import causal_mask
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ class Masked(nn.Module):
 def test_the_mask_that_was_given_is_used_for_every_length(ahead: bool) -> None:
     torch.manual_seed(0)
     eager = EagerSession(Masked(ahead=ahead).eval(), torch.randn(3, 5, 8), dynamic_shapes={"x": {1: "length"}})
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     proof = prove(LoadedProgram(exported), eager, make_probes(eager.example, signature=exported.signature))
     assert proof.reason == ""
     assert sum(one.verdict == "agrees" for one in proof.evidence) > 10
@@ -43,7 +44,7 @@ def test_the_mask_that_was_given_is_used_for_every_length(ahead: bool) -> None:
 
 def test_torch_looks_at_masks_as_before_once_the_model_is_traced() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(3)
-    with causal.masks_as_given():
+    with causal_mask.masks_as_given():
         assert transformer._detect_is_causal_mask(mask) is False
         assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
     assert transformer._detect_is_causal_mask(mask) is True

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
-from trueline.runtime import export, onnx_emit, steady, wild
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import hidden_state, observe
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof import determinism, hostile_values
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import hidden_state, observe
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow  # each new shape is compiled
@@ -49,7 +51,7 @@ def test_a_model_of_control_flow_answers_as_before_after_values_that_are_no_numb
     asked = [one for one in seen if not one.probe.wild]
     assert [one.error for one in asked] == [""] * 4
     assert hidden_state(asked) == ""
-    assert steady.searched(eager, "as it is told").random is False
+    assert determinism.searched(eager, "as it is told").random is False
     assert set(eager.run(eager.example)) == {"output"}
 
 
@@ -60,7 +62,7 @@ class Solves(nn.Module):
 
 def test_no_branch_hands_what_is_no_number_to_lapack() -> None:
     eager = EagerSession(Solves().eval(), torch.eye(3))
-    with wild.Careful(), pytest.raises(ValueError, match="a value that is no number"):
+    with hostile_values.Careful(), pytest.raises(ValueError, match="a value that is no number"):
         eager.run({"x": np.full((3, 3), np.nan, np.float32)})
     assert eager.run({"x": np.eye(3, dtype=np.float32)})["output"].tolist() == [1.0, 1.0, 1.0]
 
@@ -88,8 +90,8 @@ class Recurrence(nn.Module):
 def test_a_scan_behind_layers_with_parameters_is_right_as_onnx_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager = EagerSession(Recurrence().eval(), torch.randn(3, 5, 4), dynamic_shapes={"x": {1: "length"}})
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.signature)
     for batch, length in ((1, 5), (3, 2), (4, 11)):
         x = torch.randn(batch, length, 4).numpy()
         np.testing.assert_allclose(session.run({"x": x})["output"], eager.run({"x": x})["output"], atol=1e-5)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.export import custom_ops, torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime import custom_ops, export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import open_session
 from worlds import marks
 
@@ -60,18 +61,18 @@ def test_an_operator_with_an_equivalent_is_proven_as_every_graph_program(
 ) -> None:
     known = {"trueline_tests::grouped": custom_ops.EQUIVALENTS["transformers::grouped_mm_fallback"]}
     monkeypatch.setattr(custom_ops, "EQUIVALENTS", known)
-    exported = export.export(eager.module, eager.calling)
-    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", export.emit)):
+    exported = torch_export.export(eager.module, eager.calling)
+    for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)
         proof = prove(session, eager, make_probes(eager.example, signature=exported.signature))
         assert proof.proven, proof.reason
 
 
-@pytest.mark.parametrize("emit", [onnx_emit.emit, export.emit])
+@pytest.mark.parametrize("emit", [onnx_emit.emit, torch_export.emit])
 def test_an_operator_without_one_is_refused_with_the_line_that_calls_it(
     eager: EagerSession, tmp_path: Path, emit: object
 ) -> None:
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     assert callable(emit)
     with pytest.raises(CaptureError, match="grouped") as refused:
         emit(exported, tmp_path)
@@ -102,7 +103,7 @@ class Mixed(nn.Module):
 
 def test_an_autocast_and_a_vmap_inside_a_model_are_carried_out_in_its_program(tmp_path: Path) -> None:
     eager = EagerSession(Mixed().eval(), torch.randn(5, 4))
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("torch_export", export.emit(exported, tmp_path), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("torch_export", torch_export.emit(exported, tmp_path), exported.signature)
     proof = prove(session, eager, make_probes(eager.example, signature=exported.signature))
     assert proof.reason == ""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export.exported_program import default_decompositions
 
-from trueline.runtime.decompositions import looked_up_once
-from trueline.runtime.quiet import quiet
+from trueline.capture.export.silence import quiet
+from trueline.capture.patches.decomposition_cache import looked_up_once
 
 pytestmark = pytest.mark.slow  # exports programs
 

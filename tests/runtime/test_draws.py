@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueline.runtime.draws import DRAWS, GOLDEN_BYTES, LEVEL, compare_draws, golden_draws, sample
+from trueline.runtime.distribution import DRAWS, GOLDEN_BYTES, LEVEL, compare_draws, golden_draws, sample
 
 
 def stack(draw: Any, seed: int) -> dict[str, Any]:

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
+from trueline.capture.export import torch_export
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import CaptureError, RequestError
-from trueline.runtime import export, onnx_emit
 from trueline.runtime.compare import compare
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import Exported
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
 
-EMITTERS = {"onnx": onnx_emit.emit, "torch_export": export.emit}
+EMITTERS = {"onnx": onnx_emit.emit, "torch_export": torch_export.emit}
 
 
 class Masked(nn.Module):
@@ -74,7 +75,7 @@ def masked(length: int, batch: int = 3) -> dict[str, Tensor]:
 
 def exported(module: nn.Module, example: Any, **free: Any) -> tuple[EagerSession, Exported]:
     eager = EagerSession(module.eval(), example, **free)
-    return eager, export.export(eager.module, eager.calling)
+    return eager, torch_export.export(eager.module, eager.calling)
 
 
 def test_a_dimension_in_which_examples_differ_is_free_and_one_symbol_where_the_program_ties_it(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_a_padded_encoder_is_held_against_the_model_as_it_was_trained() -> None:
 def test_a_size_that_is_fixed_by_what_divides_it_is_free_in_multiples(format: str, tmp_path: Path) -> None:
     shapes = {"x": {0: "batch", 2: "height", 3: "width"}}
     eager = EagerSession(Halving().eval(), (torch.rand(2, 2, 32, 48),), dynamic_shapes=shapes)
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     assert exported.signature.dims["height"] == exported.signature.dims["width"] == Dim(min=8, multiple_of=8)
     assert exported.signature.dims["batch"].multiple_of == 1
     session = open_session(format, EMITTERS[format](exported, tmp_path), exported.signature)
@@ -198,4 +199,4 @@ def test_a_size_that_stays_fixed_in_multiples_is_refused_as_before(size: int) ->
 
     eager = EagerSession(Exact(), (torch.rand(2, size),), dynamic_shapes={"x": {0: "batch", 1: "length"}})
     with pytest.raises(CaptureError, match=f"works for a 'length' of {size} only"):
-        export.export(eager.module, eager.calling)
+        torch_export.export(eager.module, eager.calling)

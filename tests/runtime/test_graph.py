@@ -11,9 +11,12 @@ import torch
 from onnx import helper
 from torch import Tensor, nn
 
+from trueline.capture.export import torch_export, torchscript
+from trueline.capture.model import code_paths
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import UsageError
-from trueline.runtime import export, graph, onnx_code, onnx_emit, paths, torchscript_emit
-from trueline.runtime.eager import EagerSession
+from trueline.runtime import graph, onnx_listing
 from worlds import marks
 
 pytestmark = pytest.mark.slow
@@ -31,9 +34,15 @@ class Two(nn.Module):
 
 def test_each_value_is_shown_with_the_line_that_it_came_from_in_every_format(tmp_path: Path) -> None:
     model = Two().eval()
-    exported = export.export(model, EagerSession(model, torch.randn(3, 4)).calling)
+    exported = torch_export.export(model, EagerSession(model, torch.randn(3, 4)).calling)
     for format, emit, words, code, ssa in (
-        ("torch_export", export.emit, {"first": "linear", "second": "exp"}, 'exp: "f32', "%exp : [num_users=1] ="),
+        (
+            "torch_export",
+            torch_export.emit,
+            {"first": "linear", "second": "exp"},
+            'exp: "f32',
+            "%exp : [num_users=1] =",
+        ),
         ("onnx", onnx_emit.emit, {"first": "Gemm", "second": "Exp"}, "exp = Exp(linear)", "exp = Exp (linear)"),
     ):
         path = emit(exported, tmp_path / format)
@@ -56,7 +65,7 @@ class Either(nn.Module):
 
 def test_in_ssa_form_the_graphs_inside_a_graph_follow_it(tmp_path: Path) -> None:
     model = Either().eval()
-    path = export.emit(export.export(model, EagerSession(model, torch.randn(3, 4)).calling), tmp_path)
+    path = torch_export.emit(torch_export.export(model, EagerSession(model, torch.randn(3, 4)).calling), tmp_path)
     shown = graph.text("torch_export", path, "ssa")
     assert "graph program:\n" in shown
     assert "graph program.true_graph_0:\n" in shown
@@ -73,7 +82,7 @@ def test_the_branches_of_an_onnx_program_stand_as_functions_and_no_weight_is_pri
     held = onnx.numpy_helper.from_array(np.full((3, 4), 0.12345, np.float32), "w")
     branch = helper.make_graph([node], "0.a graph", [typed("x"), helper.make_tensor_value_info("c", 9, [])], [], [held])
     branch.output.append(typed("y"))
-    shown = onnx_code.code(helper.make_model(branch))
+    shown = onnx_listing.code(helper.make_model(branch))
     assert shown.splitlines() == [
         "def _0_a_graph(x: 'float[n, 4]', c: 'bool[]'):",
         "    w = weight('float[3, 4]')",
@@ -94,7 +103,7 @@ def typed(name: str) -> onnx.ValueInfoProto:
 
 def test_a_script_is_shown_as_its_source_and_as_its_graph(tmp_path: Path) -> None:
     eager = EagerSession(Two().eval(), torch.randn(3, 4))
-    path, _ = torchscript_emit.emit(eager.module, eager.calling, tmp_path, "script")
+    path, _ = torchscript.emit(eager.module, eager.calling, tmp_path, "script")
     assert "torch.exp(" in graph.text("torchscript", path)
     assert "= aten::exp(%" in graph.text("torchscript", path, "ssa")
     with pytest.raises(UsageError, match="is machine code and cannot be read"):
@@ -103,6 +112,6 @@ def test_a_script_is_shown_as_its_source_and_as_its_graph(tmp_path: Path) -> Non
 
 def test_the_innermost_line_of_the_users_own_is_named_without_its_folder() -> None:
     trace = 'File "/home/a/model.py", line 7, in forward\n  y\nFile "/home/a/my layers.py", line 9, in f\n  z\n'
-    assert paths.brief('File "/home/a/model.py", line 7, in forward\n  y\n') == "model.py:7"
-    assert paths.brief(trace) == ""  # a name that is no plain one stays out
-    assert paths.brief("") == ""
+    assert code_paths.brief('File "/home/a/model.py", line 7, in forward\n  y\n') == "model.py:7"
+    assert code_paths.brief(trace) == ""  # a name that is no plain one stays out
+    assert code_paths.brief("") == ""

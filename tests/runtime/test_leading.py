@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.probes import make_probes
 from trueline.errors import CaptureError, RequestError
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
 from trueline.runtime.session import open_program, replay
 from worlds.recipes import untrained
 

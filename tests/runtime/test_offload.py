@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from conformance.session import *  # noqa: F403 - the shared tests
+from trueline.capture.export import offload as offload_emit
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
-from trueline.runtime import export, graph, offload, offload_emit
+from trueline.runtime import graph, offload
 from trueline.runtime.compare import compare
-from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.slow
@@ -70,7 +72,7 @@ def mlp(folder: Path) -> tuple[Session, Session]:
 
 def made(module: nn.Module, example: Tensor, folder: Path) -> tuple[Session, Session]:
     eager = EagerSession(module.eval(), example)
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     path = offload_emit.emit(exported, folder)
     return open_session("offload", path, exported.signature), eager
 
@@ -115,7 +117,7 @@ def test_a_result_that_nobody_reads_does_not_hold_its_operator_back(tmp_path: Pa
 def test_a_model_of_which_nothing_can_be_handed_over_is_refused_with_the_reason(tmp_path: Path) -> None:
     eager = EagerSession(Only(), torch.randn(3, 6))
     with pytest.raises(CaptureError, match=r"takes no part .*special_i0e"):
-        offload_emit.emit(export.export(eager.module, eager.calling), tmp_path)
+        offload_emit.emit(torch_export.export(eager.module, eager.calling), tmp_path)
 
 
 def test_a_setting_that_the_parts_cannot_keep_is_refused(mlp: tuple[Session, Session], tmp_path: Path) -> None:

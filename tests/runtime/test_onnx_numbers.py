@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trueline.runtime import export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -85,8 +86,8 @@ def test_an_operator_is_proven_in_onnx_and_right_at_its_borders(name: str, tmp_p
     example = tuple(torch.from_numpy(random.standard_normal((3, 6)).astype(np.float32)) for _ in range(2))
     module = Of((ORDERS | NUMBERS)[name]).eval()
     eager = EagerSession(module, example)
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.signature)
     assert prove(session, eager, make_probes(eager.example, signature=exported.signature)).reason == ""
     borders = np.array([0.0, -0.0, 1.0, -1.0, 2.0, -2.0], np.float32)
     for turn in range(6):
@@ -107,8 +108,8 @@ class Attending(nn.Module):
 def test_what_may_attend_to_nothing_is_zero_as_in_torch(tmp_path: Path) -> None:
     example = (torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.int64))
     eager = EagerSession(Attending().eval(), example, dynamic_shapes={"x": {1: "length"}, "shown": {1: "length"}})
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.signature)
     assert prove(session, eager, make_probes(eager.example, signature=exported.signature)).reason == ""
     shown = np.array([[1, 0, 0], [0, 0, 0]], np.int64)
     found = session.run({"x": np.ones((2, 3, 4), np.float32), "shown": shown})

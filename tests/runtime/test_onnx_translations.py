@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trueline.runtime import export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import Proof, prove
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import Proof, prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,8 @@ def seeded() -> None:
 
 def proven(module: nn.Module, *example: Tensor, free: dict[str, dict[int, str]] | None = None, folder: Path) -> Proof:
     eager = EagerSession(module.eval(), example, dynamic_shapes=free)
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, folder), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, folder), exported.signature)
     return prove(session, eager, make_probes(eager.example, signature=exported.signature))
 
 
@@ -179,8 +180,8 @@ class ToTheFiner(nn.Module):
 
 def test_the_nearest_element_is_the_same_at_every_size(tmp_path: Path) -> None:
     eager = EagerSession(ToTheFiner(), torch.randn(3, 2, 9), dynamic_shapes={"x": {2: "length"}})
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.claims[-1])
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.claims[-1])
     for length in (*range(exported.claims[-1].dims["length"].min, 100), 141, 166, 500):
         x = {"x": np.arange(2 * length, dtype=np.float32).reshape(1, 2, length)}
         wanted, found = eager.run(x), session.run(x)
@@ -206,8 +207,8 @@ class Divided(nn.Module):
 
 def test_a_division_to_whole_numbers_is_the_same_to_the_last_one(tmp_path: Path) -> None:
     eager = EagerSession(Divided().eval(), (torch.arange(1, 7), torch.tensor([1, -2, 3, 4, -5, 7])))
-    exported = export.export(eager.module, eager.calling)
-    session = open_session("onnx", onnx_emit.emit(exported, tmp_path), exported.signature)
+    exported = torch_export.export(eager.module, eager.calling)
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.signature)
     near = np.arange(-300, 300)
     far = np.array([2**24 + 1, 10**9 + 7, -(10**12) - 1, -1], dtype=np.int64)
     for a in (near, far):

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import _get_current_function_mode_stack
 
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime import export, onnx_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -71,12 +72,12 @@ def observed(module: nn.Module) -> EagerSession:
 )
 def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Path, module: nn.Module) -> None:
     eager = observed(module)
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     probes = make_probes(eager.example, signature=exported.signature)
     assert {probe.inputs["x"].shape[1] for probe in probes} >= {1, 6, 12}
     for format, path in (
-        ("torch_export", export.emit(exported, tmp_path / "e")),
-        ("onnx", onnx_emit.emit(exported, tmp_path / "o")),
+        ("torch_export", torch_export.emit(exported, tmp_path / "e")),
+        ("onnx", emit.emit(exported, tmp_path / "o")),
     ):
         proof = prove(open_session(format, path, exported.signature), eager, probes)
         assert proof.reason == ""
@@ -86,7 +87,7 @@ def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Pat
 def test_an_answer_as_long_as_the_longest_sequence_is_refused_with_its_line() -> None:
     eager = observed(AsLong())
     with pytest.raises(CaptureError, match="how long its answer is depends on values") as refused:
-        export.export(eager.module, eager.calling)
+        torch_export.export(eager.module, eager.calling)
     assert "# as long" in refused.value.hint
     assert _get_current_function_mode_stack() == []  # what is traced next is traced as it stands
 
@@ -94,7 +95,7 @@ def test_an_answer_as_long_as_the_longest_sequence_is_refused_with_its_line() ->
 def test_the_layers_of_torch_are_as_before_after_an_export() -> None:
     before = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
     eager = observed(States())
-    export.export(eager.module, eager.calling)
+    torch_export.export(eager.module, eager.calling)
     assert (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward) == before
     x = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
     assert x.batch_sizes.tolist() == [2, 2, 1]

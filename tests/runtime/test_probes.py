@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trueline.runtime.probes import make_probes, rows
+from trueline.capture.proof.probes import make_probes, rows
 
 EXAMPLE = {
     "x": np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),

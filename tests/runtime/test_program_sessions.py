@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from trueline.bundle.signature import Signature
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
-from trueline.runtime import export, onnx_emit
 from trueline.runtime.compare import compare
-from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 from worlds.models import Identity, InPlace, Mlp, Nested, Pair, Recurrent, Running, ShapeBranch, Text
 
 pytestmark = pytest.mark.slow  # exports programs
 
-EMITTERS = {"onnx": onnx_emit.emit, "torch_export": export.emit}
+EMITTERS = {"onnx": onnx_emit.emit, "torch_export": torch_export.emit}
 FORMATS = ("eager", "onnx", "torch_export")
 
 
@@ -30,7 +31,7 @@ def opened(format: str, module: nn.Module, example: Any, folder: Path) -> Sessio
     eager = EagerSession(module.eval(), example)
     if format == "eager":
         return eager
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     return open_session(format, EMITTERS[format](exported, folder), exported.signature)
 
 
@@ -132,7 +133,7 @@ def test_what_no_bundle_can_hold_is_refused_in_words(module: nn.Module, example:
 def test_a_model_that_writes_into_a_buffer_is_refused_by_the_name_of_the_buffer() -> None:
     eager = EagerSession(Running(), torch.zeros(3, 8))
     with pytest.raises(CaptureError, match="total"):
-        export.export(eager.module, eager.calling)
+        torch_export.export(eager.module, eager.calling)
 
 
 def test_a_format_that_nobody_runs_is_answered_with_those_there_are(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_format_that_nobody_runs_is_answered_with_those_there_are(tmp_path: Pa
 def test_a_program_that_is_not_its_signatures_is_refused(tmp_path: Path) -> None:
     eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
     other = EagerSession(Pair(), (torch.zeros(3, 8), torch.zeros(3, 4, dtype=torch.int64))).signature
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     for format, emit in EMITTERS.items():
         with pytest.raises(BundleError, match="signature"):
             open_session(format, emit(exported, tmp_path), other)
@@ -156,7 +157,7 @@ def test_a_program_that_is_not_its_signatures_is_refused(tmp_path: Path) -> None
 
 def test_opening_and_running_an_onnx_program_imports_no_torch(tmp_path: Path) -> None:
     eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     path = onnx_emit.emit(exported, tmp_path)
     (tmp_path / "signature.json").write_bytes(__import__("msgspec").json.encode(exported.signature))
     code = f"""

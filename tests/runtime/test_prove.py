@@ -15,11 +15,11 @@ from torch import nn
 
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.errors import CaptureError
-from trueline.runtime import paths, wild
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import Probe, make_probes
-from trueline.runtime.prove import (
+from trueline.capture.model import code_paths
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof import hostile_values as wild
+from trueline.capture.proof.probes import Probe, make_probes
+from trueline.capture.proof.prove import (
     Observation,
     Proof,
     care,
@@ -30,6 +30,7 @@ from trueline.runtime.prove import (
     parting,
     prove,
 )
+from trueline.errors import CaptureError
 from worlds.models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, place_of
 
 if TYPE_CHECKING:
@@ -176,11 +177,11 @@ def test_two_equal_ways_do_not_part_and_a_loop_that_runs_longer_does() -> None:
 
     ways = []
     for n in (3, 3, 4):
-        with paths.watching() as way:
+        with code_paths.watching() as way:
             loop(n)
         ways.append(way)
-    assert paths.divergence(ways[0], ways[1]) is None
-    place = paths.divergence(ways[0], ways[2])
+    assert code_paths.divergence(ways[0], ways[1]) is None
+    place = code_paths.divergence(ways[0], ways[2])
     assert place is not None
     assert place.source == "for i in range(n):"
 
@@ -194,7 +195,7 @@ def test_watching_leaves_the_tracer_that_was_there_in_place() -> None:
     before = sys.gettrace()
     sys.settrace(mine)
     try:
-        with paths.watching():
+        with code_paths.watching():
             pass
         assert sys.gettrace() is mine
     finally:
@@ -633,8 +634,8 @@ def test_a_way_that_an_earlier_probe_took_is_kept_once() -> None:
 
 
 def test_a_loop_of_the_model_that_does_not_end_is_ended_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "MAX_EVENTS", 2000)
-    monkeypatch.setattr(paths, "ENDLESS_S", 0.0)
+    monkeypatch.setattr(code_paths, "MAX_EVENTS", 2000)
+    monkeypatch.setattr(code_paths, "ENDLESS_S", 0.0)
 
     def answer(x: Array) -> Array:
         for _ in range(1000):

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from trueline.capture.export import torch_export
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime import export, onnx_emit
 from trueline.runtime.compare import compare
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import Exported
 from trueline.runtime.session import open_session
 from worlds import TESTS
 from worlds.models import Mlp
@@ -28,7 +29,7 @@ from worlds.models import Mlp
 @pytest.fixture(scope="module")
 def exported() -> Exported:
     eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
-    return export.export(eager.module, eager.calling)
+    return torch_export.export(eager.module, eager.calling)
 
 
 def rewritten(path: Path, member: str, change: Callable[[bytes], bytes]) -> None:
@@ -97,7 +98,7 @@ EVIL = "__import__('os').system('touch pwned')"
 def test_a_graph_that_torch_would_turn_into_code_is_refused_before_torch_reads_it(
     exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    path = export.emit(exported, tmp_path)
+    path = torch_export.emit(exported, tmp_path)
     rewritten(path, "models/model.json", edited(change))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.export, "load", lambda *_: pytest.fail("torch was given the archive"))
@@ -124,7 +125,7 @@ def test_a_graph_that_torch_would_turn_into_code_is_refused_before_torch_reads_i
 def test_a_member_that_may_be_a_pickle_or_code_is_refused_by_its_name(
     exported: Exported, tmp_path: Path, member: str, content: bytes
 ) -> None:
-    path = export.emit(exported, tmp_path)
+    path = torch_export.emit(exported, tmp_path)
     rewritten(path, member, lambda _: content)
     with pytest.raises(BundleError) as refused:
         open_session("torch_export", path, exported.signature)
@@ -132,7 +133,7 @@ def test_a_member_that_may_be_a_pickle_or_code_is_refused_by_its_name(
 
 
 def test_a_torn_archive_is_an_error_that_names_it(exported: Exported, tmp_path: Path) -> None:
-    path = export.emit(exported, tmp_path)
+    path = torch_export.emit(exported, tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(BundleError, match=r"model\.pt2"):
         open_session("torch_export", path, exported.signature)
@@ -143,13 +144,13 @@ def test_equal_models_give_equal_bytes_in_both_formats(tmp_path: Path) -> None:
     for turn in ("one", "two"):
         torch.manual_seed(0)
         eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
-        made = export.export(eager.module, eager.calling)
-        found.append([emit(made, tmp_path / turn).read_bytes() for emit in (onnx_emit.emit, export.emit)])
+        made = torch_export.export(eager.module, eager.calling)
+        found.append([emit(made, tmp_path / turn).read_bytes() for emit in (onnx_emit.emit, torch_export.emit)])
     assert found[0] == found[1]
 
 
 def test_programs_name_no_path_of_the_machine_that_made_them(exported: Exported, tmp_path: Path) -> None:
-    for emit in (onnx_emit.emit, export.emit):
+    for emit in (onnx_emit.emit, torch_export.emit):
         content = emit(exported, tmp_path).read_bytes()
         assert b"/models.py" not in content  # the name of the file and the line stay
         assert str(TESTS).encode() not in content
@@ -196,10 +197,10 @@ def test_weights_that_only_a_pickle_can_hold_are_refused_when_they_are_emitted(t
             return x * self.weight
 
     eager = EagerSession(Holder(), torch.zeros(3, 8))
-    made = export.export(eager.module, eager.calling)
+    made = torch_export.export(eager.module, eager.calling)
     made.program.state_dict["module.weight"] = nn.Parameter(torch.ones(8).as_subclass(Tagged))
     with pytest.raises(CaptureError, match="pickle"):
-        export.emit(made, tmp_path)
+        torch_export.emit(made, tmp_path)
     assert not list(tmp_path.rglob("*.pt2"))
 
 
@@ -209,8 +210,8 @@ def test_a_size_by_a_factor_is_a_shape_expression(tmp_path: Path) -> None:
             return nn.functional.interpolate(x, scale_factor=1.5, mode="linear")
 
     eager = EagerSession(Longer().eval(), torch.randn(2, 3, 4), dynamic_shapes={"x": {2: "length"}})
-    made = export.export(eager.module, eager.calling)
-    session = open_session("torch_export", export.emit(made, tmp_path), made.signature)
+    made = torch_export.export(eager.module, eager.calling)
+    session = open_session("torch_export", torch_export.emit(made, tmp_path), made.signature)
     (answer,) = session.run({"x": np.ones((1, 3, 6), np.float32)}).values()
     assert answer.shape == (1, 3, 9)
 
@@ -227,9 +228,9 @@ def test_tied_weights_are_right_in_every_format_and_stored_once_where_both_read_
             return found
 
     eager = EagerSession(Tied().eval(), torch.arange(12).reshape(3, 4))
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     one = 50 * 64 * 4  # bytes; ONNX has them once as they are, and once turned round for its MatMul
-    for format, emit, times in (("onnx", onnx_emit.emit, 2), ("torch_export", export.emit, 1)):
+    for format, emit, times in (("onnx", onnx_emit.emit, 2), ("torch_export", torch_export.emit, 1)):
         path = emit(exported, tmp_path / format)
         assert times * one < path.stat().st_size < (times + 1) * one, format
         session = open_session(format, path, exported.signature)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
-from trueline.runtime import ranges
-from trueline.runtime.ranges import Claim, Found, borders, claims
+from trueline.capture.export import guard_ranges as ranges
+from trueline.capture.export.guard_ranges import Claim, Found, borders, claims
 
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
 

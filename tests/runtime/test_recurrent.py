@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
-from trueline.runtime import export, onnx_emit, recurrent
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
+from trueline.capture.patches import recurrent
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.runtime.session import open_session
 
 pytestmark = pytest.mark.slow
@@ -54,11 +56,11 @@ NEAR = ("lstm without biases", "tanh rnn")  # the others have no biases and a ta
 def test_a_layer_over_time_is_one_operator_that_holds_for_every_length(layer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager = EagerSession(Model(LAYERS[layer]()).eval(), torch.randn(3, 5, 4), dynamic_shapes={"x": {1: "length"}})
-    exported = export.export(eager.module, eager.calling)
+    exported = torch_export.export(eager.module, eager.calling)
     assert exported.signature.dims["length"] == Dim()
     probes = make_probes(eager.example, signature=exported.signature)
     assert {one.inputs["x"].shape[1] for one in probes} >= {1, 4, 6, 10}
-    paths = {"onnx": onnx_emit.emit(exported, tmp_path), "torch_export": export.emit(exported, tmp_path)}
+    paths = {"onnx": emit.emit(exported, tmp_path), "torch_export": torch_export.emit(exported, tmp_path)}
     for format, path in paths.items():
         session = open_session(format, path, exported.signature)  # type: ignore[arg-type]
         proof = prove(session, eager, probes)

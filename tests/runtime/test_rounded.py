@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import emit, export, load
+from trueline.capture.export.torch_export import emit, export, load
+from trueline.capture.model.eager import EagerSession
 
 
 class Share(nn.Module):

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from conformance.session import *  # noqa: F403 - the shared tests
+from trueline.capture.export import torch_export, torchscript
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.capture.onnx.opsets import checked, opset_for
 from trueline.cli import capture as capture_verb
 from trueline.errors import BundleError, UsageError
-from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
+from trueline.runtime import openvino
 from trueline.runtime.compiled import CompiledSession
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.opsets import checked, opset_for
 from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
 from worlds.models import Mlp
 
@@ -29,10 +31,10 @@ def opened(name: str, eager: EagerSession, folder: Path) -> Session:
     if name == "compile":
         return CompiledSession(eager.module, torch.zeros(5, 8), backend="aot_eager")
     if name == "torchscript":
-        path, _ = torchscript_emit.emit(eager.module, eager.calling, folder, "script")
+        path, _ = torchscript.emit(eager.module, eager.calling, folder, "script")
         return open_session(name, path, eager.signature)
-    exported = export.export(eager.module, eager.calling)
-    emit = export.emit if name == "torch_export" else onnx_emit.emit
+    exported = torch_export.export(eager.module, eager.calling)
+    emit = torch_export.emit if name == "torch_export" else onnx_emit.emit
     return open_session(name, emit(exported, folder), exported.signature)
 
 

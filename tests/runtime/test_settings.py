@@ -11,10 +11,12 @@ import onnxruntime
 import pytest
 import torch
 
+from trueline.capture.export import torch_export, torchscript
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.onnx import emit
 from trueline.errors import UsageError
-from trueline.runtime import export, onnx_emit, openvino, torchscript_emit
+from trueline.runtime import openvino
 from trueline.runtime.compiled import CompiledSession
-from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import Session, open_session
 from trueline.runtime.settings import Settings
 from worlds.models import Mlp
@@ -31,13 +33,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("programs")
     eager = EagerSession(Mlp().eval(), torch.randn(5, 8))
-    exported = export.export(eager.module, eager.calling)
-    onnx = onnx_emit.emit(exported, folder)
-    script, _ = torchscript_emit.emit(eager.module, eager.calling, folder, "script")
+    exported = torch_export.export(eager.module, eager.calling)
+    onnx = emit.emit(exported, folder)
+    script, _ = torchscript.emit(eager.module, eager.calling, folder, "script")
     return eager, {
         "onnx": onnx,
         "openvino": onnx,
-        "torch_export": export.emit(exported, folder),
+        "torch_export": torch_export.emit(exported, folder),
         "torchscript": script,
     }
 

@@ -21,10 +21,10 @@ from torch import nn
 from trueline import events
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.errors import StorageError
-from trueline.runtime import shared
+from trueline.runtime import shared_weights
 from trueline.runtime.onnx import OnnxSession
 from trueline.runtime.settings import Settings
-from trueline.runtime.shared import Place, held
+from trueline.runtime.shared_weights import Place, held
 from trueline.runtime.torch_weights import share
 
 ROWS = np.linspace(-1, 1, 3 * 256, dtype=np.float32).reshape(3, 256)
@@ -193,7 +193,7 @@ def mapped_bytes(folder: Path) -> int:
 
 def test_a_small_program_is_each_process_own(tmp_path: Path, place: Place) -> None:
     signature = program(tmp_path / "model.onnx", width=64)
-    assert (tmp_path / "model.onnx").stat().st_size < shared.WORTH_BYTES
+    assert (tmp_path / "model.onnx").stat().st_size < shared_weights.WORTH_BYTES
     OnnxSession(tmp_path / "model.onnx", signature, settings=Settings(place=place))
     assert not list(place.folder.iterdir())
 

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from trueline.capture.export import torch_export
 from trueline.capture.ladder import climb
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.patches import size_lists
+from trueline.capture.patches.size_lists import SizeList
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import prove
 from trueline.capture.subject import Subject
 from trueline.doctor.api import calls_of
 from trueline.doctor.examine import ask_original, examine
 from trueline.errors import CaptureError
-from trueline.runtime import export, size_lists
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import prove
 from trueline.runtime.session import USUAL, open_session
-from trueline.runtime.size_lists import SizeList
 
 ENDS = st.none() | st.integers(-12, 12)
 STEPS = st.none() | st.integers(-4, 4).filter(bool)
@@ -127,7 +128,7 @@ def test_the_doctor_finds_a_part_ready_whose_positions_are_lists() -> None:
 def test_a_list_that_is_walked_through_fixes_its_size_as_ever_and_the_line_is_named() -> None:
     eager = EagerSession(Walked().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
     with pytest.raises(CaptureError, match="a 'length' of 9 only") as refused:
-        export.export(eager.module, eager.calling)
+        torch_export.export(eager.module, eager.calling)
     assert "list(range(x.shape[1]))" in refused.value.hint
 
 
@@ -150,7 +151,7 @@ class Numbered(nn.Module):
 @pytest.mark.parametrize("kind", [Flattened, Numbered])
 def test_what_python_makes_a_number_of_a_size_stays_as_free_as_the_size(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
-    program = export.LoadedProgram(export.export(eager.module, eager.calling))
+    program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
     x = torch.randn(5, 7, 4).numpy()
     assert np.isclose(program.run({"x": x})["output"], eager.run({"x": x})["output"], rtol=1e-6).all()
 

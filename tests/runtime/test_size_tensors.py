@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.capture.export.torch_export import LoadedProgram, export
+from trueline.capture.model.eager import EagerSession
 from trueline.errors import CaptureError
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import LoadedProgram, export
 
 WINDOW = 4
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from trueline.bundle.schema import Evidence
-from trueline.runtime import sequences, steady
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.explicit import Explicit
-from trueline.runtime.prove import Proof
-from trueline.runtime.recall import Recall
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.explicit_state import Explicit
+from trueline.capture.model.python_state import Recall
+from trueline.capture.proof import determinism, stateful
+from trueline.capture.proof.prove import Proof
 
 
 class Dividing(nn.Module):
@@ -46,10 +46,10 @@ class Keeping(nn.Module):
 
 def test_a_model_that_answers_nan_to_its_own_example_is_found_out_before_anything_is_compared() -> None:
     example = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
-    found = steady.unsteady(EagerSession(Dividing().eval(), example))
+    found = determinism.unsteady(EagerSession(Dividing().eval(), example))
     assert found is not None
     assert "answers NaN to its own example, in 1 of 4 elements of 'output'" in found.why
-    assert steady.unsteady(EagerSession(Dividing().eval(), torch.ones(2, 2))) is None
+    assert determinism.unsteady(EagerSession(Dividing().eval(), torch.ones(2, 2))) is None
 
 
 def test_a_tensor_that_is_written_into_is_no_longer_what_it_was() -> None:
@@ -99,12 +99,12 @@ def evidence(verdict: Any, probe: str = "sequence 1, call 2") -> Evidence:
 def test_a_sequence_is_proven_when_every_call_of_it_agrees(
     verdicts: list[str], proven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences, "sequences", lambda *_: [])
-    monkeypatch.setattr(sequences, "_judge", lambda *_: [evidence(verdict) for verdict in verdicts])
+    monkeypatch.setattr(stateful, "sequences", lambda *_: [])
+    monkeypatch.setattr(stateful, "_judge", lambda *_: [evidence(verdict) for verdict in verdicts])
     alone = Proof(
         format="onnx", proven=True, reason="", disagreeing="", evidence=(evidence("agrees", "p"),), max_abs_error=0.0
     )
     eager: Any = SimpleNamespace(module=Explicit.__new__(Explicit))
-    found = sequences.proven(alone, None, eager)  # type: ignore[arg-type]
+    found = stateful.proven(alone, None, eager)  # type: ignore[arg-type]
     assert (found.proven, found.reason == "") == (proven, proven)
     assert len(found.evidence) == 1 + len(verdicts)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from trueline.runtime import torchlib
+from trueline.capture.onnx import torchlib_cache
 
 pytestmark = pytest.mark.slow  # imports the exporter
 
@@ -15,24 +15,24 @@ pytestmark = pytest.mark.slow  # imports the exporter
 def test_the_list_is_kept_until_a_translation_is_registered() -> None:
     from onnxscript.function_libs.torch_lib import registration
 
-    usual: Any = torchlib._APIS.get_torchlib_ops
+    usual: Any = torchlib_cache._APIS.get_torchlib_ops
     functions: Any = registration.default_registry._registry
-    with torchlib.listed_once():
-        before = torchlib._APIS.get_torchlib_ops()
-        assert torchlib._APIS.get_torchlib_ops() is before
+    with torchlib_cache.listed_once():
+        before = torchlib_cache._APIS.get_torchlib_ops()
+        assert torchlib_cache._APIS.get_torchlib_ops() is before
         known = next(iter(functions.values()))
         registration.default_registry.register(known.overloads[0], "test::another")
         try:
-            after = torchlib._APIS.get_torchlib_ops()
+            after = torchlib_cache._APIS.get_torchlib_ops()
         finally:
             del functions["test::another"]
     assert {one.qualified_name for one in after} - {one.qualified_name for one in before} == {"test::another"}
-    assert torchlib._APIS.get_torchlib_ops is usual
+    assert torchlib_cache._APIS.get_torchlib_ops is usual
 
 
 def test_an_export_finds_the_same_translations_as_without() -> None:
     plain = ONNXRegistry.from_torchlib()
-    with torchlib.listed_once():
+    with torchlib_cache.listed_once():
         found = [ONNXRegistry.from_torchlib() for _ in range(2)]
     for registry in found:
         assert registry.functions.keys() == plain.functions.keys()

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.capture.scripted import FROZEN, climb_scripted
+from trueline.capture.export import torchscript
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.probes import make_probes
+from trueline.capture.proof.prove import observe
+from trueline.capture.torchscript_rung import FROZEN, climb_scripted
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime import script_archive, torchscript_emit
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import make_probes
-from trueline.runtime.prove import observe
+from trueline.runtime import torchscript_archive
 from trueline.runtime.session import open_session
 from worlds.models import Branch, Mlp, Nested, Pair
 
@@ -138,7 +139,7 @@ def test_the_way_that_is_proven_is_taken_and_recorded(tmp_path: Path, module: nn
 
 def test_a_trace_of_a_branch_is_refused_by_the_probes_that_show_it(tmp_path: Path) -> None:
     eager = EagerSession(Inside().eval(), torch.ones(3, 4))
-    path, _ = torchscript_emit.emit(eager.module, eager.calling, tmp_path, "trace")
+    path, _ = torchscript.emit(eager.module, eager.calling, tmp_path, "trace")
     session = open_session("torchscript", path, eager.signature)
     x = np.full((2, 4), -1, np.float32)
     assert not np.allclose(session.run({"x": x})["output"], eager.run({"x": x})["output"])
@@ -166,12 +167,12 @@ def test_a_trace_is_taken_where_the_probes_went_both_ways_and_it_agrees_on_all(t
 
 @pytest.mark.parametrize("way", ["trace", "script"])
 def test_nested_inputs_and_outputs_become_flat_ones_in_the_signatures_order(
-    tmp_path: Path, way: torchscript_emit.Way
+    tmp_path: Path, way: torchscript.Way
 ) -> None:
     example = {"features": {"a": torch.ones(3, 2), "b": torch.ones(3, 2)}, "pair": (torch.ones(3, 2),) * 2}
     for module, given in ((Nested(), example), (Pair(), (torch.randn(3, 8), torch.randint(0, 10, (3, 4))))):
         eager = EagerSession(module.eval(), given)
-        path, _ = torchscript_emit.emit(eager.module, eager.calling, tmp_path / type(module).__name__, way)
+        path, _ = torchscript.emit(eager.module, eager.calling, tmp_path / type(module).__name__, way)
         session = open_session("torchscript", path, eager.signature)
         wanted, found = eager.run(eager.example), session.run(eager.example)
         assert list(found) == list(wanted)
@@ -181,13 +182,13 @@ def test_nested_inputs_and_outputs_become_flat_ones_in_the_signatures_order(
 def test_what_the_compiler_cannot_read_is_a_capture_error_with_its_words(tmp_path: Path) -> None:
     eager = EagerSession(Star().eval(), torch.ones(3, 2))
     with pytest.raises(CaptureError, match="variable number of arguments"):
-        torchscript_emit.emit(eager.module, eager.calling, tmp_path, "script")
+        torchscript.emit(eager.module, eager.calling, tmp_path, "script")
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     eager = EagerSession(Branch().eval(), torch.ones(3, 8))
-    return torchscript_emit.emit(eager.module, eager.calling, tmp_path, "script")[0]
+    return torchscript.emit(eager.module, eager.calling, tmp_path, "script")[0]
 
 
 def test_a_program_names_no_path_of_the_machine_that_made_it(program: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_program_names_no_path_of_the_machine_that_made_it(program: Path) -> N
     assert b"worlds" not in content
     assert b"models.py" not in content
     assert b"site-packages" not in content
-    assert "if bool" in script_archive.source(program)
+    assert "if bool" in torchscript_archive.source(program)
 
 
 @pytest.mark.parametrize(

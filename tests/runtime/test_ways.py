@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trueline.runtime import paths
+from trueline.capture.model import code_paths
 
 
 def heard(phase: str, info: dict[str, int]) -> None:
@@ -25,7 +25,7 @@ def often() -> Iterator[Callable[[], list[list[int]]]]:
 
 
 def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[list[int]]]) -> None:
-    with paths.watching() as way:
+    with code_paths.watching() as way:
         often()
     assert way
     assert heard.__code__ not in {code for _, code, _ in way}
@@ -37,4 +37,4 @@ def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[
     [("torch/nn/modules/linear.py", False), ("numpy/core.py", False), ("ncps/torch/cfc.py", True), ("mine.py", True)],
 )
 def test_a_library_that_has_a_part_called_torch_is_of_the_users_choice(inside: str, users: bool) -> None:
-    assert paths.is_users(f"/somewhere/lib/python3/site-packages/{inside}") is users
+    assert code_paths.is_users(f"/somewhere/lib/python3/site-packages/{inside}") is users

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
-from trueline.runtime import prove
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.probes import Probe, make_probes
-from trueline.runtime.prove import observe
-from trueline.runtime.wild import Careful
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof import prove
+from trueline.capture.proof.hostile_values import Careful
+from trueline.capture.proof.probes import Probe, make_probes
+from trueline.capture.proof.prove import observe
 from worlds.models import Eigen
 from worlds.recipes import untrained
 

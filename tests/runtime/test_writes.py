@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.runtime.export import tracing
-from trueline.runtime.writes import may_write_buffers
+from trueline.capture.export.buffer_writes import may_write_buffers
+from trueline.capture.export.torch_export import tracing
 
 
 class Sums(nn.Module):

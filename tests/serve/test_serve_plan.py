@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
+from trueline.capture.export import fallbacks
 from trueline.errors import BundleError, NotProven
-from trueline.runtime import retraced
 from trueline.serve import plan
 from trueline.serve.loading import Way, load
 from trueline.serve.measure import curve_of
@@ -147,7 +147,7 @@ def test_a_bundle_other_than_the_registered_one_is_refused(tmp_path: Path) -> No
 
 def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for_company(tmp_path: Path) -> None:
     plain = bundles.double_plus(tmp_path / "plain")
-    entry = msgspec.structs.replace(plain.program(), notes=retraced.BY_RECORDS)
+    entry = msgspec.structs.replace(plain.program(), notes=fallbacks.BY_RECORDS)
     told = Bundle(path=plain.path, manifest=msgspec.structs.replace(plain.manifest, programs=(entry,)))
     alone, together = (load(bundle, Way(), max_batch=64).plan for bundle in (told, plain))
     assert together.batch

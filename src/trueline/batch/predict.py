@@ -23,13 +23,13 @@ from trueline.batch import pool
 from trueline.batch.output_parts import PART_RECORDS, Answer
 from trueline.batch.pool import Compute, Work, seeded
 from trueline.bundle.read import open_bundle
+from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.tools.writer import Plan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
-from trueline.runtime.eager import EagerSession
 from trueline.runtime.session import open_program
 from trueline.storage.place import Where, located
 from trueline.train import devices

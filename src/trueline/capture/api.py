@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, get_args
 
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured, State
+from trueline.capture.onnx import opsets
 from trueline.errors import NotProven, UsageError, closest, listed
-from trueline.runtime import opsets
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:

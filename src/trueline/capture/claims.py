@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trueline.bundle.signature import Dim, Signature
-from trueline.runtime import prove
-from trueline.runtime.calling import BATCH
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import Exported, LoadedProgram
-from trueline.runtime.probes import Probe, fitting, resize
-from trueline.runtime.prove import Observation
+from trueline.capture.export.torch_export import Exported, LoadedProgram
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import BATCH
+from trueline.capture.proof import prove
+from trueline.capture.proof.probes import Probe, fitting, resize
+from trueline.capture.proof.prove import Observation
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -16,45 +16,37 @@ from trueline import events
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
-from trueline.capture import claims, masks
+from trueline.capture import claims, fully_masked_rows
 from trueline.capture.attempt import Attempt, tell
-from trueline.capture.scripted import DEPRECATED, climb_scripted
+from trueline.capture.export import aotinductor, torch_export
+from trueline.capture.export import offload as offload_emit
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import BATCH
+from trueline.capture.onnx import diagnostics, emit
+from trueline.capture.proof import blame as submodules
+from trueline.capture.proof import determinism, rare_behaviour, stateful
+from trueline.capture.proof.blame import NOBODY, Blame
+from trueline.capture.proof.probes import LIMIT, Probe, make_probes
+from trueline.capture.proof.prove import Observation, Proof, hidden_state, judge, observe, parting
+from trueline.capture.proof.shrink import shrink
 from trueline.capture.subject import Subject
+from trueline.capture.torchscript_rung import DEPRECATED, climb_scripted
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, listed
-from trueline.runtime import (
-    aoti_emit,
-    draws,
-    explicit,
-    export,
-    offload,
-    offload_emit,
-    onnx_emit,
-    onnx_nodes,
-    paths,
-    seldom,
-    sequences,
-    steady,
-    submodules,
-)
-from trueline.runtime.calling import BATCH
-from trueline.runtime.eager import EagerSession
-from trueline.runtime.export import Exported
-from trueline.runtime.probes import LIMIT, Probe, make_probes
-from trueline.runtime.prove import Observation, Proof, hidden_state, judge, observe, parting
+from trueline.runtime import distribution, offload
 from trueline.runtime.session import Format, open_session
-from trueline.runtime.shrink import shrink
-from trueline.runtime.submodules import NOBODY, Blame
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
 EMITTERS: dict[Format, Callable[[Exported, Path], Path]] = {
-    "onnx": onnx_emit.emit,
-    "openvino": onnx_emit.emit,
+    "onnx": emit.emit,
+    "openvino": emit.emit,
     "offload": offload_emit.emit,
-    "torch_export": export.emit,
-    "aotinductor": aoti_emit.emit,
+    "torch_export": torch_export.emit,
+    "aotinductor": aotinductor.emit,
 }
 """All but torchscript, which needs the module and no exported program."""
 ALONE = 12
@@ -92,7 +84,7 @@ def climb(
     """
     started = time.monotonic()
     events.emit("model.examined")
-    found = steady.unsteady(subject.eager) or seldom.seldom(subject.eager)
+    found = determinism.unsteady(subject.eager) or rare_behaviour.seldom(subject.eager)
     if found is not None and not (found.random and subject.random):
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
     if found is not None and subject.eager.signature.state:
@@ -105,9 +97,9 @@ def climb(
         exported = replace(exported, opset=opset)
     hidden = hidden_state(observations)
     if hidden:  # asked twice it was the same: a state that shows only after other questions
-        found = steady.searched(subject.eager, hidden)
+        found = determinism.searched(subject.eager, hidden)
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
-    recalled = steady.recalled(subject.eager, observations)
+    recalled = determinism.recalled(subject.eager, observations)
     if recalled is not None:
         raise NotProven(recalled.why + (f"; see {recalled.place}" if recalled.place else ""), hint=recalled.hint)
     shared_s = time.monotonic() - started
@@ -135,11 +127,13 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
     A model that draws random numbers is asked fewer probes, each many times.
     """
     eager = subject.eager
-    limit, num_draws = (draws.PROBES, draws.DRAWS) if random else (max(LIMIT - sequences.num_calls(eager), ALONE), 0)
-    covered = sequences.covering(eager)
+    limit, num_draws = (
+        (distribution.PROBES, distribution.DRAWS) if random else (max(LIMIT - stateful.num_calls(eager), ALONE), 0)
+    )
+    covered = stateful.covering(eager)
     events.emit("model.tracing")
     try:
-        exported = claims.settled(eager, export.export(subject.module, eager.calling))
+        exported = claims.settled(eager, torch_export.export(subject.module, eager.calling))
     except CaptureError as error:
         probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
         return error, observe(eager, probes, num_draws=num_draws)
@@ -224,7 +218,7 @@ def _try(
         return _refused(format, error, observations, folder, seconds, emitting=own, emitted=emitted)
     seconds = shared_s + time.monotonic() - started
     if judged.signature != exported.signature and format in ("onnx", "openvino"):
-        onnx_emit.restate(path, judged.signature)
+        emit.restate(path, judged.signature)
     rung = _placed(_rung(format, judged, judged.signature, observations, path, folder, size, seconds), eager)
     parts = str(offload.read(path)) if format == "offload" else ""
     how = "; ".join(one for one in (exported.how, rung.attempt.how, parts) if one)
@@ -233,9 +227,9 @@ def _try(
 
 def _unopened(error: BundleError, path: Path, exported: Exported) -> CaptureError:
     """`error` of a program that its runtime does not open, with the dtypes and the line of the node that it names."""
-    node = onnx_nodes.named(error.message)
-    kinds = onnx_nodes.dtypes(path, node) if node else []
-    place = onnx_nodes.line_of(exported.program, node) if node else None
+    node = diagnostics.named(error.message)
+    kinds = diagnostics.dtypes(path, node) if node else []
+    place = diagnostics.line_of(exported.program, node) if node else None
     computes = f"; it computes in {listed(kinds)} there" if kinds else ""
     return CaptureError(error.message + computes, hint=f"{place}" if place else error.hint)
 
@@ -261,12 +255,12 @@ def _prove(
         events.emit("proof.advanced", format=format, done=done, total=total)
 
     proof = judge(session, observations, versions=versions(), progress=progress)
-    claim = masks.narrowed(session.signature, eager.example, observations, proof.evidence)
+    claim = fully_masked_rows.narrowed(session.signature, eager.example, observations, proof.evidence)
     if claim is not None:
         events.emit("claim.narrowed", to=range_text(claim))
         session = open_session(format, path, claim, native=True)
         proof = judge(session, observations, versions=versions(), progress=progress)
-    proof = sequences.proven(proof, session, eager, versions=versions())
+    proof = stateful.proven(proof, session, eager, versions=versions())
     probe = _named(observations, proof.disagreeing)
     if probe is None or any(seen.draws is not None for seen in observations):
         return Judged(proof=proof, signature=session.signature)  # of two random answers none is wrong
@@ -355,9 +349,9 @@ def _statistical(observations: Sequence[Observation], proof: Proof) -> str:
     if not _is_random(observations):
         return ""
     hows = {one.tolerance for one in proof.evidence if one.verdict == "agrees"}
-    if hows and all(how.startswith(draws.SAME_SEEDS) for how in hows):
+    if hows and all(how.startswith(distribution.SAME_SEEDS) for how in hows):
         return f"random answers, compared one by one ({', '.join(sorted(hows))})"
-    how = next((how for how in hows if not how.startswith(draws.SAME_SEEDS)), "no answer could be compared")
+    how = next((how for how in hows if not how.startswith(distribution.SAME_SEEDS)), "no answer could be compared")
     return f"random answers, compared statistically ({how})"
 
 
@@ -403,10 +397,10 @@ def _placed(rung: Rung, eager: EagerSession) -> Rung:
         return rung
     squeezed = None
     if "has shape" in attempt.why:
-        with paths.watching() as way:
+        with code_paths.watching() as way:
             eager.run(eager.example)
-        squeezed = paths.reading(way, ".squeeze()")
-    place = squeezed or paths.forward_of(explicit.users_own(eager.module))
+        squeezed = code_paths.reading(way, ".squeeze()")
+    place = squeezed or code_paths.forward_of(explicit_state.users_own(eager.module))
     hint = "squeeze() drops a batch of 1 too: name the dimension, as in squeeze(-1)" if squeezed else attempt.hint
     return replace(rung, attempt=replace(attempt, line=f"{place}" if place else "", hint=hint or ANOTHER))
 

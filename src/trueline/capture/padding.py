@@ -16,9 +16,9 @@ import numpy as np
 
 from trueline.bundle.padding import cut, fill_up
 from trueline.bundle.signature import Signature
-from trueline.runtime.calling import BATCH
+from trueline.capture.model.signature import BATCH
+from trueline.capture.proof.probes import is_mask, resize
 from trueline.runtime.compare import compare
-from trueline.runtime.probes import is_mask, resize
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ import msgspec
 
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.capture import masks, padding
+from trueline.capture import fully_masked_rows, padding
 from trueline.capture.ladder import Rung
+from trueline.capture.model.signature import BATCH
+from trueline.capture.proof.probes import fitting, resize
 from trueline.capture.subject import Subject
 from trueline.capture.versions import versions
 from trueline.checkpoint.checkpoint import read_manifest
-from trueline.runtime import draws
-from trueline.runtime.calling import BATCH
-from trueline.runtime.probes import fitting, resize
+from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
 from trueline.storage.place import Where
 
@@ -86,7 +86,7 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
     found = []
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
-        if signature.allows(sizes) and all(masks.takes(claim, inputs) for claim in claims):
+        if signature.allows(sizes) and all(fully_masked_rows.takes(claim, inputs) for claim in claims):
             found.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
     if signature.state:
         first = found[0]
@@ -98,7 +98,7 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
 def _answer(subject: Subject, signature: Signature, inputs: dict[str, Array]) -> dict[str, Array]:
     """What the eager model answers; many answers, stacked, where they are random."""
     answer = subject.eager.run(inputs)
-    return draws.sample(subject.eager, inputs, draws.golden_draws(answer)) if signature.random else answer
+    return distribution.sample(subject.eager, inputs, distribution.golden_draws(answer)) if signature.random else answer
 
 
 def _lineage(

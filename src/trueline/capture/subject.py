@@ -13,11 +13,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from trueline.capture.attempt import State
+from trueline.capture.model import code_paths, explicit_state, first_call, signature
+from trueline.capture.model import dataclasses as structures
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import as_trained
 from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, listed
-from trueline.runtime import calling, explicit, first_call, paths, structures
-from trueline.runtime.calling import as_trained
-from trueline.runtime.eager import EagerSession
 from trueline.storage.place import Where
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _asked(recipe: Recipe, blank: str) -> Iterator[None]:
     except TruelineError:
         raise
     except Exception as error:
-        place = paths.users_line(error)
+        place = code_paths.users_line(error)
         if place is None:
             raise
         told = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -108,7 +109,7 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
 
 def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.nn.Module, list[Any]]:
     """`module` with its state explicit, and the examples with a state. Raises CaptureError."""
-    with explicit.sheltered(module):
+    with explicit_state.sheltered(module):
         first = EagerSession(module, batches[0])  # raises, in words, what is wrong with the example
     weights = [name for name, _ in module.named_parameters() if name in first.changed]
     if weights:
@@ -118,12 +119,12 @@ def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.n
             + (f"; see {place}" if place else ""),
             hint="a state is made of buffers; call the model on its data once and capture what it then is",
         )
-    calls = [calling.asked(batch) for batch in batches]
+    calls = [signature.asked(batch) for batch in batches]
     with as_trained():
-        found = explicit.lifted(module, calls)
+        found = explicit_state.lifted(module, calls)
     if found is None:
         return module, list(batches)
-    return found.eval(), [explicit.asked(found, call) for call in calls]
+    return found.eval(), [explicit_state.asked(found, call) for call in calls]
 
 
 def _check_mode(module: torch.nn.Module) -> None:

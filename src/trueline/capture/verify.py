@@ -23,9 +23,9 @@ from trueline.runtime.session import NATIVE, Session, open_program, replay
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
+    from trueline.capture.proof.probes import Probe
+    from trueline.capture.proof.prove import Observation
     from trueline.recipe.contract import Recipe
-    from trueline.runtime.probes import Probe
-    from trueline.runtime.prove import Observation
     from trueline.storage.place import Where
 
 FRESH_SEED = 1
@@ -130,12 +130,13 @@ def _oracle(
     if against is None:
         notes = ["no recipe was given: beside the golden examples, programs are compared with each other only"]
         return open_program(bundle), bundle.golden()[-1 if len(bundle.golden()) < 3 else 2].inputs, notes
-    from trueline.capture import from_module, subject
+    from trueline.capture import subject
+    from trueline.capture.files import model_folder
     from trueline.checkpoint.checkpoint import read_manifest
     from trueline.recipe.load import load_recipe
 
-    folder = isinstance(against, str | Path) and from_module.is_model_folder(against)
-    recipe = from_module.of_folder(Path(str(against))) if folder else load_recipe(against)
+    folder = isinstance(against, str | Path) and model_folder.is_model_folder(against)
+    recipe = model_folder.of_folder(Path(str(against))) if folder else load_recipe(against)
     notes = []
     if recipe.digest != bundle.manifest.lineage.recipe_digest:
         notes.append(f"recipe '{recipe.name}' is not the file that the bundle was captured from: its digest differs")
@@ -161,9 +162,9 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
 
 def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
     """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
-    from trueline.runtime import draws
-    from trueline.runtime.probes import LIMIT, make_probes
-    from trueline.runtime.prove import observe
+    from trueline.capture.proof.probes import LIMIT, make_probes
+    from trueline.capture.proof.prove import observe
+    from trueline.runtime import distribution
 
     signature = bundle.signature
     sizes: dict[str, dict[int, None]] = {symbol: {} for symbol in signature.symbols}
@@ -175,7 +176,7 @@ def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed:
         for symbol, (name, axis) in signature.symbols.items():
             if name in one.shapes:
                 sizes[symbol][one.shapes[name][axis]] = None
-    limit, num_draws = (draws.PROBES, draws.DRAWS) if signature.random else (LIMIT, 0)
+    limit, num_draws = (distribution.PROBES, distribution.DRAWS) if signature.random else (LIMIT, 0)
     probes = make_probes(example, signature=signature, sizes=sizes, seed=seed, limit=limit)
     asked = [probe for probe in probes if _takes(oracle.signature, probe) or not _takes(signature, probe)]
     return observe(oracle, asked, num_draws=num_draws)
@@ -194,17 +195,17 @@ def _verdict(
     bundle: Bundle, format: str, observations: Sequence[Observation] | None, oracle: Session, *, native: bool
 ) -> Verdict:
     """`observations` of the oracle; None for the program that is the oracle."""
+    from trueline.capture.model.eager import EagerSession
+    from trueline.capture.proof import stateful
+    from trueline.capture.proof.prove import judge
     from trueline.capture.versions import versions
-    from trueline.runtime import sequences
-    from trueline.runtime.eager import EagerSession
-    from trueline.runtime.prove import judge
 
     try:
         session = open_program(bundle, format, native=native)
         replayed = replay(bundle, session)
         proof = None if observations is None else judge(session, observations, versions=versions())
         if proof is not None and isinstance(oracle, EagerSession):
-            proof = sequences.proven(proof, session, oracle, versions=versions())
+            proof = stateful.proven(proof, session, oracle, versions=versions())
     except TruelineError as error:
         return Verdict(
             format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()

@@ -110,10 +110,10 @@ def command(
     Hugging Face's; neither takes a CHECKPOINT.
     """
     from trueline.capture.api import capture
-    from trueline.capture.from_file import capture_file, is_program
+    from trueline.capture.files.program import capture_file, is_program
+    from trueline.capture.onnx.opsets import opset_for
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe
-    from trueline.runtime.opsets import opset_for
     from trueline.runtime.session import FORMATS, formats_for
 
     places = targets.split(",") if targets is not None else []

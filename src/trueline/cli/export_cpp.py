@@ -29,7 +29,7 @@ def command(bundle: str, folder: str, format_: str | None, as_json: bool) -> Non
     examples and exits non-zero when an answer differs. It builds with CMake, or with the script beside it and
     the libtorch of an installed torch. The bundle needs a program for C++: `trueline capture --for cpp`.
     """
-    from trueline.capture.export_cpp import export_cpp
+    from trueline.capture.cpp.export import export_cpp
 
     made = export_cpp(Path(bundle), Path(folder), format=format_)
     names = sorted(path.name for path in made.iterdir())

@@ -15,9 +15,9 @@ from trueline.doctor.diagnosis import Diagnosis
 from trueline.errors import UsageError
 
 if TYPE_CHECKING:
+    from trueline.capture.model.eager import EagerSession
     from trueline.doctor.calls import Call
     from trueline.recipe.contract import Recipe
-    from trueline.runtime.eager import EagerSession
     from trueline.storage.place import Where
 
 Free = Mapping[str, Sequence[int]]
@@ -78,10 +78,10 @@ def calls_of(eager: EagerSession) -> list[Call]:
 
     Values that are no numbers are left out: a submodule is asked what a request may ask it.
     """
+    from trueline.capture.model.eager import to_tensors
+    from trueline.capture.model.signature import BATCH, Slot
+    from trueline.capture.proof.probes import make_probes, resize
     from trueline.doctor.calls import Call
-    from trueline.runtime.calling import BATCH, Slot
-    from trueline.runtime.eager import to_tensors
-    from trueline.runtime.probes import make_probes, resize
 
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from trueline.runtime import compare, paths
-from trueline.runtime.paths import Event
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Event
+from trueline.runtime import compare
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -87,7 +88,7 @@ def asked(function: Callable[..., Any], call: Call, *, watch: bool = False) -> A
     try:
         with torch.no_grad():
             if watch:
-                with paths.watching(ends=True) as way:
+                with code_paths.watching(ends=True) as way:
                     found = function(*args, **kwargs)
             else:
                 found = function(*args, **kwargs)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from trueline.capture.model.code_paths import Place
 from trueline.doctor.diagnosis import Cause, Kind
 from trueline.doctor.examine import Finding, Oracle
 from trueline.doctor.heal import function_at, locals_of
@@ -14,7 +15,6 @@ from trueline.doctor.patch import class_node, file_of, owner_of
 from trueline.doctor.rewrites.scope import Scope, Spot
 from trueline.doctor.rewrites.sizes import free_size
 from trueline.doctor.rewrites.state import writes_state
-from trueline.runtime.paths import Place
 
 
 def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause:

@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from trueline.capture.export import specialization
+from trueline.capture.export.silence import quiet
+from trueline.capture.export.torch_export import followable
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Place
+from trueline.capture.patches import nonzero_loops as places
+from trueline.capture.patches import size_lists, size_tensors
+from trueline.capture.patches.lru_cache import uncached
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
 from trueline.doctor.remembered import Memory, remembered, shapes
-from trueline.runtime import constants, paths, places, size_lists, size_tensors
-from trueline.runtime.export import followable
-from trueline.runtime.paths import Place
-from trueline.runtime.quiet import quiet
-from trueline.runtime.uncached import uncached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class Oracle:
         for same in (True, False):
             for index, (_, answer) in enumerate(answered):
                 other = next((i for i in range(index) if (shapes[i] == shapes[index]) is same), None)
-                place = None if other is None else paths.divergence(answered[other][1].way, answer.way)
+                place = None if other is None else code_paths.divergence(answered[other][1].way, answer.way)
                 if place is not None:
                     seen[place] = None
         return tuple(seen)
@@ -137,7 +140,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
             free = [*free, *held.free]
     fixed: Mapping[int, Place] = {}
     try:
-        with constants.watched() as fixed:
+        with specialization.watched() as fixed:
             if in_units and memory is None:
                 program, steps = units.exported(partial(_program, flat, tensors), free, oracle.calls, base)
             else:
@@ -180,7 +183,7 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
                 shapes = [list(earlier.arrays[name].shape), list(array.shape)]
                 sizes = [", ".join(str(list(tensor.shape)) for tensor in one.tensors) for one in (first, call)]
                 reason = f"{name} has shape {shapes[0]} for inputs of {sizes[0]} and {shapes[1]} for {sizes[1]}"
-                place = paths.reading(answer.way, ".squeeze()")
+                place = code_paths.reading(answer.way, ".squeeze()")
                 advice = ": squeeze() drops a batch of 1 too; name the dimension, as in squeeze(-1)" if place else ""
                 return Finding(reason=reason + advice, places=(place,) if place is not None else ())
     return None
@@ -269,7 +272,7 @@ _CONSTANT = re.compile(r"to be a constant \((\d+)\)")
 
 def _loud(error: Exception, oracle: Oracle, fixed: Mapping[int, Place]) -> Finding:
     """`fixed` are the lines that made constants of sizes; the error says which sizes it is about."""
-    place = paths.users_line(error)
+    place = code_paths.users_line(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     partings = oracle.partings()

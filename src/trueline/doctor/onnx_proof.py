@@ -11,11 +11,11 @@ import numpy as np
 import onnxruntime
 import torch
 
+from trueline.capture.onnx import emit
 from trueline.doctor import units
 from trueline.doctor.calls import Answer, Call, agree
 from trueline.doctor.examine import Finding, Oracle, hushed
 from trueline.errors import CaptureError
-from trueline.runtime import onnx_emit
 
 
 def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
@@ -25,7 +25,7 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
         return "ONNX cannot hold the state"
     try:
         with torch.no_grad(), hushed():
-            session = _opened(onnx_emit.translated(finding.program, *_names(finding.program)))
+            session = _opened(emit.translated(finding.program, *_names(finding.program)))
     except CaptureError as error:
         return f"not translated: {error.message[:200]}"
     except Exception as error:  # noqa: BLE001 (blind except): a refusal of the exporter or the runtime is the answer

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from trueline.capture.model import explicit_state
+from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit
 from trueline.doctor.calls import Call, flat_answer
 from trueline.errors import CaptureError
-from trueline.runtime import explicit
-from trueline.runtime.explicit import GIVEN, NEXT, Asked, Explicit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,12 +53,12 @@ def remembered(module: torch.nn.Module, base: Call) -> Remembered | str | None:
     none, and why where they keep no form."""
     asked = Asked(*base.arguments(base.tensors))
     try:
-        found = explicit.lifted(module, [asked])
+        found = explicit_state.lifted(module, [asked])
     except CaptureError as error:
         return error.message
     if found is None:
         return None
-    given = explicit.asked(found, asked).kwargs
+    given = explicit_state.asked(found, asked).kwargs
     axes = [(found.records.get(name), found.grows.get(name)) for name in found.names]
     return Remembered(
         module=Flat(found, base),

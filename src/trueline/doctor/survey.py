@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from trueline import events
+from trueline.capture.model import code_paths
 from trueline.doctor import units
 from trueline.doctor.calls import Call, alike, asked, recording
 from trueline.doctor.causes import cause_of, dropped
@@ -33,7 +34,6 @@ from trueline.doctor.examine import (
 from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
 from trueline.errors import listed
-from trueline.runtime import paths
 
 MAX_CALLS = 32
 """Calls that one submodule is compared on."""
@@ -86,7 +86,7 @@ def _depth(path: str) -> int:
 def is_own(module: torch.nn.Module) -> bool:
     """Whether the module's `forward` is the user's code, or of a library that is not torch."""
     try:
-        return paths.is_users(file_of(owner_of(module)))
+        return code_paths.is_users(file_of(owner_of(module)))
     except StopIteration:
         return False
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from trueline.capture.export.divisible_dims import MOST, largest
 from trueline.doctor.calls import Call
-from trueline.runtime.multiples import MOST, largest
 
 Place = tuple[int, int]
 """Number of a tensor, and an axis."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from trueline.bundle.signature import Check, Signature
+from trueline.capture.model.eager import to_arrays, to_tensors
 from trueline.errors import BundleError, TruelineError
 from trueline.runtime import torch_settings
-from trueline.runtime.eager import to_arrays, to_tensors
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:

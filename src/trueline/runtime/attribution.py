@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Signature
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import to_tensors
 from trueline.errors import RequestError, UsageError, listed
-from trueline.runtime import export
-from trueline.runtime.eager import to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -53,7 +53,7 @@ class Explainer:
                 "explanations need Captum, which is not installed", hint="pip install 'trueline[explain]'"
             ) from error
         self.signature = signature
-        self._module = export.load(path).module(check_guards=False)
+        self._module = torch_export.load(path).module(check_guards=False)
         self._explained = [i for i, spec in enumerate(signature.inputs) if spec.dtype.kind == "f"]
         self._output = next((i for i, spec in enumerate(signature.outputs) if spec.dtype.kind == "f"), None)
         if not self._explained or self._output is None:

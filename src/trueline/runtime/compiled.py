@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from trueline.bundle.signature import Signature
-from trueline.runtime.eager import EagerSession
+from trueline.capture.model.eager import EagerSession
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:

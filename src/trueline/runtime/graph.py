@@ -53,10 +53,10 @@ def text(format: str, path: Path, form: Form | None = None) -> str:
 
 
 def _torchscript(path: Path, *, ssa: bool) -> str:
-    from trueline.runtime import script_archive
+    from trueline.runtime import torchscript_archive
 
     if not ssa:
-        return script_archive.source(path)
+        return torchscript_archive.source(path)
     from trueline.runtime import torchscript
 
     return str(torchscript.opened(path).inlined_graph)
@@ -67,9 +67,9 @@ def _onnx(path: Path, *, ssa: bool) -> str:
 
     model = onnx.load(str(path), load_external_data=False)
     if not ssa:
-        from trueline.runtime import onnx_code
+        from trueline.runtime import onnx_listing
 
-        return onnx_code.code(model)
+        return onnx_listing.code(model)
     for tensor in model.graph.initializer:  # their names, types and shapes are wanted, not their numbers
         tensor.ClearField("raw_data")
         tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -103,9 +103,9 @@ def _offload(path: Path, *, ssa: bool) -> str:
 
 
 def _export(path: Path, *, ssa: bool) -> str:
-    from trueline.runtime import export
+    from trueline.capture.export import torch_export
 
-    program = export.load(path)
+    program = torch_export.load(path)
     if ssa:
         code = "\n".join(_assigned(program.graph_module, "program"))
     else:

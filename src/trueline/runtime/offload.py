@@ -19,9 +19,10 @@ import msgspec
 import torch
 
 from trueline.bundle.signature import Check, Signature
+from trueline.capture.export import torch_export
+from trueline.capture.model.eager import to_arrays, to_tensors
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import export, onnx, subprogram, torch_settings, torch_weights
-from trueline.runtime.eager import to_arrays, to_tensors
+from trueline.runtime import onnx, subprogram, torch_settings, torch_weights
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class OffloadSession:
         settings.precise("an offloaded program", (), otherwise="open the torch_export program for autocast")
         torch_settings.device(settings)
         plan = read(path)
-        program = export.load(path.parent / plan.program)
+        program = torch_export.load(path.parent / plan.program)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         module: Any = program.module(check_guards=False)

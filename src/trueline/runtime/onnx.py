@@ -23,7 +23,7 @@ import onnxruntime
 from trueline import events
 from trueline.bundle.signature import Check, Signature
 from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
-from trueline.runtime import shared
+from trueline.runtime import shared_weights
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: _Providers
 def _shared(path: Path, settings: Settings) -> onnxruntime.InferenceSession | None:
     """The program as it is shared; None where it is not to be, or is too small, or cannot be, which an event says."""
     num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-    if settings.place is None or settings.cuda is not None or num_bytes < shared.WORTH_BYTES:
+    if settings.place is None or settings.cuda is not None or num_bytes < shared_weights.WORTH_BYTES:
         return None
 
     def make(folder: Path) -> None:
@@ -164,7 +164,7 @@ def _shared(path: Path, settings: Settings) -> onnxruntime.InferenceSession | No
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # whoever made it did that
     with contextlib.ExitStack() as failing:
         try:
-            hold = shared.held(place, make, program_bytes=num_bytes)
+            hold = shared_weights.held(place, make, program_bytes=num_bytes)
             failing.callback(hold.release)
             session = _open(hold.path / _MADE, options, [_CPU])
         except Exception as error:  # noqa: BLE001 - whatever it is, the program itself is still to be opened

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 from trueline.bundle.signature import Signature
 from trueline.errors import BundleError, NotProven, UsageError, closest, listed
 from trueline.runtime.settings import Settings
-from trueline.runtime.shared import Place
+from trueline.runtime.shared_weights import Place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,7 +146,7 @@ def _session_class(format: str) -> _Opens:
 
         return OffloadSession
     if format == "torch_export":
-        from trueline.runtime.export import ExportSession
+        from trueline.capture.export.torch_export import ExportSession
 
         return ExportSession
     if format == "torchscript":
@@ -209,14 +209,14 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
 
 def _replayed(session: Session, golden: Golden, *, random: bool) -> Comparison:
     """One case; of a random model its many answers against as many here."""
-    from trueline.runtime import draws
+    from trueline.runtime import distribution
     from trueline.runtime.compare import compare
 
     if not random:
         return compare(golden.outputs, _ordered(session.run(golden.inputs), golden.outputs))
     count = len(next(iter(golden.outputs.values())))
-    answers = _ordered(draws.sample(session, golden.inputs, count), golden.outputs)
-    return draws.compare_draws(golden.outputs, answers, level=draws.REPLAY_LEVEL)
+    answers = _ordered(distribution.sample(session, golden.inputs, count), golden.outputs)
+    return distribution.compare_draws(golden.outputs, answers, level=distribution.REPLAY_LEVEL)
 
 
 def _ordered(answer: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trueline.errors import UsageError, listed
-from trueline.runtime.shared import Place
+from trueline.runtime.shared_weights import Place
 
 _CUDA = re.compile(r"cuda(:(\d+))?")
 

@@ -15,7 +15,7 @@ import torch
 
 from trueline import events
 from trueline.errors import StorageError
-from trueline.runtime import shared
+from trueline.runtime import shared_weights as shared
 from trueline.runtime.settings import Settings
 
 _FILE = "weights"

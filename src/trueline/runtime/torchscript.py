@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from trueline.bundle.signature import Check, Signature
+from trueline.capture.model.eager import to_arrays, to_tensors
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import script_archive, torch_settings, torch_weights
-from trueline.runtime.eager import to_arrays, to_tensors
+from trueline.runtime import torch_settings, torch_weights, torchscript_archive
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def undeprecated() -> Iterator[None]:
 
 def opened(path: Path, device: torch.device | str = "cpu") -> Any:
     """The torch.jit.ScriptModule, after a look that it does nothing but compute. Raises BundleError."""
-    script_archive.check(path)
+    torchscript_archive.check(path)
     try:
         with undeprecated():
             return torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]

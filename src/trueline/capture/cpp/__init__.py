@@ -1,0 +1,1 @@
+"""A bundle as a C++ project that builds, runs and checks itself."""

@@ -1,0 +1,1 @@
+"""From an eager model to a program: torch.export, AOTInductor, TorchScript, offloaded subgraphs."""

@@ -1,0 +1,308 @@
+"""From the guards that torch.export found to what a signature claims: ranges, divisibility, and relations in words.
+
+The exporter writes dozens of guards, most of them implied by others, and many that are assumptions of its own: it
+takes 0 and 1 for special in every expression, so `length // 2 != 1` refuses a length that the program answers well.
+Guards are neither necessary nor sufficient; values decide. So there are several claims, from the widest (no
+assumptions, no single sizes left out) to the strictest (all that was found), and the prover takes the first that holds.
+
+What a set of guards leaves is found by trying sizes: all up to 256, powers of two, and both sides of every number
+that stands in a guard. A guard that excludes none of them which another does not is left out. Pure.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trueline.bundle.guards import Guard, read
+from trueline.bundle.signature import Dim
+from trueline.capture.export import float_guards
+
+DENSE = 256
+TUPLES = 1000
+"""Combinations of sizes on which guards between several symbols are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Sizes for which a program is said to hold."""
+
+    dims: dict[str, Dim]
+    guards: tuple[Guard, ...]
+
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        inside = all(self.dims[symbol].allows(size) for symbol, size in sizes.items())
+        return inside and all(guard.holds(sizes) for guard in self.guards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the exporter found: guards as source, and the span of each symbol."""
+
+    codes: Sequence[str]
+    spans: Mapping[str, Dim]
+    """By the signature's names; as the exporter has them, its lower bound of 2 included."""
+    places: Mapping[tuple[int, int], str | int]
+    """Input number and axis -> symbol, or the size of a fixed dimension."""
+    names: Mapping[str, str]
+    """The exporter's names of symbols -> the signature's."""
+    units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """The exporter's name of a number of units -> the symbol of the signature that counts so many of them in one."""
+    example: Mapping[str, int] = field(default_factory=dict)
+    """The sizes that were exported with, by the signature's names."""
+
+
+def claims(found: Found, *, batch: str) -> tuple[Claim, ...]:
+    """What may be claimed, from the widest to the strictest."""
+    read = [(guard, assumed) for code in found.codes for guard, assumed in _read(code, found)]
+    guards, firm = [guard for guard, _ in read], [guard for guard, assumed in read if not assumed]
+    without_holes = [guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq)]
+    wide = {symbol: _explained(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
+    from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
+    from_two = {symbol: from_one[symbol] if symbol == batch else dim for symbol, dim in found.spans.items()}
+    made = [
+        _reduced(kept, spans)
+        for kept, spans in ((without_holes, wide), (firm, wide), (guards, from_one), (guards, from_two))
+    ]
+    return tuple(claim for i, claim in enumerate(made) if claim not in made[:i])
+
+
+def _explained(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]) -> Dim:
+    """The span without a lower end that only an assumption explains."""
+    if dim.min <= 2 or len(guards) > len(firm):
+        return Dim(min=1, max=dim.max)
+    return dim
+
+
+def _read(code: str, found: Found) -> list[tuple[Guard, bool]]:
+    """The guard in whole numbers, as one or several, and whether it is an assumption; none where it does not speak of
+    sizes.
+
+    Raises ValueError for one that speaks of sizes and cannot be said.
+    """
+    whole = translated(code, found)
+    if whole is not None or not found.example:
+        return [] if whole is None else [(whole, _is_assumption(whole))]
+    reader = _Reader(found, float_guards.KNOWN)
+    try:
+        tree = reader.visit(ast.parse(code, mode="eval").body)
+    except (SyntaxError, ValueError, KeyError):
+        return []
+    assumed = _assumes(tree)
+    if not reader.symbols or (assumed and len(reader.symbols) > 1):
+        return []
+    steps = {symbol: dim.multiple_of for symbol, dim in found.spans.items()}
+    return [(guard, assumed) for guard in float_guards.in_whole_numbers(tree, reader.symbols, found.example, steps)]
+
+
+def translated(code: str, found: Found) -> Guard | None:
+    """The guard `L['x'][0].size()[1] % 4 == 0` in the signature's symbols.
+
+    None when it does not speak of sizes in integer arithmetic (strides, devices): values decide then.
+    """
+    reader = _Reader(found)
+    try:
+        tree = reader.visit(ast.parse(code, mode="eval").body)
+        rule = ast.unparse(tree)
+        symbols = tuple(reader.symbols)
+        guard = Guard(text=_worded(rule, symbols), rule=rule, symbols=symbols)
+        guard.holds(dict.fromkeys(symbols, 4))
+    except (SyntaxError, ValueError, KeyError):
+        return None
+    return guard if symbols else None
+
+
+class _Reader(ast.NodeTransformer):
+    """Puts `d0`, `d1`, ... where the exporter writes the size of an input, or its own symbol."""
+
+    def __init__(self, found: Found, known: Collection[str] = ("min", "max")) -> None:
+        self.found = found
+        self.known = known
+        self.symbols: list[str] = []
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        match node:
+            case ast.Subscript(
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Subscript(slice=ast.Constant(value=int(index))), attr="size")
+                ),
+                slice=ast.Constant(value=int(axis)),
+            ):
+                return self._named(self.found.places[index, axis])
+        raise ValueError(f"{ast.unparse(node)} is no size of an input")
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.found.units:
+            symbol, step = self.found.units[node.id]
+            return ast.BinOp(self._named(symbol), ast.FloorDiv(), ast.Constant(step))
+        return node if node.id in self.known else self._named(self.found.names[node.id])
+
+    def _named(self, place: str | int) -> ast.expr:
+        if isinstance(place, int):
+            return ast.Constant(place)
+        if place not in self.symbols:
+            self.symbols.append(place)
+        return ast.Name(f"d{self.symbols.index(place)}", ast.Load())
+
+
+def _worded(rule: str, symbols: Sequence[str]) -> str:
+    return re.sub(r"\bd(\d+)\b", lambda found: symbols[int(found[1])], rule)
+
+
+def _compare(guard: Guard) -> ast.Compare | None:
+    tree = ast.parse(guard.rule, mode="eval").body
+    return tree if isinstance(tree, ast.Compare) and len(tree.ops) == 1 else None
+
+
+def _comparison(guard: Guard) -> ast.cmpop | None:
+    tree = _compare(guard)
+    return tree.ops[0] if tree else None
+
+
+def _is_assumption(guard: Guard) -> bool:
+    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter takes 0 and 1 for special everywhere."""
+    tree = _compare(guard)
+    return tree is not None and _assumes(tree)
+
+
+def _assumes(tree: ast.expr) -> bool:
+    match tree:
+        case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
+            return True
+        case ast.Compare(left=ast.Constant(value=0 | 1), ops=[ast.NotEq() | ast.Lt()]):
+            return True
+        case ast.Compare(ops=[ast.GtE()], comparators=[ast.Constant(value=1 | 2)]):
+            return True
+        case ast.Compare(left=ast.Constant(value=1 | 2), ops=[ast.LtE()]):
+            return True
+    return False
+
+
+def _reduced(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
+    """The same in as few words as the sizes that are tried can tell apart."""
+    unique = sorted(dict.fromkeys(guards), key=_plainness)
+    dims: dict[str, Dim] = {}
+    kept: list[Guard] = []
+    for symbol, span in spans.items():
+        alone = [guard for guard in unique if guard.symbols == (symbol,)]
+        dims[symbol], left = _one(symbol, span, alone)
+        kept += left
+    tried: dict[tuple[str, ...], Columns] = {}
+    for guard in (guard for guard in unique if len(guard.symbols) > 1):
+        involved = [other for other in kept if set(other.symbols) <= set(guard.symbols)]
+        if guard.symbols not in tried:
+            tried[guard.symbols] = _combined(guard.symbols, dims)
+        sizes = tried[guard.symbols]
+        cut = ~_holding(guard, sizes)
+        for other in involved:
+            cut = cut & _holding(other, sizes) if cut.any() else cut
+        if cut.any():
+            kept.append(guard)
+    return Claim(dims=dims, guards=tuple(kept))
+
+
+def _plainness(guard: Guard) -> tuple[bool, int, str]:
+    """Equalities first: they imply most of the rest."""
+    return not isinstance(_comparison(guard), ast.Eq), len(guard.rule), guard.rule
+
+
+def _one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
+    """Range and divisibility of one symbol, with the guards that these do not say."""
+
+    def holds(size: int) -> bool:
+        return span.allows(size) and all(guard.holds({symbol: size}) for guard in guards)
+
+    tried = _tried(span, guards)
+    fine = [size for size in tried if holds(size)]
+    if not fine:
+        return span, list(guards)
+    beyond = [size for size in tried if size > fine[-1]]
+    upper = _last(holds, fine[-1], beyond[0]) if beyond else span.max
+    step = math.gcd(*fine) if len(fine) > 1 else 1
+    dim = Dim(min=fine[0], max=upper, multiple_of=step)
+    kept: list[Guard] = []
+    for guard in guards:
+        cut = [size for size in tried if dim.allows(size) and not guard.holds({symbol: size})]
+        if any(all(other.holds({symbol: size}) for other in kept) for size in cut):
+            kept.append(guard)
+    return dim, kept
+
+
+def _tried(span: Dim, guards: Sequence[Guard]) -> list[int]:
+    numbers = {int(number) for guard in guards for number in re.findall(r"(?<!d)\b\d{1,9}\b", guard.rule)}
+    numbers |= {span.min, span.max or span.min}
+    near = {number * factor + step for number in numbers for factor in (1, 2) for step in (-1, 0, 1)}
+    powers = {step * 2**power for power in range(8, 21) for step in (1, 3)}
+    return sorted(size for size in {*range(1, DENSE + 1), *near, *powers} if size >= 1)
+
+
+def _last(holds: object, low: int, high: int) -> int:
+    """The largest size below `high` that holds, from `low` that does, where it changes once."""
+    assert callable(holds)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+Columns = dict[str, "np.ndarray[tuple[int], np.dtype[np.object_]]"]
+"""By symbol, the sizes of many combinations, as Python's own numbers: these are exact."""
+
+
+def _holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
+    count = len(sizes[guard.symbols[0]])
+    columns: Any = [sizes[symbol] for symbol in guard.symbols]
+    found: Any
+    try:
+        found = read(guard.rule)(columns)
+    except (ZeroDivisionError, ValueError):
+        each = (dict(zip(sizes, one, strict=True)) for one in zip(*sizes.values(), strict=True))
+        found = [guard.holds(one) for one in each]
+    return np.broadcast_to(np.asarray(found, dtype=np.bool_), (count,))
+
+
+def _combined(symbols: Sequence[str], dims: Mapping[str, Dim]) -> Columns:
+    """The smallest sizes of each symbol, and large ones: `batch * length <= 5000` excludes none of the small."""
+    each = max(4, int(TUPLES ** (1 / len(symbols))))
+    more = max(1, int((2.5 * TUPLES) ** (1 / len(symbols))) - each)
+    choices = []
+    for symbol in symbols:
+        step = dims[symbol].multiple_of
+        small = itertools.islice((size for size in range(1, 20 * each) if dims[symbol].allows(size)), each)
+        large = (step * 2**power for power in range(20, 4, -max(1, 16 // more)))
+        choices.append([*small, *(size for size in large if dims[symbol].allows(size))])
+    columns = np.array(list(itertools.product(*choices)), dtype=object).reshape(-1, len(symbols)).T
+    return dict(zip(symbols, columns, strict=True))
+
+
+def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
+    """Sizes of each symbol at which a claim changes its answer, on both sides, and the first between two claims."""
+    found: dict[str, list[int]] = {}
+    for symbol in made[0].dims:
+        sizes: list[int] = []
+        for claim in reversed(made):
+            dim = claim.dims[symbol]
+            sizes += [dim.max + 1, dim.max] if dim.max is not None else []
+            sizes += [dim.min - 1, dim.min] if dim.min > 2 else []
+            sizes += [dim.multiple_of, 3 * dim.multiple_of] if dim.multiple_of > 1 else []
+            alone = [guard for guard in claim.guards if guard.symbols == (symbol,)]
+            sizes += [size for size in range(1, DENSE) if not all(guard.holds({symbol: size}) for guard in alone)][:3]
+        strict, wide = made[-1], made[0]
+        sizes += [size for size in range(1, DENSE) if _alone(wide, symbol, size) and not _alone(strict, symbol, size)][
+            :4
+        ]
+        found[symbol] = [size for size in dict.fromkeys(sizes) if 1 <= size <= 4 * DENSE]
+    return {symbol: tuple(sizes) for symbol, sizes in found.items()}
+
+
+def _alone(claim: Claim, symbol: str, size: int) -> bool:
+    guards = (guard for guard in claim.guards if guard.symbols == (symbol,))
+    return claim.dims[symbol].allows(size) and all(guard.holds({symbol: size}) for guard in guards)

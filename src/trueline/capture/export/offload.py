@@ -1,0 +1,172 @@
+"""Finds which parts of a program ONNX Runtime takes, by trying, and writes them beside the program.
+
+    all kinds of operators ──exporter and ONNX Runtime──▶ refused? the one that is named, or halve until it is known
+    the others ──CapabilityBasedPartitioner──▶ largest parts without a cycle ──exporter──▶ .onnx, and the plan
+
+There is no list of operators: what the exporter translates and the runtime opens changes with their versions. A part
+of few operators is not worth its two crossings and stays in torch. What was refused, and why, stands in the plan.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.fx import Node
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from trueline import events
+from trueline.capture.export import torch_export
+from trueline.capture.export.silence import quiet
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.errors import BundleError, CaptureError
+from trueline.runtime import onnx, subprogram
+from trueline.runtime.offload import FILE, VERSION, Kept, Part, Plan
+from trueline.runtime.settings import DEFAULTS
+from trueline.runtime.subprogram import Piece
+
+LEAST = 3
+"""Operators of a part; each crossing costs about as much as a small operator."""
+
+Kind = tuple[str, ...]
+"""An operator with the dtypes of what it is given: a runtime may have it for floats and not for integers."""
+
+
+def emit(exported: Exported, folder: Path) -> Path:
+    """Writes the plan `folder/programs/model.offload.json` with its programs beside it; returns its path.
+
+    Raises CaptureError when ONNX Runtime takes no part.
+    """
+    path = folder / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".pt2")
+    with quiet():
+        functional = exported.program.run_decompositions({})  # no writes in place: a part could not see them
+    torch_export.save(functional, whole)
+    program = torch_export.load(whole)  # as it will be opened: the plan names its nodes
+    program.graph.eliminate_dead_code()  # a result of several that nobody reads would hold its operator back
+    operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
+    kept = refused(program, operators)
+    taken = [node for node in operators if _kind(_producer(node)) not in kept]
+    parts: list[Part] = []
+    left: list[Kept] = []
+    for nodes in _largest(program, taken):
+        target = path.with_name(f"{path.stem}-{len(parts)}.onnx")
+        try:
+            parts.append(_part(program, nodes, target, exported))
+        except (CaptureError, BundleError) as error:
+            target.unlink(missing_ok=True)
+            left.append(Kept(operator=f"{len(nodes)} operators from '{nodes[0].name}' on", why=error.message))
+    told = [Kept(operator=kind[0], why=why) for kind, why in kept.items()]
+    if not parts:
+        why = "; ".join(f"{one.operator}: {one.why}" for one in (*told, *left)) or "it has too few operators"
+        raise CaptureError(f"ONNX Runtime takes no part of the model that is worth handing over ({why})")
+    plan = Plan(
+        version=VERSION,
+        program=whole.name,
+        runtime="onnxruntime",
+        parts=tuple(parts),
+        kept=(*told, *left),
+        operators=len(operators),
+    )
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+    events.emit("program.offloaded", parts=len(parts), operators=len(operators), kept=len(operators) - _size(parts))
+    return path
+
+
+def _size(parts: Iterable[Part]) -> int:
+    return sum(len(part.nodes) for part in parts)
+
+
+def _part(program: torch.export.ExportedProgram, nodes: Sequence[Node], path: Path, exported: Exported) -> Part:
+    piece = _attempt(program, nodes, path, exported.symbols)
+    return Part(
+        file=path.name,
+        nodes=tuple(subprogram.name_of(node) for node in nodes),
+        inputs=piece.inputs,
+        outputs=piece.outputs,
+    )
+
+
+def _attempt(
+    program: torch.export.ExportedProgram, nodes: Iterable[Node], path: Path, symbols: dict[str, str]
+) -> Piece:
+    """Writes what computes `nodes` to `path` and opens it. Raises CaptureError or BundleError as it is refused."""
+    piece = subprogram.cut(program, nodes)
+    made = onnx_emit.translated(piece.program, piece.inputs, piece.outputs)
+    onnx_emit.clean(made.model, symbols)
+    onnx_emit.save(made, path, weight_bytes=piece.weight_bytes)
+    onnx.opened(path, DEFAULTS)
+    return piece
+
+
+def refused(program: torch.export.ExportedProgram, operators: Sequence[Node]) -> dict[Kind, str]:
+    """The kinds of operators that cannot be handed over, each with the reason.
+
+    A refusal often names its operator, which is then tried alone; where it does not, halving finds it.
+    """
+    by_kind: dict[Kind, list[Node]] = {}
+    for node in operators:
+        by_kind.setdefault(_kind(_producer(node)), []).append(node)
+
+    def search(kinds: Sequence[Kind]) -> dict[Kind, str]:
+        why = _why_not(program, [node for kind in kinds for node in by_kind[kind]])
+        if not why or len(kinds) == 1:
+            return {kinds[0]: why} if why else {}
+        alone = {kind: _why_not(program, by_kind[kind]) for kind in kinds if _names(why, kind)}
+        if found := {kind: told for kind, told in alone.items() if told}:
+            rest = [kind for kind in kinds if kind not in found]
+            return found | (search(rest) if rest else {})
+        half = len(kinds) // 2
+        return search(kinds[:half]) | search(kinds[half:])
+
+    return search(list(by_kind)) if by_kind else {}
+
+
+def _names(why: str, kind: Kind) -> bool:
+    """Whether a refusal names the operator, without its overload: `aten.cdist`."""
+    return re.search(rf"\b{re.escape(kind[0].rpartition('.')[0])}\b", why) is not None
+
+
+def _why_not(program: torch.export.ExportedProgram, nodes: Sequence[Node]) -> str:
+    with tempfile.TemporaryDirectory(prefix="trueline-offload-") as scratch:
+        try:
+            _attempt(program, nodes, Path(scratch) / "part.onnx", {})
+        except (CaptureError, BundleError) as error:
+            return error.message
+    return ""
+
+
+def _producer(node: Node) -> Node:
+    """The operator that computes `node`: what takes one of several results has no kind of its own."""
+    while getattr(node.target, "__name__", "") == "getitem" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _kind(node: Node) -> Kind:
+    given = [one.meta.get("val") for one in node.all_input_nodes]
+    return (str(node.target), *(str(one.dtype) for one in given if isinstance(one, torch.Tensor)))
+
+
+class _Taken(OperatorSupportBase):
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._nodes = frozenset(nodes)
+
+    def is_node_supported(self, submodules: Any, node: Node) -> bool:
+        return node in self._nodes
+
+
+def _largest(program: torch.export.ExportedProgram, taken: Sequence[Node]) -> list[list[Node]]:
+    """The largest parts of `taken` that can run in one go each, in the order of the program."""
+    partitioner = CapabilityBasedPartitioner(program.graph_module, _Taken(taken), allows_single_node_partition=True)
+    order = {node: at for at, node in enumerate(program.graph.nodes)}
+    parts = [sorted(one.nodes, key=order.__getitem__) for one in partitioner.propose_partitions()]
+    return sorted((part for part in parts if len(part) >= LEAST), key=lambda part: order[part[0]])

@@ -1,0 +1,264 @@
+"""Emits TorchScript: by trace, by script, or by a mix of both for each submodule.
+
+    trace    records one call; wrong as soon as the code goes more than one way
+    script   compiles the code; keeps every way, but knows only a part of Python
+    mix      a module whose own code branches is scripted, what it calls and cannot be scripted is traced, and
+             the other way round, down the tree
+
+Which of them is right is not decided here: the caller proves each in turn and takes the first that holds.
+Python is left at the door: nested inputs and outputs become flat tensors in the order of the signature.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import io
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from trueline import files
+from trueline.bundle.signature import TensorSpec
+from trueline.capture.export.silence import quiet
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Place
+from trueline.capture.model.dynamic_dims import resized
+from trueline.capture.model.signature import BATCH, Calling, Flat
+from trueline.capture.proof import tensor_reads
+from trueline.errors import BundleError, CaptureError
+from trueline.runtime import torchscript_archive
+from trueline.runtime.torchscript import FILE, first, undeprecated
+
+Way = Literal["script", "mix", "trace"]
+_BRANCHES = (ast.If, ast.IfExp, ast.While, ast.For, ast.Break, ast.Continue, ast.Try)
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+def emit(
+    module: torch.nn.Module, calling: Calling, folder: Path, way: Way, *, frozen: list[Place] | None = None
+) -> tuple[Path, str]:
+    """Writes `folder/programs/model.ts` made in the given way; returns its path and how it was made.
+
+    `frozen` gets the lines at which a trace freezes what a size decides. `how` counts what was scripted and what was
+    traced. Raises CaptureError with the user's line, where one is known, when the model cannot be had in this way.
+    """
+    path = folder / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with undeprecated(), quiet(), torch.no_grad(), tensor_reads.traced([] if frozen is None else frozen):
+            made, how = _made(module, calling, way)
+            raw = io.BytesIO(made.save_to_buffer())
+    except CaptureError:
+        raise
+    except Exception as error:
+        place = code_paths.users_line(error)
+        raise CaptureError(
+            f"TorchScript by {way} cannot hold the model: {first(error)}", hint=f"{place}" if place else ""
+        ) from error
+    try:
+        torchscript_archive.clean(raw, path)
+    except BundleError as error:
+        raise CaptureError(f"the TorchScript program cannot go into a bundle: {error.message}") from error
+    except OSError as error:
+        raise files.storage_error(error, path) from error
+    return path, how
+
+
+def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:
+    example = tuple(
+        resized(tensor, {axis: max(2, tensor.shape[axis]) for axis in _led(spec)})
+        for spec, tensor in zip(calling.signature.inputs, calling.example, strict=True)
+    )
+    if way == "trace":
+        traced = torch.jit.trace(Flat(module, calling).eval(), example, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        return torch.jit.freeze(traced), "by trace"
+    if way == "script":
+        return _flattened(torch.jit.script(module), module, calling), "by script"
+    mixer = _Mixer(module, calling)
+    if mixer.scripted(module) is not None:
+        raise CaptureError("the whole model can be scripted: a mix is no other program")
+    return _flattened(mixer.mix(module), module, calling), mixer.how()
+
+
+def _led(spec: TensorSpec) -> list[int]:
+    """The dimension that counts the records: with one record it would be taken for a constant."""
+    free = [axis for axis, size in enumerate(spec.shape) if isinstance(size, str)]
+    return free if spec.role == "state" else [axis for axis in free if spec.shape[axis] == BATCH]
+
+
+def _flattened(scripted: Any, module: torch.nn.Module, calling: Calling) -> Any:
+    """`scripted` behind a door of flat tensors: the call and the way to each output are written as text."""
+    door = type("Program", (_Door,), {"__module__": "trueline"})  # a class anew: torch.jit shares types of one class
+    outer = torch.jit.script(door(scripted))
+    outer.define(_door(module, calling))
+    return torch.jit.freeze(outer.eval())
+
+
+class _Door(torch.nn.Module):
+    """Holds the scripted model; its forward is defined as text."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _door(module: torch.nn.Module, calling: Calling) -> str:
+    args, kwargs = calling.arguments([_Name(f"x{i}") for i in range(len(calling.example))])
+    given = [_written(value) for value in args] + [f"{key}={_written(value)}" for key, value in kwargs.items()]
+    args, kwargs = calling.arguments(calling.example)
+    found = pytree.tree_flatten_with_path(module(*args, **kwargs))[0]
+    ways = [way for way, leaf in found if isinstance(leaf, torch.Tensor)]
+    takes = ", ".join(f"x{i}: Tensor" for i in range(len(calling.example)))
+    lines = [f"def forward(self, {takes}):", f"    found = self.module({', '.join(given)})"]
+    for i, way in enumerate(ways):
+        lines += _unwrapped(i, way)
+    return "\n".join([*lines, f"    return ({', '.join(f'y{i}' for i in range(len(ways)))},)"]) + "\n"
+
+
+def _unwrapped(i: int, way: Sequence[Any]) -> list[str]:
+    """Lines that set y`i` to the tensor at `way`. A name a step: TorchScript knows one type for each name."""
+    lines = [f"    y{i}_0 = found"]
+    for step, key in enumerate(way, 1):
+        lines += [f"    y{i}_{step} = y{i}_{step - 1}{_access(key)}", f"    assert y{i}_{step} is not None"]
+    return [*lines, f"    y{i} = y{i}_{len(way)}"]
+
+
+def _access(key: Any) -> str:
+    if hasattr(key, "key"):
+        return f"[{key.key!r}]"
+    return f"[{key.idx}]" if hasattr(key, "idx") else f".{key.name}"
+
+
+class _Name(str):
+    """A variable's name in the door, in the place of a tensor."""
+
+    __slots__ = ()
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, _Name):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return f"float('{value}')"
+    if type(value) is tuple:
+        return f"({' '.join(_written(one) + ',' for one in value)})"
+    if type(value) is list:
+        return f"[{', '.join(map(_written, value))}]"
+    if type(value) is dict:
+        return "{" + ", ".join(f"{key!r}: {_written(one)}" for key, one in value.items()) + "}"
+    raise CaptureError(
+        f"the model is called with a {type(value).__name__}, which TorchScript cannot be given",
+        hint="call it with tensors, numbers, and tuples, lists and dicts of them",
+    )
+
+
+class _Mixer:
+    """Scripts what branches, traces what cannot be scripted. Modules are copied where a part is exchanged."""
+
+    def __init__(self, module: torch.nn.Module, calling: Calling) -> None:
+        self._calls = _recorded(module, calling)
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._done: dict[str, list[str]] = {"scripted": [], "traced": []}
+
+    def how(self) -> str:
+        """What was done, for the record."""
+        told = [f"{what}: {', '.join(names)}" for what, names in self._done.items() if names]
+        return "by a mix (" + "; ".join(told) + ")"
+
+    def mix(self, module: torch.nn.Module) -> Any:
+        """`module` as a ScriptModule. Raises what torch.jit raises for the part that cannot be had."""
+        whole = self.scripted(module)
+        if whole is not None:
+            return whole
+        if not branches(module):
+            parts = {
+                name: self.mix(child)
+                for name, child in module.named_children()
+                if any(branches(part) for part in child.modules())
+            }
+            return self._traced(module, parts)
+        made = torch.jit.script(_exchanged(module, {name: self._part(part) for name, part in module.named_children()}))
+        self._note("scripted", module)
+        return made
+
+    def _part(self, module: torch.nn.Module) -> torch.nn.Module:
+        if isinstance(module, _CONTAINERS):
+            return _exchanged(module, {name: self._part(part) for name, part in module.named_children()})
+        found: torch.nn.Module = self.mix(module)
+        return found
+
+    def scripted(self, module: torch.nn.Module) -> Any:
+        """`module` compiled, or None when the compiler cannot."""
+        try:
+            made = torch.jit.script(module)
+        except Exception:  # noqa: BLE001 - whatever the compiler says: the module is then traced, or taken apart
+            return None
+        self._note("scripted", module)
+        return made
+
+    def _traced(self, module: torch.nn.Module, parts: dict[str, Any]) -> Any:
+        call = self._calls.get(id(module))
+        if call is None:
+            raise CaptureError(f"submodule '{self._names[id(module)]}' was not called on the example: it has no trace")
+        made = torch.jit.trace(_exchanged(module, parts), call, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+        self._note("traced", module)
+        return made
+
+    def _note(self, what: str, module: torch.nn.Module) -> None:
+        self._done[what].append(self._names[id(module)] or "the model")
+
+
+def _exchanged(module: torch.nn.Module, parts: dict[str, Any]) -> torch.nn.Module:
+    """`module` with other children; the parameters are the same tensors."""
+    if not parts:
+        return module
+    made = copy.copy(module)
+    made._modules = {**module._modules, **parts}
+    return made
+
+
+def _recorded(module: torch.nn.Module, calling: Calling) -> dict[int, tuple[Any, ...]]:
+    """The positional arguments of the first call of each submodule, in one call of `module` on its example."""
+    calls: dict[int, tuple[Any, ...]] = {}
+
+    def note(part: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            bound = inspect.signature(part.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        calls.setdefault(id(part), args)
+
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
+    try:
+        calling.call(module, calling.example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def branches(module: torch.nn.Module) -> bool:
+    """Whether the module's own code, not that of its parts, has a branch or a loop. torch's modules trace well."""
+    return any(_has_branches(kind) for kind in type(module).__mro__ if not kind.__module__.startswith("torch."))
+
+
+@functools.cache
+def _has_branches(kind: type) -> bool:
+    methods = [one for name, one in vars(kind).items() if inspect.isfunction(one) and not name.startswith("__")]
+    return any(isinstance(node, _BRANCHES) for one in methods for node in ast.walk(_tree(one)))
+
+
+def _tree(function: Callable[..., Any]) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return ast.Module(body=[], type_ignores=[])  # made without source: it can be traced only

@@ -1,0 +1,1 @@
+"""Capture of models that come as files: exported programs, TorchScript, ONNX, model folders."""

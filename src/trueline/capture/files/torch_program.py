@@ -1,0 +1,258 @@
+"""A .pt2 or a TorchScript file as a subject of proof. See `from_file`, which knows what to do with one.
+
+A .pt2 that torch wrote holds its example inputs as a pickle and its guards as source: both are taken out
+before torch reads the archive. What the guards say is not lost: a guard that is more than a range, which the
+program's own range constraints carry, refuses the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.jit._fuser import optimized_execution
+
+from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.capture.export import torch_export as export
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.files import probes as file_probes
+from trueline.capture.files.input_specs import Declared
+from trueline.capture.files.program import Wrapped, observed
+from trueline.capture.model.eager import to_tensors
+from trueline.capture.onnx import emit as onnx_emit
+from trueline.capture.output_sizes import seen_signature
+from trueline.capture.proof.probes import make_probes as probes_of
+from trueline.errors import BundleError, CaptureError, UsageError, listed
+from trueline.runtime import torch_export_archive, torchscript_archive
+from trueline.runtime.torchscript import FILE as TORCHSCRIPT
+from trueline.runtime.torchscript import first, undeprecated
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+_RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
+
+
+def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
+    """The program with the inputs that were declared: nothing in the file says their shapes.
+
+    Raises UsageError when nothing was declared or other names were, CaptureError, BundleError.
+    """
+    clean = work / "file.ts"
+    torchscript_archive.clean(path, clean)
+    oracle = _Unoptimized(clean, path)
+    if known is None:
+        raise UsageError(
+            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({listed(oracle.names)})",
+            hint=f"declare them: --example {oracle.names[0] if oracle.names else 'x'}=FP32[batch,3,size], or "
+            "--example batch.npz",
+        )
+    oracle.claims(known.signature)
+    probes = probes_of(known.examples[0], signature=oracle.signature)
+    observations = observed(oracle, probes)
+
+    def emit(folder: Path) -> Path:
+        target = folder / TORCHSCRIPT
+        target.parent.mkdir(parents=True, exist_ok=True)
+        torchscript_archive.clean(clean, target)
+        return target
+
+    return Wrapped(
+        kind="torchscript",
+        signature=seen_signature(oracle.signature, observations),
+        oracle=oracle,
+        against=f"libtorch {torch.__version__} without optimizations",
+        observations=observations,
+        emit={"torchscript": emit},
+    )
+
+
+@final
+class _Unoptimized:
+    """The oracle: TorchScript's own interpreter, with the optimizations that the Session has switched off."""
+
+    format = "unoptimized"
+
+    def __init__(self, clean: Path, path: Path) -> None:
+        torchscript_archive.check(clean)
+        try:
+            with undeprecated():
+                self._module = torch.jit.load(str(clean), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise BundleError(f"{path} is no TorchScript program that this torch can open: {first(error)}") from error
+        self.names = [argument.name for argument in self._module.forward.schema.arguments[1:]]
+        self.signature = Signature(inputs=(), outputs=(), dims={})
+
+    def claims(self, signature: Signature) -> None:
+        """Takes `signature` in the order of the program's own inputs. Raises UsageError for other names."""
+        specs = {spec.name: spec for spec in signature.inputs}
+        if specs.keys() != set(self.names):
+            raise UsageError(
+                f"the program takes {listed(self.names)}, and declared are {listed(specs)}",
+                hint="give one --example for each input, under its own name",
+            )
+        self.signature = Signature(inputs=tuple(specs[name] for name in self.names), outputs=(), dims=signature.dims)
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name, `output` or `output_0`, `output_1`, or their keys."""
+        with torch.inference_mode(), optimized_execution(False):
+            found = self._module(*to_tensors(self.signature, inputs))
+        leaves = found if isinstance(found, (tuple, list)) else (found,)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(
+                f"the program returns {type(found).__name__}s of {listed({type(leaf).__name__ for leaf in leaves})}",
+                hint="script a module that returns a tensor or a tuple of tensors",
+            )
+        names = _output_names([""] * len(leaves), set(self.names))
+        return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
+
+
+def torch_export(path: Path, work: Path) -> Wrapped:
+    """The program, its range as it was exported with, and ONNX made of it. Raises CaptureError, BundleError."""
+    clean = work / "file.pt2"
+    guards = _cleaned(path, clean)
+    strange = [guard for guard in guards if not _RANGE.fullmatch(guard.strip())]
+    if strange:
+        raise CaptureError(
+            f"{path.name} holds only where {strange[0]!r}, a guard that is no range of one size",
+            hint="capture the recipe that it came from: its guards are then found anew and carried along",
+        )
+    program = export.load(clean)
+    claimed = _signature(program, path)
+    oracle = _Interpreted(program, claimed)
+    observations = observed(oracle, file_probes.make(claimed))
+    signature = seen_signature(claimed, observations)
+    exported = _exported(program, signature)
+    return Wrapped(
+        kind="torch_export",
+        signature=signature,
+        oracle=oracle,
+        against=f"torch.fx interpreter {torch.__version__}",
+        observations=observations,
+        emit={
+            "onnx": lambda folder: onnx_emit.emit(exported, folder),
+            "torch_export": lambda folder: export.emit(exported, folder),
+        },
+    )
+
+
+def _cleaned(path: Path, target: Path) -> list[str]:
+    """Writes the archive without pickled examples and guards; returns the guards. Raises BundleError."""
+    raw, guards = io.BytesIO(), []
+    try:
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(raw, "w") as plain:
+            for member in source.infolist():
+                content = source.read(member)
+                if member.filename.endswith("/data/sample_inputs/model.pt"):
+                    content = b""
+                if member.filename.endswith("/models/model.json"):
+                    guards = [str(guard) for guard in json.loads(content).get("guards_code") or []]
+                plain.writestr(member.filename, content)
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise BundleError(f"{path} is torn: {error}") from error
+    raw.seek(0)
+    torch_export_archive.clean(raw, target)
+    return guards
+
+
+def _signature(program: torch.export.ExportedProgram, path: Path) -> Signature:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names = [str(name) for name in program.graph_signature.user_inputs]
+    tensors = [values.get(name) for name in names]
+    if not names or not all(isinstance(value, torch.Tensor) for value in tensors):
+        raise CaptureError(
+            f"{path.name} takes {names}, not tensors alone",
+            hint="export it with tensors as its only inputs, or capture the recipe that it came from",
+        )
+    symbols = _symbols([tuple(value.shape) for value in tensors])  # type: ignore[union-attr]
+    specs = tuple(_spec(name, value, symbols) for name, value in zip(names, tensors, strict=True))
+    dims = {name: _dim(program, symbol) for symbol, name in symbols.items()}
+    return Signature(inputs=specs, outputs=(), dims=dims)
+
+
+def _symbols(shapes: Sequence[tuple[Any, ...]]) -> dict[str, str]:
+    """torch's symbols with a name each; the one that leads every input is the batch. Raises CaptureError."""
+    heads = {str(shape[0]) for shape in shapes if shape and not isinstance(shape[0], int)}
+    found: dict[str, str] = {}
+    for shape in shapes:
+        for size in shape:
+            if isinstance(size, int):
+                continue
+            text = str(size)
+            if not re.fullmatch(r"s\d+", text):
+                raise CaptureError(
+                    f"a size of an input is {text}, which is no plain symbol",
+                    hint="capture the recipe that it came from",
+                )
+            leads = heads == {text} and all(shape and str(shape[0]) == text for shape in shapes)
+            found.setdefault(text, file_probes.BATCH if leads else text)
+    return found
+
+
+def _spec(name: str, value: Any, symbols: Mapping[str, str]) -> TensorSpec:
+    try:
+        datatype = DATATYPES[torch.empty(0, dtype=value.dtype).numpy().dtype]
+    except (TypeError, KeyError) as error:
+        raise CaptureError(f"input '{name}' is {value.dtype}, which no bundle can carry") from error
+    shape = tuple(size if isinstance(size, int) else symbols[str(size)] for size in value.shape)
+    return TensorSpec(name=name, datatype=datatype, shape=shape)
+
+
+def _dim(program: torch.export.ExportedProgram, symbol: str) -> Dim:
+    """The range that it was exported with. A lower bound of 2 is the exporter's habit: 1 is claimed, and probed."""
+    span = next((span for one, span in program.range_constraints.items() if str(one) == symbol), None)
+    if span is None:
+        return Dim()
+    lower, upper = (int(bound) if str(bound).isdigit() else None for bound in (span.lower, span.upper))
+    return Dim(min=lower if lower is not None and lower > 2 else 1, max=upper)
+
+
+def _exported(program: torch.export.ExportedProgram, signature: Signature) -> Exported:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    symbols = {}
+    for spec in signature.inputs:
+        for size, symbol in zip(values[spec.name].shape, spec.shape, strict=True):
+            if isinstance(symbol, str):
+                symbols[str(size)] = symbol
+    weights = [*program.state_dict.values(), *program.constants.values()]
+    return Exported(
+        program=program,
+        signature=signature,
+        symbols=symbols,
+        claims=(signature,),
+        boundaries={},
+        weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
+    )
+
+
+@final
+class _Interpreted:
+    """The oracle: the graph, node by node in Python; the Session that serves runs torch's compiled form of it."""
+
+    format = "interpreted"
+
+    def __init__(self, program: torch.export.ExportedProgram, signature: Signature) -> None:
+        self.signature = signature
+        module = program.module(check_guards=False)
+        self._module = module
+        self._interpreter = torch.fx.Interpreter(module)
+        names = [str(name) for name in program.graph_signature.user_outputs]
+        self._names = _output_names(names, {spec.name for spec in signature.inputs})
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name, `output` or `output_0`, `output_1`."""
+        with torch.no_grad():
+            found = self._interpreter.run(*to_tensors(self.signature, inputs), enable_io_processing=True)
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return {name: leaf.detach().numpy().copy() for name, leaf in zip(self._names, leaves, strict=True)}
+
+
+def _output_names(names: Sequence[str], taken: set[str]) -> list[str]:
+    plain = ["output"] if len(names) == 1 else [f"output_{i}" for i in range(len(names))]
+    return [name if name not in taken else f"{name}_2" for name in plain]

@@ -1,0 +1,386 @@
+"""How a model is called: its nested inputs and outputs as flat, named tensors, and back.
+
+A Session speaks in names, a module in tuples, dicts and keyword arguments. The names come from the
+module's own `forward` and from the keys and fields on the way to each tensor: `x`, `mask`, `images.0`,
+`boxes.left`. What is not a tensor (None, a flag, a number) is part of the call and stays as the example
+has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+
+from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.capture.model import code_paths as paths
+from trueline.capture.model import dataclasses as structures
+from trueline.capture.model import dynamic_dims
+from trueline.capture.model.batch_axis import leading
+from trueline.capture.model.dynamic_dims import BATCH as BATCH
+from trueline.capture.model.dynamic_dims import Free, Place
+from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit, sheltered, users_own
+from trueline.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calling:
+    """One module's calling convention, learnt from examples.
+
+    `signature` is what was seen, not what is proven: every free dimension but the batch is a symbol of its own.
+    """
+
+    signature: Signature
+    presumed: Signature
+    """The same, with those dimensions as one symbol that are equal in all examples."""
+    example: tuple[torch.Tensor, ...]
+    free: Free
+    leaves: tuple[Any, ...]
+    """Leaves of (args, kwargs);
+
+    where a tensor belongs stands its position among the inputs, wrapped in a Slot.
+    """
+    spec: Any
+    """torch's TreeSpec of (args, kwargs)."""
+
+    def call(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Calls `module` with `tensors` in their places; returns the tensors of its outputs in order."""
+        args, kwargs = self.arguments(tensors)
+        found = module(*args, **kwargs)
+        return tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the module, with `tensors` in their places."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of input number `index`."""
+
+    index: int
+
+
+class Flat(torch.nn.Module):
+    """`module` with flat tensors in and out: the form that every exporter is given."""
+
+    def __init__(self, module: torch.nn.Module, calling: Calling) -> None:
+        super().__init__()
+        self.module = module
+        self.calling = calling
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.calling.call(self.module, tensors)
+
+
+def learn(
+    module: torch.nn.Module,
+    inputs: Any,
+    *,
+    others: Sequence[Any] = (),
+    dynamic_shapes: Mapping[str, Any] | None = None,
+) -> Calling:
+    """Learns the calling convention of `module` by calling it once with `inputs`, a small batch.
+
+    `inputs` is a tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments). `others` are
+    further batches: a dimension in which they differ is free, as is what `dynamic_shapes` declares.
+    Raises CaptureError, with the user's line, when an input or output is nothing that a bundle can hold, or the call
+    fails.
+    """
+    try:
+        return _learnt(module, inputs, others, dynamic_shapes)
+    except CaptureError as error:
+        place = paths.users_line(error.__cause__) if error.__cause__ else None
+        place = place or paths.forward_of(users_own(module))
+        if place is None:
+            raise
+        raise CaptureError(f"{error.message}; see {place}", hint=error.hint) from error
+
+
+def _learnt(
+    module: torch.nn.Module, inputs: Any, others: Sequence[Any], dynamic_shapes: Mapping[str, Any] | None
+) -> Calling:
+    batches = [_flattened(module, one) for one in (inputs, *others)]
+    first = batches[0]
+    for number, other in enumerate(batches[1:], 2):
+        _check_alike(first, other, number)
+    declared = dynamic_dims.read(first.specs, dynamic_shapes or {})
+    tensors = [one.tensors for one in batches]
+    led, counts = leading(first.specs, tensors, declared[0], lambda given: _answers(module, first, given))
+    follows, grows = _of_state(module)
+    free = dynamic_dims.find(first.specs, tensors, declared, leads=led, follows=follows, grows=grows)
+    at = _largest(free, batches)
+    base = batches[at]
+    args, kwargs = _arguments((inputs, *others)[at])
+    leads = free.leads
+    alone = {place: BATCH if place in leads else f"{place[0]}.{place[1]}" for place in free.places}
+    specs = _symbolic(base.specs, alone)
+    outputs = _outputs(_called(module, args, kwargs), specs, counts[at], free, explicit=isinstance(module, Explicit))
+    kinds = {place: (place in leads or place in follows, place in grows) for place in free.places}
+    sizes = {place: (*kinds[place], *(_size(one, place) for one in batches)) for place in free.places}
+    groups = free.grouped(sizes)
+    named = zip(groups, free.named(groups), strict=True)
+    tied = _symbolic(base.specs, {place: name for group, name in named for place in group})
+    least = {symbol: free.grows[place] for place, symbol in alone.items() if place in free.grows}
+    return Calling(
+        signature=_signature(specs, outputs, least),
+        presumed=_signature(tied, outputs, least),
+        example=tuple(base.tensors),
+        free=free,
+        leaves=tuple(base.leaves),
+        spec=base.spec,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flattened:
+    """One batch of examples as a flat list."""
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    leaves: list[Any]
+    spec: Any
+
+
+def _flattened(module: torch.nn.Module, inputs: Any) -> _Flattened:
+    paths, spec = pytree.tree_flatten_with_path(_arguments(inputs))
+    names = _input_names(users_own(module), [path for path, _ in paths])
+    states = {GIVEN + name for name in module.names} if isinstance(module, Explicit) else set()
+    found = _Flattened(specs=[], tensors=[], leaves=[], spec=spec)
+    for (_, leaf), name in zip(paths, names, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            found.leaves.append(Slot(len(found.tensors)))
+            found.tensors.append(leaf.detach())
+            taken = _spec("input", name, leaf, None)
+            found.specs.append(msgspec.structs.replace(taken, role="state") if name in states else taken)
+        else:
+            found.leaves.append(leaf)
+    return found
+
+
+def _check_alike(first: _Flattened, other: _Flattened, number: int) -> None:
+    wanted = [(spec.name, spec.datatype, len(spec.shape)) for spec in first.specs]
+    found = [(spec.name, spec.datatype, len(spec.shape)) for spec in other.specs]
+    if first.spec != other.spec or wanted != found:
+        raise CaptureError(
+            f"example {number} has the inputs {found} (name, datatype, dimensions), the first has {wanted}",
+            hint="all examples are called alike; only sizes and values may differ",
+        )
+    fixed = [leaf for leaf in other.leaves if not isinstance(leaf, Slot)]
+    if fixed != [leaf for leaf in first.leaves if not isinstance(leaf, Slot)]:
+        raise CaptureError(
+            f"example {number} is called with {fixed} beside its tensors, the first otherwise",
+            hint="what is no tensor is part of the program: capture a bundle for each value",
+        )
+
+
+def _size(batch: _Flattened, place: Place) -> int:
+    name, axis = place
+    return next(t.shape[axis] for s, t in zip(batch.specs, batch.tensors, strict=True) if s.name == name)
+
+
+def _answers(module: torch.nn.Module, batch: _Flattened, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the model can be called as for `batch`, with `tensors`. One whose state is explicit is not asked."""
+    if isinstance(module, Explicit):
+        return True
+    leaves = [tensors[leaf.index].clone() if isinstance(leaf, Slot) else leaf for leaf in batch.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, batch.spec)
+    try:
+        with torch.no_grad(), as_trained(), sheltered(module):
+            module(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - the user's forward at sizes it may not take: whatever it raises is the answer
+        return False
+    return True
+
+
+def _largest(free: Free, batches: Sequence[_Flattened]) -> int:
+    """The first batch with no free dimension of size 1 but the batch itself, which a tracer takes for a constant."""
+    others = [place for place in free.places if place not in free.leads]
+    least = [min((_size(one, place) for place in others), default=2) for one in batches]
+    return max(range(len(batches)), key=lambda i: min(least[i], 2))
+
+
+def _symbolic(specs: Sequence[TensorSpec], symbols: Mapping[Place, str]) -> list[TensorSpec]:
+    """`specs` with the symbols in their places."""
+    return [
+        msgspec.structs.replace(
+            spec,
+            shape=tuple(symbols.get((spec.name, axis), size) for axis, size in enumerate(spec.shape)),
+        )
+        for spec in specs
+    ]
+
+
+def _signature(specs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...], least: Mapping[str, int]) -> Signature:
+    symbols = dict.fromkeys(size for spec in (*specs, *outputs) for size in spec.shape if isinstance(size, str))
+    dims = {symbol: Dim(min=least.get(symbol, 1)) for symbol in symbols}
+    return Signature(inputs=tuple(specs), outputs=outputs, dims=dims)
+
+
+@contextmanager
+def as_trained() -> Iterator[None]:
+    """Runs nn.TransformerEncoder as it is trained while the block runs.
+
+    Without gradients torch takes a fused path that answers zeros where the padding mask is set, and fails when all is
+    masked; training never took it, and no exporter follows it. The switch is torch's, for the whole process.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def asked(inputs: Any) -> Asked:
+    """How a model is called with `inputs`: a tensor, a tuple or list of them, or a dict."""
+    return Asked(*_arguments(inputs))
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    structures.know(inputs)
+    if isinstance(inputs, Asked):
+        return inputs.args, inputs.kwargs
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        with torch.no_grad(), as_trained():
+            found = module(*args, **kwargs)
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be called with its own example: {type(error).__name__}: {error}",
+            hint=_ELSEWHERE
+            if any(word in str(error) for word in ("CUDA", "cuda", "device"))
+            else "forward is called with what examples() returns, or the inputs of the records",
+        ) from error
+    structures.know(found)
+    return found
+
+
+_ELSEWHERE = "the model may want a device that is not here: capture runs on the CPU; make tensors on x.device"
+
+
+def _input_names(module: torch.nn.Module, paths: Sequence[Sequence[Any]]) -> list[str]:
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "input")
+    names = []
+    for path in paths:
+        first, *deeper = [_step(step) for step in path[1:]]
+        if _step(path[0]) == "0":
+            index = int(first)
+            first = positional[index].name if index < len(positional) else f"{rest}.{index - len(positional)}"
+        names.append(".".join([first, *deeper]))
+    return _unique(names, set())
+
+
+def _step(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _unique(names: Iterable[str], taken: set[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in name) or "value"
+        count, free = 2, plain
+        while free in taken:
+            free, count = f"{plain}_{count}", count + 1
+        taken.add(free)
+        found.append(free)
+    return found
+
+
+def _of_state(module: torch.nn.Module) -> tuple[set[Place], dict[Place, int]]:
+    """Where a state counts the records of the batch, and where it grows, from how many."""
+    if not isinstance(module, Explicit):
+        return set(), {}
+    starts = {name: module.initial[GIVEN + name].shape[axis] for name, axis in module.grows.items()}
+    grows = {(GIVEN + name, axis): starts[name] for name, axis in module.grows.items()}
+    return {(GIVEN + name, axis) for name, axis in module.records.items()}, grows
+
+
+def _outputs(
+    found: Any, inputs: Sequence[TensorSpec], num_records: int, free: Free, *, explicit: bool
+) -> tuple[TensorSpec, ...]:
+    """The outputs by name. Those of an Explicit end with the state, in the form of the inputs that brought it, but for
+    what grows.
+    """
+    found, left = found if explicit else (found, {})
+    paths = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
+    named = []
+    for path, leaf in paths:
+        steps = [_step(step) for step in path]
+        if not steps or steps[0].isdigit():
+            steps = ["output" if not steps else f"output_{steps[0]}", *steps[1:]]
+        named.append((".".join(steps), leaf))
+    if not named:
+        raise CaptureError("the model returns no tensor; forward has to return a tensor, a tuple or a dict of them")
+    names = _unique((name for name, _ in named), {spec.name for spec in inputs} | set(left))
+    given = {spec.name: spec for spec in inputs}
+    return (
+        *(_spec("output", name, leaf, num_records) for name, (_, leaf) in zip(names, named, strict=True)),
+        *(_taken_on(given[GIVEN + name.removeprefix(NEXT)], name, free) for name in left),
+    )
+
+
+def _taken_on(given: TensorSpec, name: str, free: Free) -> TensorSpec:
+    """The output that takes a state on: as the input that brought it, but of a size of its own where it grows."""
+    shape = tuple(
+        f"{name}.{axis}" if (given.name, axis) in free.grows else size for axis, size in enumerate(given.shape)
+    )
+    return msgspec.structs.replace(given, name=name, shape=shape)
+
+
+_DENSE = "make it a dense tensor inside the model: .to_dense()"
+_AS_DENSE = {
+    "nested": "fill it up inside the model: torch.nested.to_padded_tensor(y, 0.0)",
+    "quantized": "make numbers of it inside the model: .dequantize()",
+}
+_AS_REAL = {
+    "input": "take the real and the imaginary part in a last dimension of 2, and join them: torch.view_as_complex(x)",
+    "output": "return torch.view_as_real(y): the real and the imaginary part in a last dimension of 2",
+}
+
+
+def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpec:
+    if not isinstance(leaf, torch.Tensor):
+        raise CaptureError(
+            f"{role} '{name}' of the model is a {type(leaf).__name__}, not a tensor",
+            hint="return tensors, or tuples and dicts of them",
+        )
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
+        raise CaptureError(f"{role} '{name}' is {kind}, which no bundle can carry", hint=_AS_DENSE.get(kind, _DENSE))
+    if leaf.is_complex():
+        raise CaptureError(
+            f"{role} '{name}' is complex ({leaf.dtype}), which no bundle can carry",
+            hint=_AS_REAL[role],
+        )
+    try:
+        datatype = DATATYPES[torch.empty(0, dtype=leaf.dtype).numpy().dtype]
+    except (TypeError, KeyError) as error:
+        raise CaptureError(
+            f"{role} '{name}' has dtype {leaf.dtype}, which no bundle can carry",
+            hint="convert it inside the model, e.g. with .float()",
+        ) from error
+    shape: tuple[int | str, ...] = tuple(leaf.shape)
+    if num_records is not None and shape and shape[0] == num_records:
+        shape = (BATCH, *shape[1:])
+    return TensorSpec(name=name, datatype=datatype, shape=shape)

@@ -1,0 +1,236 @@
+"""Emits ONNX from an exported program. Apart from `onnx.py`, because opening a program must not import
+torch.
+
+What the exporter writes about its own machine (stack traces with paths, names of classes) is taken out: a
+bundle goes to production, and equal models should give equal bytes. The proven range goes in as metadata,
+so that other tools can read what ONNX itself cannot express.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import onnx
+import onnx_ir
+import onnxruntime
+import torch
+from onnx_ir.passes.common import NameFixPass
+
+from trueline import files
+from trueline.capture.export import custom_ops
+from trueline.capture.export.silence import quiet
+from trueline.capture.export.torch_export import Exported
+from trueline.capture.model import code_paths
+from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
+from trueline.capture.onnx.opsets import FORMAT_VERSIONS
+from trueline.capture.onnx.translations import TRANSLATIONS
+from trueline.capture.patches import recurrent
+from trueline.capture.patches.decomposition_cache import looked_up_once
+from trueline.errors import CaptureError
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array, Signature
+
+FILE = "programs/model.onnx"
+SIGNATURE = "trueline.signature"
+"""Under this name a program's metadata say what it takes, gives and was proven for."""
+SOURCE = "source"
+"""Under this name the metadata of a node say the line that it came from, `layers.py:13`."""
+EXTERNAL_BYTES = 1_500_000_000
+"""Weights beyond this go into a file of their own: one protobuf cannot hold more than 2 GB."""
+
+
+def emit(exported: Exported, folder: Path) -> Path:
+    """Writes `folder/programs/model.onnx`;
+
+    returns its path. Raises CaptureError when an operator has no translation.
+    """
+    signature = exported.signature
+    path = folder / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program = translated(
+        exported.program,
+        [spec.name for spec in signature.inputs],
+        [spec.name for spec in signature.outputs],
+        opset=exported.opset,
+    )
+    if exported.opset is not None:
+        _stamp(program.model, exported.opset)
+    clean(program.model, exported.symbols)
+    program.model.metadata_props[SIGNATURE] = _said(signature)
+    save(program, path, weight_bytes=exported.weight_bytes)
+    return path
+
+
+def _stamp(model: onnx_ir.Model, opset: int) -> None:
+    """Gives the file the version of its opset: a runtime that knows the operators may refuse a later file format."""
+    written = model.opset_imports.get("")
+    if written != opset:
+        raise CaptureError(f"torch.onnx wrote the model in opset {written}, asked was {opset}")
+    model.ir_version = FORMAT_VERSIONS[opset]
+
+
+def restate(path: Path, signature: Signature) -> None:
+    """Writes into the program at `path` that it holds for `signature`, less than it was emitted for.
+
+    Raises StorageError.
+    """
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.metadata_props:
+        if entry.key == SIGNATURE:
+            entry.value = _said(signature)
+    files.write_atomic(path, model.SerializeToString(deterministic=True))
+
+
+def _said(signature: Signature) -> str:
+    return msgspec.json.encode(signature, order="sorted").decode()
+
+
+def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
+    """What ONNX Runtime computes on `inputs` inside each submodule, by its qualified name.
+
+    The program is translated once more, with every value as an output; too large a one is left alone. For a refusal
+    that has to say where, not for serving.
+    """
+    if exported.weight_bytes > EXTERNAL_BYTES:
+        return {}
+    signature = exported.signature
+    names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])
+    model = translated(exported.program, *names).model
+    wanted = {value.name: value for value in model.graph.outputs if value.name}
+    scopes: dict[str, set[str]] = {"": set(wanted)}
+    for node in model.graph:
+        for path in _scopes(node):
+            named = [value for value in node.outputs if value.name and value.type is not None]
+            scopes.setdefault(path, set()).update(str(value.name) for value in named)
+            wanted |= {str(value.name): value for value in named}
+    model.graph.outputs.extend(value for value in wanted.values() if value not in model.graph.outputs)
+    session = onnxruntime.InferenceSession(
+        onnx_ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    found = dict(zip(wanted, session.run(list(wanted), dict(inputs)), strict=True))
+    return {path: [found[name] for name in sorted(names)] for path, names in scopes.items()}
+
+
+def _scopes(node: onnx_ir.Node) -> set[str]:
+    """The user's submodules in which the exporter says that `node` stands."""
+    written = node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]")
+    names = (users_name(str(path)) for path in ast.literal_eval(written))
+    return {name for name in names if name is not None}
+
+
+def users_name(path: str) -> str | None:
+    """The user's name of the submodule at `path` of an exported program: without what Trueline wraps around it.
+
+    >>> users_name("module._users.layers.0"), users_name("module"), users_name("")
+    ('layers.0', '', None)
+    """
+    first, _, rest = path.partition(".")
+    if first != "module":
+        return None
+    head, _, deeper = rest.partition(".")
+    return deeper if head == "_users" else rest
+
+
+def translated(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], *, opset: int | None = None
+) -> torch.onnx.ONNXProgram:
+    """`program` as ONNX with these names, in the exporter's own opset when none is named.
+
+    Raises CaptureError when an operator has no translation.
+    """
+    try:
+        try:
+            found = _exported(program, inputs, outputs, opset)
+        except Exception as error:
+            if not pass_workarounds.helps(error):
+                raise
+            found = _exported(pass_workarounds.mended(program), inputs, outputs, opset)
+    except Exception as error:
+        place = custom_ops.line_of(program, _reason(error))
+        raise CaptureError(
+            f"torch.onnx cannot translate the model: {_reason(error)}", hint=f"{place}" if place else ""
+        ) from error
+    if found is None:
+        raise CaptureError("torch.onnx returned no program")
+    size_arithmetic.exact(found.model)
+    padded_pool.apart(found.model)
+    NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
+    return found
+
+
+def _exported(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int | None
+) -> torch.onnx.ONNXProgram | None:
+    # without no_grad torch would split a scan for its gradients, in a pass that runs the program once more
+    with (
+        torch.no_grad(),
+        quiet(),
+        recurrent.whole(),
+        torchlib_cache.listed_once(),
+        looked_up_once(),
+        small_constants.exact(),
+    ):
+        return torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            input_names=inputs,
+            output_names=outputs,
+            custom_translation_table=TRANSLATIONS,
+            opset_version=opset,
+            verbose=False,
+        )
+
+
+def save(program: torch.onnx.ONNXProgram, path: Path, *, weight_bytes: int) -> None:
+    """Writes `path`, with large weights in a file beside it. Raises StorageError."""
+    try:
+        program.save(str(path), external_data=weight_bytes > EXTERNAL_BYTES)
+    except OSError as error:
+        raise files.storage_error(error, path) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
+    """Takes out what the exporter says of its own machine; `symbols` gives torch's names of sizes another name."""
+    model.producer_name, model.producer_version = "trueline", None
+    model.metadata_props.clear()
+    model.doc_string = None
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        _clean_graph(graph, symbols)
+
+
+def _clean_graph(graph: onnx_ir.Graph, symbols: Mapping[str, str]) -> None:
+    graph.metadata_props.clear()
+    graph.doc_string = None
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        _clean_value(value, symbols)
+    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+        place = code_paths.brief(node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
+        node.metadata_props.clear()
+        if place:
+            node.metadata_props[SOURCE] = place
+        node.doc_string = None
+        for value in node.outputs:
+            _clean_value(value, symbols)
+
+
+def _clean_value(value: Any, symbols: Mapping[str, str]) -> None:
+    value.metadata_props.clear()
+    value.doc_string = None
+    if value.shape is not None:
+        value.shape = onnx_ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+
+
+def _dimension(dim: Any, symbols: Mapping[str, str]) -> Any:
+    """torch names a symbol s77; the signature names it batch."""
+    return dim if isinstance(dim, int) else symbols.get(str(getattr(dim, "value", dim)), dim)

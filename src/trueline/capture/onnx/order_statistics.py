@@ -1,0 +1,266 @@
+"""Operators on the order of values that torch.onnx does not translate: order statistics, running extremes, places.
+
+Each is written in ONNX operators as the exporter's own are, and is proven as any other program. Where torch leaves
+open which of several equal values it takes, what it takes on the CPU is the rule. Source: torch's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnxscript import ir
+from onnxscript.onnx_opset import opset18
+
+from trueline.capture.onnx.numerics import MOST_DOUBLINGS
+
+_ATEN = torch.ops.aten
+op: Any = opset18
+
+
+def _number(value: int) -> Any:
+    return op.Constant(value_ints=[value])
+
+
+def _size(value: Any, dim: int) -> Any:
+    """[1]; `dim` is counted from the front, for of a value on the way no shape is known."""
+    return op.Shape(value, start=dim, end=dim + 1)
+
+
+def _places(value: Any, dim: int) -> Any:
+    """[size of `dim`]."""
+    one = op.Constant(value_int=1)
+    return op.Range(op.Constant(value_int=0), op.Squeeze(_size(value, dim), _number(0)), one)
+
+
+def _is_float(value: Any) -> bool:
+    return bool(value.dtype.is_floating_point())
+
+
+def _infinite(like: Any) -> Any:
+    return op.CastLike(op.Constant(value_float=float("inf")), like)
+
+
+def _squeezed(found: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
+    value, index = found
+    return found if keepdim else (op.Squeeze(value, _number(dim)), op.Squeeze(index, _number(dim)))
+
+
+def _nth(value: Any, dim: int, count: Any, *, floats: bool) -> tuple[Any, Any]:
+    """The `count`-th smallest ([1]) of a dimension, and where it lies; NaN comes after all numbers."""
+    keys = op.Where(op.IsNaN(value), _infinite(value), value) if floats else value
+    _, indices = op.TopK(keys, count, axis=dim, largest=0)
+    index = op.Gather(indices, op.Sub(count, _number(1)), axis=dim)
+    return op.GatherElements(value, index, axis=dim), index
+
+
+def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    dim %= len(self.shape)
+    count = _number(k) if isinstance(k, int) else op.Reshape(k, _number(-1))
+    return _squeezed(_nth(self, dim, count, floats=_is_float(self)), dim, keepdim)
+
+
+def _middle(value: Any, dim: int, *, floats: bool) -> tuple[Any, Any]:
+    """The lower one of two in the middle; NaN, and where it first lies, if there is any."""
+    count = op.Div(op.Add(_size(value, dim), _number(1)), _number(2))
+    found, index = _nth(value, dim, count, floats=floats)
+    if not floats:
+        return found, index
+    torn = op.Cast(op.IsNaN(value), to=ir.DataType.INT64)
+    first = op.ArgMax(torn, axis=dim, keepdims=1)
+    any_torn = op.Cast(op.GatherElements(torn, first, axis=dim), to=ir.DataType.BOOL)
+    return op.Where(any_torn, op.GatherElements(value, first, axis=dim), found), op.Where(any_torn, first, index)
+
+
+def _median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    dim %= len(self.shape)
+    return _squeezed(_middle(self, dim, floats=_is_float(self)), dim, keepdim)
+
+
+def _median(self: Any) -> Any:
+    value, _ = _middle(op.Reshape(self, _number(-1)), 0, floats=_is_float(self))
+    return op.Squeeze(value, _number(0))
+
+
+def _nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """The lower one in the middle of those that are not NaN; NaN where there is none."""
+    dim %= len(self.shape)
+    if not _is_float(self):
+        return _median_dim(self, dim, keepdim)
+    torn = op.IsNaN(self)
+    count = op.ReduceSum(op.Cast(op.Not(torn), to=ir.DataType.INT64), _number(dim), keepdims=1)
+    _, indices = op.TopK(op.Where(torn, _infinite(self), self), _size(self, dim), axis=dim, largest=0)
+    at = op.Max(op.Div(op.Sub(count, _number(1)), _number(2)), _number(0))
+    index = op.GatherElements(indices, at, axis=dim)
+    return _squeezed((op.GatherElements(self, index, axis=dim), index), dim, keepdim)
+
+
+def _mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """The smallest of those that come most often, and where it comes last."""
+    dim %= len(self.shape)
+    equal = op.Equal(op.Unsqueeze(self, _number(dim + 1)), op.Unsqueeze(self, _number(dim)))
+    times = op.ReduceSum(op.Cast(equal, to=ir.DataType.INT64), _number(dim + 1), keepdims=0)
+    most = op.Equal(times, op.ReduceMax(times, _number(dim), keepdims=1))
+    largest = op.ReduceMax(self, _number(dim), keepdims=1)
+    value = op.ReduceMin(op.Where(most, self, largest), _number(dim), keepdims=1)
+    here = op.Cast(op.Equal(self, value), to=ir.DataType.INT64)
+    return _squeezed((value, op.ArgMax(here, axis=dim, keepdims=1, select_last_index=1)), dim, keepdim)
+
+
+def _running(extreme: Callable[[Any, Any], Any], value: Any, dim: int, size: object) -> Any:
+    """The extreme of all up to each place: of twice as many at every step; before the first is the first again."""
+    places = _places(value, dim)
+    for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_DOUBLINGS):
+        before = op.Max(op.Sub(places, op.Constant(value_int=2**step)), op.Constant(value_int=0))
+        value = extreme(value, op.Gather(value, before, axis=dim))
+    return value
+
+
+def _or_nan(extreme: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """ONNX Runtime's passes over NaN."""
+    return lambda one, other: op.Where(op.IsNaN(one), one, op.Where(op.IsNaN(other), other, extreme(one, other)))
+
+
+def _cumulative(extreme: Callable[[Any, Any], Any]) -> Callable[..., tuple[Any, Any]]:
+    def written(self: Any, dim: int) -> tuple[Any, Any]:
+        """The running extreme, and where it came last."""
+        rank, floats = len(self.shape), _is_float(self)
+        dim %= rank
+        size = self.shape[dim]
+        values = _running(_or_nan(extreme) if floats else extreme, self, dim, size)
+        here = op.Equal(self, values)
+        here = op.Or(here, op.IsNaN(self)) if floats else here
+        shape = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
+        met = op.Where(here, op.Reshape(_places(self, dim), shape), op.Constant(value_int=0))
+        return values, _running(op.Max, met, dim, size)
+
+    return written
+
+
+def _searchsorted(
+    sorted_sequence: Any,
+    self: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """How many of a row lie before each value: all are compared with all."""
+    row = sorted_sequence if sorter is None else op.GatherElements(sorted_sequence, sorter, axis=-1)
+    row = row if len(sorted_sequence.shape) == 1 else op.Unsqueeze(row, _number(-2))
+    asked = op.Unsqueeze(self, _number(-1)) if len(self.shape) else self
+    not_before = op.Greater(row, asked) if right or side == "right" else op.GreaterOrEqual(row, asked)
+    before = op.Not(not_before)  # so all lie before NaN
+    kind = ir.DataType.INT32 if out_int32 else ir.DataType.INT64
+    return op.ReduceSum(op.Cast(before, to=kind), _number(-1), keepdims=0)
+
+
+def _sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """By TopK, which leaves equal values in their order; NaN is more than any number."""
+    if not len(self.shape):
+        return self, op.Constant(value_int=0)
+    dim %= len(self.shape)
+    size, largest, index = _size(self, dim), int(descending), None
+    keys = op.Cast(self, to=ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else self
+    if _is_float(self):
+        torn = op.IsNaN(self)
+        keys = op.Where(torn, _infinite(self), self)
+    _, index = op.TopK(keys, size, axis=dim, largest=largest)
+    if _is_float(self):  # what is infinite and what is no number were equal
+        torn = op.GatherElements(op.Cast(torn, to=ir.DataType.INT32), index, axis=dim)
+        _, apart = op.TopK(torn, size, axis=dim, largest=largest)
+        index = op.GatherElements(index, apart, axis=dim)
+    return op.GatherElements(self, index, axis=dim), index
+
+
+def _place_of(extreme: str) -> Callable[..., Any]:
+    """`ArgMax` or `ArgMin`, where NaN is more and less than any number; ONNX Runtime passes over it."""
+
+    def written(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        rank = len(self.shape)
+        value = op.Reshape(self, _number(-1)) if dim is None or not rank else self
+        axis = dim % rank if dim is not None and rank else 0
+        found = getattr(op, extreme)(value, axis=axis, keepdims=1)
+        if _is_float(self):
+            torn = op.Cast(op.IsNaN(value), to=ir.DataType.INT64)
+            first = op.ArgMax(torn, axis=axis, keepdims=1)
+            any_torn = op.Cast(op.GatherElements(torn, first, axis=axis), to=ir.DataType.BOOL)
+            found = op.Where(any_torn, first, found)
+        if not rank or (dim is None and not keepdim):
+            return op.Squeeze(found, _number(0))
+        if dim is None:
+            return op.Reshape(found, op.Constant(value_ints=[1] * rank))
+        return found if keepdim else op.Squeeze(found, _number(axis))
+
+    return written
+
+
+def _extreme(reduced: str) -> Callable[..., Any]:
+    """Over `dim`, which the exporter wants to be said; torch means all where it is not."""
+
+    def written(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+        axes = op.Constant(value_ints=list(dim)) if dim else None
+        return getattr(op, reduced)(self, axes, keepdims=int(keepdim))
+
+    return written
+
+
+def _adaptive_max_pool(axes: int) -> Callable[..., tuple[Any, Any]]:
+    """Over `axes` dimensions."""
+
+    def written(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+        """The largest of each part, and the first place in the plane where it lies; parts of a dimension may overlap,
+        and bin i of n goes from floor(i * size / n) up to ceil((i + 1) * size / n). One dimension after the other."""
+        rank = len(self.shape)
+        value, places = self, _plane(self, axes)
+        for at, bins in zip(range(rank - axes, rank), output_size, strict=True):
+            parts = [_largest_in(value, places, at, number, bins) for number in range(bins)]
+            value, places = (op.Concat(*each, axis=at) for each in zip(*parts, strict=True))
+        return value, places
+
+    return written
+
+
+def _plane(value: Any, axes: int) -> Any:
+    """The place of each element among those of its last dimensions, of the shape of `value`."""
+    rank = len(value.shape)
+    sizes = op.Shape(value, start=rank - axes)
+    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+    numbers = op.Reshape(op.Range(zero, op.ReduceProd(sizes, keepdims=0), one), sizes)
+    return op.Expand(numbers, op.Shape(value))
+
+
+def _largest_in(value: Any, places: Any, axis: int, number: int, bins: int) -> tuple[Any, Any]:
+    """The largest element of a part of a dimension, and the first of the places where it is; NaN is the largest."""
+    size, along = _size(places, axis), _number(axis)
+    start = op.Div(op.Mul(size, _number(number)), _number(bins))
+    end = op.Div(op.Add(op.Mul(size, _number(number + 1)), _number(bins - 1)), _number(bins))
+    inside, at = op.Slice(value, start, end, along), op.Slice(places, start, end, along)
+    torn = op.Cast(op.IsNaN(inside), to=ir.DataType.INT64)
+    is_torn = op.Cast(op.ReduceMax(torn, along, keepdims=1), to=ir.DataType.BOOL)
+    most = op.ReduceMax(op.Where(op.IsNaN(inside), op.Neg(_infinite(inside)), inside), along, keepdims=1)
+    here = op.Or(op.And(is_torn, op.IsNaN(inside)), op.And(op.Not(is_torn), op.Equal(inside, most)))
+    beyond = op.Constant(value_int=2**62)
+    nan = op.CastLike(op.Constant(value_float=float("nan")), most)
+    return op.Where(is_torn, nan, most), op.ReduceMin(op.Where(here, at, beyond), along, keepdims=1)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ATEN.argmax.default: _place_of("ArgMax"),
+    _ATEN.argmin.default: _place_of("ArgMin"),
+    _ATEN.amax.default: _extreme("ReduceMax"),
+    _ATEN.amin.default: _extreme("ReduceMin"),
+    _ATEN.kthvalue.default: _kthvalue,
+    _ATEN.median.dim: _median_dim,
+    _ATEN.median.default: _median,
+    _ATEN.nanmedian.dim: _nanmedian_dim,
+    _ATEN.mode.default: _mode,
+    _ATEN.cummax.default: _cumulative(op.Max),
+    _ATEN.cummin.default: _cumulative(op.Min),
+    _ATEN.searchsorted.Tensor: _searchsorted,
+    _ATEN.sort.stable: _sort_stable,
+    _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool(2),
+}
+"""Operator of an exported program -> what writes it in ONNX."""

@@ -1,0 +1,190 @@
+"""Operators that torch.onnx does not translate, or so that ONNX Runtime cannot run them or computes them less exactly.
+
+Each is written in ONNX operators as the exporter's own are, and is handed to it beside them; what comes of it is proven
+as any other program. Sources: torch's documentation of the operator, and the ONNX operators' of opset 18.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnxscript import INT64, ir
+from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import nn as resize
+from onnxscript.onnx_opset import opset18
+from torch.onnx._internal.exporter._torchlib.ops import hop
+
+from trueline.capture.onnx import division, numerics, order_statistics
+
+_ATEN = torch.ops.aten
+op: Any = opset18
+"""Typed for tensors only; the exporter takes Python's numbers and lists too."""
+
+
+def _where(condition: Any, self: Any, other: Any) -> Any:
+    """ONNX Runtime has no Where between booleans."""
+    if self.dtype == ir.DataType.BOOL:
+        return op.Or(op.And(condition, self), op.And(op.Not(condition), other))
+    return op.Where(condition, self, other)
+
+
+def _instance_norm(input: Any, *rest: Any) -> Any:
+    """Centred before it is normalised. ONNX Runtime adds up the elements of a channel one after the other; what that
+    mean is off by is divided by the deviation, and where a channel is nearly constant that is a large number."""
+    use_input_stats = rest[4]
+    if use_input_stats:
+        axes = op.Constant(value_ints=list(range(2, len(input.shape))))
+        input = op.Sub(input, op.ReduceMean(input, axes, keepdims=1))
+    return core.aten_instance_norm(input, *rest)
+
+
+def _rnn(activation: str) -> Callable[..., Any]:
+    """A layer of a plain RNN after the other, each as one operator."""
+
+    def written(
+        input: Any,
+        hx: Any,
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        ways, each = (2 if bidirectional else 1), (4 if has_biases else 2)
+        steps, left = (op.Transpose(input, perm=[1, 0, 2]) if batch_first else input), []
+        for layer in range(num_layers):
+            own = [params[(layer * ways + way) * each :][:each] for way in range(ways)]
+            given, held = (op.Concat(*(op.Unsqueeze(p[at], [0]) for p in own), axis=0) for at in (0, 1))
+            biases = [op.Unsqueeze(op.Concat(p[2], p[3], axis=0), [0]) for p in own if has_biases]
+            found, last = op.RNN(
+                steps,
+                given,
+                held,
+                op.Concat(*biases, axis=0) if biases else None,
+                None,
+                op.Slice(hx, [layer * ways], [(layer + 1) * ways], [0]),
+                activations=[activation] * ways,
+                direction="bidirectional" if bidirectional else "forward",
+                hidden_size=hx.shape[2],
+            )
+            steps = op.Reshape(op.Transpose(found, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
+            left.append(last)
+        steps = op.Transpose(steps, perm=[1, 0, 2]) if batch_first else steps
+        return steps, op.Concat(*left, axis=0)
+
+    return written
+
+
+def _repeat_interleave(self: Any, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
+    """Each element `repeats` times in place; the exporter's own repeats another dimension."""
+    if dim is None:
+        self, dim = op.Reshape(self, op.Constant(value_ints=[-1])), 0
+    rank = len(self.shape)
+    at = dim % rank + 1
+    times = op.Constant(value_ints=[repeats]) if isinstance(repeats, int) else op.Reshape(repeats, [-1])
+    ones, others = op.Constant(value_ints=[1] * at), op.Constant(value_ints=[1] * (rank - at))
+    each = op.Tile(op.Unsqueeze(self, op.Constant(value_ints=[at])), op.Concat(ones, times, others, axis=0))
+    before, after = op.Shape(self, start=0, end=at - 1), op.Shape(self, start=at)
+    return op.Reshape(each, op.Concat(before, op.Constant(value_ints=[-1]), after, axis=0))
+
+
+def _prod(inp: Any, dims: Sequence[int], *, output_dtype: int | None = None) -> Any:
+    """What a cumulative product is taken apart into."""
+    if output_dtype is not None and output_dtype != inp.dtype:
+        inp = op.Cast(inp, to=output_dtype)
+    return op.ReduceProd(inp, op.Constant(value_ints=list(dims)), keepdims=0)
+
+
+def _cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
+    """The distance of each row to each, by its definition."""
+    apart = op.Sub(op.Unsqueeze(x1, [-2]), op.Unsqueeze(x2, [-3]))
+    if p == 2:
+        return op.ReduceL2(apart, [-1], keepdims=0)
+    if p == 1:
+        return op.ReduceL1(apart, [-1], keepdims=0)
+    raise NotImplementedError(f"cdist with p={p} has no translation; p=1 and p=2 have")
+
+
+def _adaptive_avg_pool2d(self: Any, output_size: Sequence[int]) -> Any:
+    """By a matrix of weights for each dimension, made where the program runs: the exporter's own is for one size."""
+    if all(size == 1 for size in output_size):
+        return op.ReduceMean(self, [-2, -1], keepdims=1)
+    rank = len(self.shape)
+    rows, columns = (_bins(op.Shape(self, start=rank + at, end=rank + at + 1), output_size[at]) for at in (-2, -1))
+    return op.MatMul(op.CastLike(rows, self), op.MatMul(self, op.Transpose(op.CastLike(columns, self), perm=[1, 0])))
+
+
+def _bins(size: Any, bins: int) -> Any:
+    """Weights [bins, size]: bin i is the mean from floor(i * size / bins) up to ceil((i + 1) * size / bins)."""
+    length = op.Squeeze(size, [0])
+    number = op.Unsqueeze(op.Range(op.Constant(value_int=0), bins, op.Constant(value_int=1)), [1])
+    places = op.Unsqueeze(op.Range(op.Constant(value_int=0), length, op.Constant(value_int=1)), [0])
+    start = op.Div(op.Mul(number, length), bins)
+    end = op.Div(op.Add(op.Mul(op.Add(number, 1), length), bins - 1), bins)
+    inside = op.And(op.GreaterOrEqual(places, start), op.Less(places, end))
+    weights = op.Cast(inside, to=ir.DataType.DOUBLE.value)
+    return op.Div(weights, op.Cast(op.Sub(end, start), to=ir.DataType.DOUBLE.value))
+
+
+def _multinomial(self: Any, num_samples: Any, replacement: bool = False) -> Any:
+    """Without replacement the largest of the logarithms of the weights, each with a number of Gumbel's distribution
+    added: ONNX's own operator puts back what it has drawn, which the exporter does not say."""
+    if replacement:
+        return core.aten_multinomial(self, num_samples, replacement)
+    noise = op.Neg(op.Log(op.Neg(op.Log(op.RandomUniformLike(self, low=1e-30, high=1.0)))))
+    count = op.Constant(value_ints=[num_samples]) if isinstance(num_samples, int) else op.Reshape(num_samples, [-1])
+    _, drawn = op.TopK(op.Add(op.Log(self), noise), count, axis=-1)
+    return drawn
+
+
+def _map(body: Any, xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
+    """A loop in which a step leaves nothing for the next."""
+    return hop.higher_order_scan(body, [], xs, pos_args)
+
+
+def _nearest(input: Any, output_size: INT64 | None = None, scale_factors: Sequence[float] | None = None) -> Any:
+    """To another size, each element the nearest: by the index that torch computes, floor(step * (old / new)) in floats.
+    ONNX Runtime divides by (new / old), and where an index is a whole number rounding decides otherwise."""
+    if scale_factors is not None and all(math.log2(factor).is_integer() for factor in scale_factors):
+        return resize.aten_upsample_nearestnd_vec(input, output_size, scale_factors)  # exact either way
+    axes, one = len(input.shape) - 2, op.Constant(value_int=1)
+    sizes = None if output_size is None else op.Cast(output_size, to=ir.DataType.INT64)
+    for at in range(axes):
+        old = op.Squeeze(op.Gather(op.Shape(input), op.Constant(value_ints=[at + 2])))
+        if scale_factors is None:
+            new = op.Squeeze(op.Gather(sizes, op.Constant(value_ints=[at])))
+            scale = op.Div(*(op.Cast(size, to=ir.DataType.FLOAT) for size in (old, new)))
+        else:
+            factor = op.Constant(value=ir.tensor(scale_factors[at], dtype=ir.DataType.DOUBLE))
+            new = op.Cast(op.Floor(op.Mul(op.Cast(old, to=ir.DataType.DOUBLE), factor)), to=ir.DataType.INT64)
+            scale = op.Constant(value_float=1.0 / scale_factors[at])
+        steps = op.Cast(op.Range(op.Constant(value_int=0), new, one), to=ir.DataType.FLOAT)
+        index = op.Cast(op.Floor(op.Mul(steps, scale)), to=ir.DataType.INT64)
+        input = op.Gather(input, op.Min(index, op.Sub(old, one)), axis=at + 2)
+    return input
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **division.TRANSLATIONS,
+    **numerics.TRANSLATIONS,
+    **order_statistics.TRANSLATIONS,
+    _ATEN.where.self: _where,
+    _ATEN.instance_norm.default: _instance_norm,
+    _ATEN.rnn_tanh.input: _rnn("Tanh"),
+    _ATEN.rnn_relu.input: _rnn("Relu"),
+    _ATEN.repeat_interleave.self_int: _repeat_interleave,
+    torch.ops.prims.prod.default: _prod,
+    _ATEN._cdist_forward.default: _cdist,
+    _ATEN.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
+    _ATEN.upsample_nearest1d.vec: _nearest,
+    _ATEN.upsample_nearest2d.vec: _nearest,
+    _ATEN.upsample_nearest3d.vec: _nearest,
+    _ATEN.multinomial.default: _multinomial,
+    torch.ops.higher_order.map_impl: _map,
+}
+"""Operator of an exported program -> what writes it in ONNX."""

@@ -1,0 +1,1 @@
+"""Patches that are active only while torch traces a model."""

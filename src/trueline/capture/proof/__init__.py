@@ -1,0 +1,1 @@
+"""Proof that a program answers as the eager model: probes, comparison, determinism, blame."""

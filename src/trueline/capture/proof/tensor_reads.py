@@ -1,0 +1,203 @@
+"""Numbers that the user's code takes out of tensors (`if x.max() > 1e4`, `.item()`, `.tolist()`): a trace freezes them.
+
+A trace that agrees on every probe may still hold a number that the probes never changed, and nobody would know. So a
+trace is believed only if the probes showed two values wherever a number is taken, and two ways wherever one decides.
+Without that the other side of a branch was never asked, however many probes agree.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import Event, Place
+
+if TYPE_CHECKING:
+    from trueline.capture.proof.prove import Observation
+    from trueline.runtime.session import Session
+
+_T = torch.Tensor
+TAKES = frozenset(
+    getattr(_T, name)
+    for name in ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "__array__")
+) | {_T.is_nonzero, _T.equal, _T.allclose, torch.is_nonzero, torch.equal, torch.allclose}
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the line of the user's code for each number that is taken, and the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[Place, set[str]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in TAKES:
+            place = code_paths.line_at_hand(within=_OWN)
+            if place is not None:
+                self.taken.setdefault(place, set()).add(_told(found))
+        return found
+
+
+_OWN = str(Path(__file__).parents[1])
+
+
+def _told(found: Any) -> str:
+    """What tells one number from another; of many numbers, which there are, not how many."""
+    if isinstance(found, np.ndarray):
+        return str(np.unique(found).tolist())
+    return str(sorted({repr(one) for one in np.ravel(found).tolist()})) if isinstance(found, list) else repr(found)
+
+
+def unasked(eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()) -> Place | None:
+    """The first line where a number out of a tensor was the same on all probes, or decided the same on all; None when
+    there is none, and no trace can hide one.
+
+    `compiled`: names of classes whose code is compiled and not traced.
+    """
+    watch = _Watch()
+    answered = [seen for seen in observations if seen.outputs is not None]
+    for seen in answered:
+        with watch:
+            eager.run(seen.probe.inputs)
+    taken = {place: values for place, values in watch.taken.items() if not _classes_at(place) & set(compiled)}
+    for place, values in taken.items():
+        if len(values) < 2:
+            return place
+    ways = list({id(seen.way): seen.way for seen in answered}.values())
+    return next(_one_way(taken, ways), None)
+
+
+@contextmanager
+def traced(places: list[Place]) -> Iterator[None]:
+    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        yield
+    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
+    places += dict.fromkeys(
+        Place(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
+    )
+
+
+def one_way(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:
+    """The first of `places` that decides, and at which all answered probes went alike; a check that raises is none."""
+    ways = list({id(seen.way): seen.way for seen in observations if seen.outputs is not None}.values())
+    for place in places:
+        decides = any(_decides(node, place.line) for node in _nodes(place.file))
+        if decides and len({_outcomes(way, place.file, place.line) for way in ways}) < 2:
+            return place
+    return None
+
+
+def _decides(node: ast.AST, line: int) -> bool:
+    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
+        return False
+    if isinstance(node, ast.Assert):
+        return False
+    return any(test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node))
+
+
+def _one_way(taken: Mapping[Place, set[str]], ways: Sequence[Sequence[Event]]) -> Iterator[Place]:
+    """Lines on which what was taken decides, and on which all `ways` went alike."""
+    for place in taken:
+        for line in _deciding(place.file, place.line):
+            if len({_outcomes(way, place.file, line) for way in ways}) < 2:
+                yield Place(file=place.file, line=line)
+
+
+def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
+    """Where the code went from each conditional jump on `line`, in order."""
+    found: list[int] = []
+    waiting: set[int] = set()
+    """Numbers of calls whose last instruction was such a jump."""
+    for number, code, offset in way:
+        if number in waiting:
+            waiting.discard(number)
+            found.append(offset)
+        if code.co_filename == file and offset in _jumps(code).get(line, ()):
+            waiting.add(number)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jumps(code: CodeType) -> dict[int, frozenset[int]]:
+    """Offsets of the conditional jumps of each line."""
+    lines = {start: number for start, _, number in code.co_lines() if number}
+    found: dict[int, set[int]] = {}
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset, line)
+        if ("JUMP" in instruction.opname and "_IF_" in instruction.opname) or instruction.opname == "FOR_ITER":
+            found.setdefault(line, set()).add(instruction.offset)
+    return {line: frozenset(offsets) for line, offsets in found.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _deciding(file: str, line: int) -> tuple[int, ...]:
+    """Lines of the function around `line` whose test has a name in it that comes from there."""
+    function = _function(file, line)
+    if function is None:
+        return ()
+    names: set[str] = set()
+    statements = sorted((node for node in ast.walk(function) if isinstance(node, ast.stmt)), key=lambda s: s.lineno)
+    for _ in range(3):  # what a loop carries back to its head
+        for statement in statements:
+            value = getattr(statement, "value", None)
+            if isinstance(value, ast.AST) and (_spans(value, line) or names & _names(value, ast.Load)):
+                targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+                names |= {name for target in targets if target is not None for name in _names(target, ast.Store)}
+            if isinstance(statement, ast.For) and (
+                _spans(statement.iter, line) or names & _names(statement.iter, ast.Load)
+            ):
+                names |= _names(statement.target, ast.Store)
+    tests = [test for node in ast.walk(function) for test in _tests(node)]
+    return tuple(sorted({test.lineno for test in tests if names & _names(test, ast.Load)}))
+
+
+def _function(file: str, line: int) -> ast.AST | None:
+    functions = (node for node in _nodes(file) if isinstance(node, ast.FunctionDef) and _spans(node, line))
+    return max(functions, key=lambda node: node.lineno, default=None)
+
+
+def _classes_at(place: Place) -> set[str]:
+    return {node.name for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)}
+
+
+@functools.lru_cache(maxsize=64)
+def _nodes(file: str) -> tuple[ast.AST, ...]:
+    try:
+        return tuple(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+
+
+def _tests(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            return [test]
+        case ast.For(iter=iterated):
+            return [iterated]
+        case ast.comprehension(iter=iterated, ifs=tests):
+            return [iterated, *tests]
+    return []
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _names(node: ast.AST, kind: type[ast.expr_context]) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, kind)}
