@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from trueline.errors import UsageError
-from trueline.serve import access
-from trueline.serve.access import AccessLog, Logged
-from trueline.serve.http import Request, Response
+from trueline.web import access_log
+from trueline.web.access_log import AccessLog, Logged
+from trueline.web.messages import Request, Response
 from worlds.servers import Answers
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AccessLog]]:
     """Logs that are written when a test says so."""
-    monkeypatch.setattr(access, "FLUSH_S", 1000.0)
+    monkeypatch.setattr(access_log, "FLUSH_S", 1000.0)
     logs: list[AccessLog] = []
 
     def make(path: Path | str, **options: int) -> AccessLog:

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
-from trueline.serve.access import Logged
-from trueline.serve.batcher import Policy
-from trueline.serve.connection import Connection
-from trueline.serve.http import Answer, App, Later, Request, Response
-from trueline.serve.http_server import Server
-from trueline.serve.limits import Limits
-from trueline.serve.loading import Way, load
-from trueline.serve.models import Models
-from trueline.serve.routes import Routes
-from trueline.serve.shadow import Shadow
-from trueline.serve.split import Split
-from trueline.serve.version import Version
+from trueline.serve.batching.policy import Policy
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.loader import Way, load
+from trueline.serve.models.split import Split
+from trueline.serve.models.version import Version
+from trueline.serve.protocols.router import Routes
+from trueline.serve.traffic.shadow import Shadow
+from trueline.web.access_log import Logged
+from trueline.web.connection import Connection
+from trueline.web.limits import Limits
+from trueline.web.messages import Answer, App, Later, Request, Response
+from trueline.web.server import Server
 from worlds import bundles
 from worlds.connections import Wire
 from worlds.waiting import until_async

@@ -15,8 +15,8 @@ import pytest
 from trueline import serve
 from trueline.cli import app
 from trueline.files import sha256_file
-from trueline.serve import archive
-from trueline.serve.archive import ArchiveError, Caps
+from trueline.serve.handlers import archive
+from trueline.serve.handlers.archive import ArchiveError, Caps
 from worlds import archives, servers
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from trueline import events
 from trueline.errors import DeadlineExceeded, Overloaded
-from trueline.serve.batcher import LEVEL_S, PRIORITIES, Decision, Item, Policy, decide, refusal, run_batch
-from trueline.serve.lanes import Batcher
+from trueline.serve.batching.policy import LEVEL_S, PRIORITIES, Decision, Item, Policy, decide, refusal, run_batch
+from trueline.serve.batching.queue import Batcher
 
 
 def item(rows: int = 1, key: object = "k", since: float = 0.0, deadline: float | None = None) -> Item:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
-from trueline.serve import binary, coding, oip
+from trueline.serve.protocols.oip import binary, codec
+from trueline.web import content_encoding as coding
 from worlds import bundles
 from worlds.servers import TinyApp
 
@@ -49,7 +50,7 @@ def body_of(*inputs: tuple[str, np.ndarray[Any, Any]], **more: Any) -> tuple[byt
 def test_every_float_arrives_bit_for_bit_wherever_it_lies_in_the_body(rows: int, seed: int, lead: int) -> None:
     array = np.random.default_rng(seed).standard_normal((rows, 3)).astype(np.float32)
     body, length = body_of(("x", array), id="7" * lead)  # ids of other lengths move the tensor
-    found = oip.decode(body, ONE, length).inputs["x"]
+    found = codec.decode(body, ONE, length).inputs["x"]
     assert found.tobytes() == array.tobytes()
     assert found.flags.aligned
 
@@ -118,7 +119,7 @@ def test_bytes_that_do_not_add_up_are_a_400_that_says_how(
 def test_no_torn_binary_body_is_more_than_a_request_error(length: int, at: int, junk: bytes) -> None:
     body = BODY[:at] + junk + BODY[at:]
     try:
-        found = oip.decode(body, ONE, min(length, len(body)))
+        found = codec.decode(body, ONE, min(length, len(body)))
     except RequestError:
         return
     assert all(array.size * array.itemsize <= len(body) for array in found.inputs.values())
@@ -128,14 +129,14 @@ def test_half_floats_and_booleans_travel_as_bytes_only() -> None:
     halves = Signature(inputs=(bundles.spec("h", "batch", datatype="FP16"),), outputs=(X,), dims={"batch": Dim()})
     array = np.array([1.5, -2.0], np.float16)
     body, length = body_of(("h", array))
-    assert oip.decode(body, halves, length).inputs["h"].tolist() == [1.5, -2.0]
+    assert codec.decode(body, halves, length).inputs["h"].tolist() == [1.5, -2.0]
     with pytest.raises(RequestError, match="raw bytes only"):
-        oip.decode(b'{"inputs":[{"name":"h","shape":[1],"datatype":"FP16","data":[1]}]}', halves)
+        codec.decode(b'{"inputs":[{"name":"h","shape":[1],"datatype":"FP16","data":[1]}]}', halves)
     flags = Signature(inputs=(bundles.spec("b", "batch", datatype="BOOL"),), outputs=(X,), dims={"batch": Dim()})
     body, length = body_of(("b", np.array([True, False])))
-    assert oip.decode(body, flags, length).inputs["b"].tolist() == [True, False]
+    assert codec.decode(body, flags, length).inputs["b"].tolist() == [True, False]
     with pytest.raises(RequestError, match="bytes other than 0 and 1"):
-        oip.decode(body[:-1] + b"\2", flags, length)
+        codec.decode(body[:-1] + b"\2", flags, length)
 
 
 def test_an_output_without_elements_has_no_bytes() -> None:

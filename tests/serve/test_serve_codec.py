@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
-from trueline.serve import oip, records, tensors
+from trueline.serve import json_records
+from trueline.serve.protocols.oip import codec, json_tensors
 from worlds.bundles import spec
 
 
@@ -48,11 +49,11 @@ def test_every_array_survives_the_way_to_json_and_back(data: st.DataObject, data
     elements = {"allow_nan": False, "allow_infinity": False} if datatype.startswith("FP") else None
     array = data.draw(hnp.arrays(NUMPY_DTYPES[datatype], shapes, elements=elements))
     values = array.tolist() if nested else array.ravel().tolist()
-    found = oip.decode(infer(values, list(array.shape), datatype), signature(datatype)).inputs["x"]
+    found = codec.decode(infer(values, list(array.shape), datatype), signature(datatype)).inputs["x"]
     assert found.dtype == array.dtype
     np.testing.assert_array_equal(found, array)
-    call = oip.Call({}, ("x",), "7", None)
-    answer = json.loads(oip.encode("m", "1", call, {"x": array}).body)
+    call = codec.Call({}, ("x",), "7", None)
+    answer = json.loads(codec.encode("m", "1", call, {"x": array}).body)
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("m", "1", "7")
     output = answer["outputs"][0]
     assert output["shape"] == list(array.shape)
@@ -104,7 +105,7 @@ def test_every_array_survives_the_way_to_json_and_back(data: st.DataObject, data
 )  # fmt: skip
 def test_what_a_client_gets_wrong_is_a_request_error_in_words(body: bytes, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        oip.decode(body, signature())
+        codec.decode(body, signature())
     assert words in caught.value.message
     assert len(caught.value.message) < 500
 
@@ -119,43 +120,43 @@ def test_what_a_client_gets_wrong_is_a_request_error_in_words(body: bytes, words
 )  # fmt: skip
 def test_a_value_that_its_datatype_cannot_hold_is_refused_and_not_bent(datatype: str, value: Any) -> None:
     with pytest.raises(RequestError, match="input 'x'"):
-        oip.decode(infer([value], [1], datatype), signature(datatype, "n"))
+        codec.decode(infer([value], [1], datatype), signature(datatype, "n"))
 
 
 def test_an_integer_is_a_fine_floating_point_number() -> None:
-    found = oip.decode(infer([1, -2], [1, 2]), signature()).inputs["x"]
+    found = codec.decode(infer([1, -2], [1, 2]), signature()).inputs["x"]
     np.testing.assert_array_equal(found, np.array([[1, -2]], np.float32))
 
 
 def test_fp16_is_not_carried_as_json_numbers_by_the_protocol() -> None:
     with pytest.raises(RequestError, match="FP16"):
-        oip.decode(infer([1, 2], [1, 2], "FP16"), signature("FP16"))
+        codec.decode(infer([1, 2], [1, 2], "FP16"), signature("FP16"))
     with pytest.raises(RequestError, match="FP16"):
-        oip.encode("m", "1", oip.Call({}, ("y",), None, None), {"y": np.zeros(1, np.float16)})
+        codec.encode("m", "1", codec.Call({}, ("y",), None, None), {"y": np.zeros(1, np.float16)})
 
 
 def test_an_input_given_twice_is_refused() -> None:
     body = json.loads(infer([1, 2], [1, 2]))
     body["inputs"] *= 2
     with pytest.raises(RequestError, match="given twice"):
-        oip.decode(json.dumps(body).encode(), signature())
+        codec.decode(json.dumps(body).encode(), signature())
 
 
 def test_the_outputs_asked_for_are_answered_in_that_order() -> None:
-    call = oip.decode(infer([1, 2], [1, 2], outputs=[{"name": "z"}, {"name": "y"}]), signature())
+    call = codec.decode(infer([1, 2], [1, 2], outputs=[{"name": "z"}, {"name": "y"}]), signature())
     assert call.wanted == ("z", "y")
-    assert oip.decode(infer([1, 2], [1, 2]), signature()).wanted == ("y", "z")
+    assert codec.decode(infer([1, 2], [1, 2]), signature()).wanted == ("y", "z")
 
 
 def test_a_timeout_is_in_microseconds() -> None:
-    assert oip.decode(infer([1, 2], [1, 2], parameters={"timeout": 2500}), signature()).timeout_s == 0.0025
+    assert codec.decode(infer([1, 2], [1, 2], parameters={"timeout": 2500}), signature()).timeout_s == 0.0025
 
 
 def test_what_json_has_no_word_for_is_answered_as_null() -> None:
     array = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
-    answer = json.loads(oip.encode("m", "1", oip.Call({}, ("y",), None, None), {"y": array}).body)
+    answer = json.loads(codec.encode("m", "1", codec.Call({}, ("y",), None, None), {"y": array}).body)
     assert answer["outputs"][0]["data"] == [None, None, None, 1.0]
-    assert json.loads(records.encode({"y": array}, single=False)) == [None, None, None, 1.0]
+    assert json.loads(json_records.encode({"y": array}, single=False)) == [None, None, None, 1.0]
 
 
 ONE = signature("FP32", "batch", 2)
@@ -174,17 +175,17 @@ ONE = signature("FP32", "batch", 2)
     ],
 )
 def test_records_are_told_from_batches_by_their_depth(body: Any, found: Any, single: bool) -> None:
-    read = records.decode(json.dumps(body).encode(), ONE)
+    read = json_records.decode(json.dumps(body).encode(), ONE)
     assert read.inputs["x"].tolist() == found
     assert read.inputs["x"].dtype == np.float32
     assert read.single == single
 
 
 def test_a_model_of_several_inputs_takes_an_object_or_instances_by_name() -> None:
-    one = records.decode(b'{"a": [1, 2], "b": 3}', TWO)
+    one = json_records.decode(b'{"a": [1, 2], "b": 3}', TWO)
     assert one.single
     assert (one.inputs["a"].tolist(), one.inputs["b"].tolist()) == ([[1, 2]], [3])
-    several = records.decode(b'{"instances": [{"a": [1, 2], "b": 3}, {"a": [4, 5], "b": 6}]}', TWO)
+    several = json_records.decode(b'{"instances": [{"a": [1, 2], "b": 3}, {"a": [4, 5], "b": 6}]}', TWO)
     assert (several.inputs["a"].tolist(), several.inputs["b"].tolist()) == ([[1, 2], [4, 5]], [3, 6])
 
 
@@ -211,21 +212,21 @@ def test_a_model_of_several_inputs_takes_an_object_or_instances_by_name() -> Non
 )
 def test_a_body_that_is_no_records_is_refused_in_words(body: bytes, of: Signature, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        records.decode(body, of)
+        json_records.decode(body, of)
     assert words in caught.value.message
     assert len(caught.value.message) < 500
 
 
 def test_a_single_record_gets_a_single_answer_and_several_outputs_an_object() -> None:
     y = np.array([[1.0, 2.0]], np.float32)
-    assert records.encode({"y": y}, single=True) == b"[1.0,2.0]"
-    assert records.encode({"y": y}, single=False) == b"[[1.0,2.0]]"
-    assert json.loads(records.encode({"y": y, "z": np.array([3])}, single=True)) == {"y": [1.0, 2.0], "z": 3}
+    assert json_records.encode({"y": y}, single=True) == b"[1.0,2.0]"
+    assert json_records.encode({"y": y}, single=False) == b"[[1.0,2.0]]"
+    assert json.loads(json_records.encode({"y": y, "z": np.array([3])}, single=True)) == {"y": [1.0, 2.0], "z": 3}
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_whatever_raise_anything_but_a_request_error(body: bytes) -> None:
-    for decode in (oip.decode, records.decode):
+    for decode in (codec.decode, json_records.decode):
         for of in (ONE, TWO):
             with contextlib.suppress(RequestError):
                 decode(body, of)
@@ -247,10 +248,10 @@ def test_no_json_whatever_raises_anything_but_a_request_error(
     tensor = {"name": name, "shape": shape, "datatype": datatype, "data": data}
     bodies = ({"inputs": [tensor], "outputs": outputs}, {"inputs": [{**tensor, "datatype": "FP32"}]}, data)
     for body in bodies:
-        for decode in (oip.decode, records.decode):
+        for decode in (codec.decode, json_records.decode):
             with contextlib.suppress(RequestError):
                 decode(json.dumps(body).encode(), ONE)
 
 
 def test_depth_is_counted_to_a_bound() -> None:
-    assert tensors.depth_of(b"[" * 10**6) == tensors.MAX_DEPTH + 1
+    assert json_tensors.depth_of(b"[" * 10**6) == json_tensors.MAX_DEPTH + 1

@@ -9,9 +9,9 @@ import pytest
 
 from trueline import serve
 from trueline.errors import UsageError
-from trueline.serve import properties
-from trueline.serve.cors import Cors, Rule
-from trueline.serve.http import Later, Request, Response, plain
+from trueline.torchserve import config as properties
+from trueline.web.cors import Cors, Rule
+from trueline.web.messages import Later, Request, Response, plain
 from worlds import bundles, servers
 
 OURS = "https://example.org"

@@ -20,7 +20,8 @@ import pytest
 
 from trueline import serve
 from trueline.errors import UsageError
-from trueline.serve import RunningServer, archive
+from trueline.serve import RunningServer
+from trueline.serve.handlers import archive
 from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from trueline import serve
-from trueline.serve import dashboard
-from trueline.serve.guard import is_open
-from trueline.serve.http import Request, Response
+from trueline.serve.metrics import dashboard
+from trueline.web.auth import is_open
+from trueline.web.messages import Request, Response
 from worlds import browser, bundles, servers
 from worlds.servers import StoreApp
 

@@ -16,15 +16,15 @@ torch = pytest.importorskip("torch")
 
 from PIL import Image  # noqa: E402 - what needs torch comes after it was found
 
-from trueline.compat.ts.context import Context, RequestProcessor  # noqa: E402
-from trueline.compat.ts.metrics.metrics_store import MetricsStore  # noqa: E402
-from trueline.compat.ts.torch_handler.base_handler import BaseHandler  # noqa: E402
-from trueline.compat.ts.torch_handler.image_classifier import ImageClassifier  # noqa: E402
-from trueline.compat.ts.torch_handler.image_segmenter import ImageSegmenter  # noqa: E402
-from trueline.compat.ts.torch_handler.object_detector import ObjectDetector  # noqa: E402
-from trueline.compat.ts.torch_handler.text_classifier import TextClassifier  # noqa: E402
-from trueline.compat.ts.torch_handler.vision_handler import VisionHandler  # noqa: E402
-from trueline.compat.ts.utils.util import PredictionException  # noqa: E402
+from trueline.torchserve.compat.ts.context import Context, RequestProcessor  # noqa: E402
+from trueline.torchserve.compat.ts.metrics.metrics_store import MetricsStore  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.base_handler import BaseHandler  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.image_classifier import ImageClassifier  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.image_segmenter import ImageSegmenter  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.object_detector import ObjectDetector  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.text_classifier import TextClassifier  # noqa: E402
+from trueline.torchserve.compat.ts.torch_handler.vision_handler import VisionHandler  # noqa: E402
+from trueline.torchserve.compat.ts.utils.util import PredictionException  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore:.*torch\.jit")]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from trueline import files
 from trueline.errors import NotFound, StorageError, UsageError
-from trueline.serve import wanted
-from trueline.serve.split import Split, place
-from trueline.serve.store import Store
+from trueline.serve.models import desired_state
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.split import Split, place
 from worlds import bundles
 from worlds.servers import StoreApp
 
@@ -228,13 +228,13 @@ def test_a_restart_brings_back_versions_default_split_and_workers(bundle_store: 
     first.manage("PUT", "/models/pair/split?1=1&2=9")
     first.close()
     second = StoreApp(bundle_store, state=state)
-    assert second.run(second.fleet.restore(wanted.read(state), second.find)) == []
+    assert second.run(second.fleet.restore(desired_state.read(state), second.find)) == []
     assert second.models.default("pair") == "2"
     assert second.models.find("pair", "1").policy.lanes == 3
     split = second.models.split("pair")
     assert split is not None
     assert dict(split.weights) == {"1": 1.0, "2": 9.0}
-    assert second.fleet.wanted() == wanted.read(state)
+    assert second.fleet.wanted() == desired_state.read(state)
     second.close()
 
 
@@ -249,12 +249,12 @@ def test_a_bundle_that_was_exchanged_since_is_not_restored_and_not_forgotten(
     shutil.rmtree(folder / "tiny.bundle")
     bundles.double_plus(folder / "tiny.bundle", max_rows=4)
     second = StoreApp(folder, state=state)
-    missing = second.run(second.fleet.restore(wanted.read(state), second.find))
+    missing = second.run(second.fleet.restore(desired_state.read(state), second.find))
     assert len(missing) == 1
     assert missing[0].startswith("tiny version 1:")
     assert not second.models.ready
     assert second.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 503
-    assert second.fleet.wanted() == wanted.read(state)
+    assert second.fleet.wanted() == desired_state.read(state)
     second.close()
 
 
@@ -273,11 +273,11 @@ def test_a_bundle_that_vanishes_from_the_store_is_served_on_and_missed_where_it_
     assert app.ask("POST", "/predictions/tiny", b"[1, 2, 3]") == (200, [3.0, 5.0, 7.0])
     app.close()
     later = StoreApp(folder, state=state)
-    missing = later.run(later.fleet.restore(wanted.read(state), later.find))
+    missing = later.run(later.fleet.restore(desired_state.read(state), later.find))
     assert missing == ["tiny version 1: Model not found at: tiny.bundle"]
     assert later.ask("GET", "/v2/health/ready")[0] == 503
     assert later.ask("POST", "/predictions/tiny", b"[1, 2, 3]")[0] == 503
-    assert later.fleet.wanted() == wanted.read(state), "it is wanted on"
+    assert later.fleet.wanted() == desired_state.read(state), "it is wanted on"
     later.close()
 
 
@@ -350,8 +350,8 @@ def test_a_model_that_is_loaded_beside_others_does_not_take_the_server_out_of_se
 def test_a_state_file_that_is_none_is_one_clear_error(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(UsageError, match=words):
-        wanted.read(tmp_path / "s.json")
-    assert wanted.read(tmp_path / "absent.json") == wanted.Wanted()
+        desired_state.read(tmp_path / "s.json")
+    assert desired_state.read(tmp_path / "absent.json") == desired_state.Wanted()
 
 
 def test_statistics_and_configuration_are_what_tritons_tools_read(store_app: StoreApp) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from trueline.serve import wanted
-from trueline.serve.fleet import Fleet, Found
-from trueline.serve.follow import Follower
-from trueline.serve.models import Models
+from trueline.serve.models import desired_state
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.state_sync import Follower
 from worlds import bundles, servers
 
 
@@ -95,7 +95,7 @@ def test_what_one_process_is_told_reaches_the_other(town: Town) -> None:
 def test_acts_at_the_same_time_on_different_models_are_both_kept(town: Town) -> None:
     town.load(0, "a", "1")
     town.load(1, "b", "2")
-    assert set(wanted.read(town.state).models) == {"a", "b"}
+    assert set(desired_state.read(town.state).models) == {"a", "b"}
     town.look()
     assert town.served(0) == {"a": ["1"], "b": ["2"]}
     assert town.served(1) == {"b": ["2"], "a": ["1"]}
@@ -107,14 +107,14 @@ def test_acts_at_the_same_time_on_different_models_are_both_kept(town: Town) -> 
 def test_a_version_that_cannot_be_followed_leaves_what_is_served_and_what_is_wanted(town: Town) -> None:
     town.load(0, "a", "1")
     town.look()
-    told = wanted.read(town.state)
-    bad = wanted.WantedVersion(source="wrong.bundle", digest="0" * 64)
-    one = wanted.WantedModel(versions=told.models["a"].versions | {"9": bad}, default="9")
-    wanted.write(town.state, wanted.Wanted(models={"a": one}))
+    told = desired_state.read(town.state)
+    bad = desired_state.WantedVersion(source="wrong.bundle", digest="0" * 64)
+    one = desired_state.WantedModel(versions=told.models["a"].versions | {"9": bad}, default="9")
+    desired_state.write(town.state, desired_state.Wanted(models={"a": one}))
     town.look()
     assert town.served(1) == {"a": ["1"]}
     assert town.fleets[1].models.default("a") == "1"
-    assert wanted.read(town.state).models["a"].default == "9"
+    assert desired_state.read(town.state).models["a"].default == "9"
 
 
 def test_a_file_that_is_none_is_not_followed(town: Town) -> None:

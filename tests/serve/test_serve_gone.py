@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trueline.errors import RequestError
-from trueline.serve.grpc_face import Face
+from trueline.serve.protocols.oip.grpc import Face
 from trueline.wire import inference_pb2 as pb
 from worlds.servers import TinyApp
 

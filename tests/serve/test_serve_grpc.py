@@ -17,7 +17,7 @@ import pytest
 from trueline import serve
 from trueline.errors import PortInUse
 from trueline.serve import RunningServer
-from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
+from trueline.torchserve.grpc import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2
 from worlds import bundles, servers
 

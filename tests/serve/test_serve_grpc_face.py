@@ -13,12 +13,12 @@ import pytest
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import RequestError
-from trueline.serve import tokens
-from trueline.serve.grpc_face import Face, read_inputs
-from trueline.serve.models import Models
-from trueline.serve.routes import Routes
-from trueline.serve.tokens import Forbidden, Unauthorized
-from trueline.serve.version import Version
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.version import Version
+from trueline.serve.protocols.oip.grpc import Face, read_inputs
+from trueline.serve.protocols.router import Routes
+from trueline.web import tokens
+from trueline.web.tokens import Forbidden, Unauthorized
 from trueline.wire import inference_pb2 as pb
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))

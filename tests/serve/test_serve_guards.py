@@ -15,11 +15,11 @@ from onnx import helper
 
 from trueline.bundle import Dim, Golden, Signature
 from trueline.bundle.guards import Guard
-from trueline.serve.batcher import Policy
-from trueline.serve.http import Request, Response
-from trueline.serve.loading import Way, load
-from trueline.serve.models import Models
-from trueline.serve.routes import Routes
+from trueline.serve.batching.policy import Policy
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.loader import Way, load
+from trueline.serve.protocols.router import Routes
+from trueline.web.messages import Request, Response
 from worlds import bundles
 
 

@@ -15,23 +15,24 @@ from typing import Any
 
 import pytest
 
-from trueline.compat.ts.context import Context, RequestProcessor
-from trueline.compat.ts.metrics.dimension import Dimension
-from trueline.compat.ts.metrics.metric_type_enum import MetricTypes
-from trueline.compat.ts.metrics.metrics_store import MetricsStore
-from trueline.compat.ts.utils import util
 from trueline.errors import RequestError, TooLarge
-from trueline.serve import archive
-from trueline.serve.archive import ArchiveError
-from trueline.serve.fleet import CodeNotAllowed, Fleet, Found
-from trueline.serve.handlers import body, entry, frames, place, plan
-from trueline.serve.handlers.measures import MAX_SERIES, Measures
-from trueline.serve.handlers.outcome import Answer, HandlerFailed
+from trueline.serve.handlers import archive, entry_point, framing, workdir
+from trueline.serve.handlers import config as plan
+from trueline.serve.handlers import request as body
+from trueline.serve.handlers.archive import ArchiveError
+from trueline.serve.handlers.metrics import MAX_SERIES, Measures
+from trueline.serve.handlers.result import Answer, HandlerFailed
 from trueline.serve.handlers.worker import _answer
-from trueline.serve.http import Request, render
-from trueline.serve.models import Models
-from trueline.serve.store import Store
-from trueline.serve.torchserve import error, handled
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import CodeNotAllowed, Fleet, Found
+from trueline.serve.models.model_store import Store
+from trueline.torchserve.compat.ts.context import Context, RequestProcessor
+from trueline.torchserve.compat.ts.metrics.dimension import Dimension
+from trueline.torchserve.compat.ts.metrics.metric_type_enum import MetricTypes
+from trueline.torchserve.compat.ts.metrics.metrics_store import MetricsStore
+from trueline.torchserve.compat.ts.utils import util
+from trueline.torchserve.responses import error, handled
+from trueline.web.messages import Request, render
 from worlds import archives
 
 MANIFEST = archive.Manifest(model="noop", version="1.0", handler="noop.py")
@@ -40,33 +41,33 @@ MANIFEST = archive.Manifest(model="noop", version="1.0", handler="noop.py")
 # frames
 
 
-@pytest.mark.parametrize("size", [0, 10, frames.INLINE_BYTES, frames.INLINE_BYTES + 1, 3_000_000])
+@pytest.mark.parametrize("size", [0, 10, framing.INLINE_BYTES, framing.INLINE_BYTES + 1, 3_000_000])
 def test_a_frame_arrives_as_it_was_sent_whatever_its_size(size: int) -> None:
-    one, other = frames.pair()
+    one, other = framing.pair()
     parts = [os.urandom(size), b"", b"last"]
     with one, other:
-        frames.send(one, {"kind": "batch", "n": 1}, parts)
-        assert frames.receive(other, 2**23) == ({"kind": "batch", "n": 1}, parts)
+        framing.send(one, {"kind": "batch", "n": 1}, parts)
+        assert framing.receive(other, 2**23) == ({"kind": "batch", "n": 1}, parts)
         one.close()
-        with pytest.raises(frames.Closed):
-            frames.receive(other, 2**23)
+        with pytest.raises(framing.Closed):
+            framing.receive(other, 2**23)
 
 
 def test_no_descriptor_stays_open_after_large_frames() -> None:
-    one, other = frames.pair()
+    one, other = framing.pair()
     with one, other:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            frames.send(one, {}, [bytes(200_000)])
-            frames.receive(other, 2**20)
+            framing.send(one, {}, [bytes(200_000)])
+            framing.receive(other, 2**20)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
 def _lie(write: Callable[[socket.socket], object]) -> None:
-    one, other = frames.pair()
+    one, other = framing.pair()
     with one, other:
         write(one)
-        frames.receive(other, 100_000)
+        framing.receive(other, 100_000)
 
 
 def test_what_is_no_frame_is_refused() -> None:
@@ -74,25 +75,25 @@ def test_what_is_no_frame_is_refused() -> None:
         sock.send(b"abc")
 
     def long(sock: socket.socket) -> None:
-        sock.send(frames._PREFIX.pack(0, 2, 99) + b"{}")
+        sock.send(framing._PREFIX.pack(0, 2, 99) + b"{}")
 
     def unsized(sock: socket.socket) -> None:
-        sock.send(frames._PREFIX.pack(0, 2, 2) + b"{}")
+        sock.send(framing._PREFIX.pack(0, 2, 2) + b"{}")
 
     def missized(sock: socket.socket) -> None:
         text = b'{"sizes":[5,-3]}'
-        sock.send(frames._PREFIX.pack(0, len(text), len(text) + 1) + text + b"x")
+        sock.send(framing._PREFIX.pack(0, len(text), len(text) + 1) + text + b"x")
 
     def huge(sock: socket.socket) -> None:
-        frames.send(sock, {}, [bytes(200_000)])
+        framing.send(sock, {}, [bytes(200_000)])
 
     def shrunken(sock: socket.socket) -> None:
         memory = os.memfd_create("short")
-        socket.send_fds(sock, [frames._PREFIX.pack(1, 50, 90_000)], [memory])
+        socket.send_fds(sock, [framing._PREFIX.pack(1, 50, 90_000)], [memory])
         os.close(memory)
 
     for lie in (short, long, unsized, missized, huge, shrunken):
-        with pytest.raises(frames.Malformed):
+        with pytest.raises(framing.Malformed):
             _lie(lie)
 
 
@@ -313,7 +314,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     def made(code: str, handler: str) -> Any:
         (tmp_path / "own_handler.py").write_text(dedent(code))
         monkeypatch.delitem(sys.modules, "own_handler", raising=False)
-        answer, initialize = entry.load(handler, tmp_path)
+        answer, initialize = entry_point.load(handler, tmp_path)
         initialize("context")
         monkeypatch.delitem(sys.modules, "own_handler")
         return answer(["data"], "context")
@@ -336,34 +337,34 @@ def test_functions_and_classes_are_found_as_torchserve_finds_them(load: Callable
 
 
 def test_a_handler_that_is_not_there_is_named(load: Callable[[str, str], Any], tmp_path: Path) -> None:
-    with pytest.raises(entry.NoHandler, match="has no function 'nope'"):
+    with pytest.raises(entry_point.NoHandler, match="has no function 'nope'"):
         load("x = 1", "own_handler.py:nope")
-    with pytest.raises(entry.NoHandler, match=r"it has the classes A, B"):
+    with pytest.raises(entry_point.NoHandler, match=r"it has the classes A, B"):
         load(
             "class A:\n def handle(s): 0\n initialize = handle\nclass B(object):\n handle = initialize = A.handle",
             "own_handler",
         )
-    with pytest.raises(entry.NoHandler, match=r"neither nope\.py in the archive nor a default \(base_handler"):
-        entry.load("nope.py", tmp_path)
+    with pytest.raises(entry_point.NoHandler, match=r"neither nope\.py in the archive nor a default \(base_handler"):
+        entry_point.load("nope.py", tmp_path)
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(entry.NoHandler, match="'json' that is in use already"):
-        entry.load("json.py", tmp_path)
+    with pytest.raises(entry_point.NoHandler, match="'json' that is in use already"):
+        entry_point.load("json.py", tmp_path)
 
 
 # the folder and the store
 
 
-@pytest.mark.parametrize("prefix", [place.PREFIX, place.WEIGHTS])
+@pytest.mark.parametrize("prefix", [workdir.PREFIX, workdir.WEIGHTS])
 def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_not(tmp_path: Path, prefix: str) -> None:
-    held = place.Place(tmp_path, prefix=prefix)
+    held = workdir.Place(tmp_path, prefix=prefix)
     left = tmp_path / f"{prefix}left"
     (left / "inner").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     os.symlink(tmp_path / "other", tmp_path / f"{prefix}link")
     now = time.time()
-    assert place.sweep(tmp_path, now=now, prefix=prefix) == 0, "one that is young may be just beginning"
-    assert place.sweep(tmp_path, now=now + 100, prefix="another") == 0
-    assert place.sweep(tmp_path, now=now + 100, prefix=prefix) == 1
+    assert workdir.sweep(tmp_path, now=now, prefix=prefix) == 0, "one that is young may be just beginning"
+    assert workdir.sweep(tmp_path, now=now + 100, prefix="another") == 0
+    assert workdir.sweep(tmp_path, now=now + 100, prefix=prefix) == 1
     assert (held.folder.is_dir(), left.exists(), (tmp_path / "other").is_dir()) == (True, False, True)
     held.remove()
     held.remove()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.serve.heads import MAX_HEADS, Heads
-from trueline.serve.http import Request, Response, path_of
-from trueline.serve.limits import Limits, Waits, judge
+from trueline.serve.fastpath.header_cache import MAX_HEADS, Heads
+from trueline.web.limits import Limits, Waits, judge
+from trueline.web.messages import Request, Response, path_of
 from worlds.connections import LIMITS, Wire, get, post, world
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from trueline.errors import DeadlineExceeded, Overloaded
-from trueline.serve.batcher import Policy
-from trueline.serve.lanes import Batcher
+from trueline.serve.batching.policy import Policy
+from trueline.serve.batching.queue import Batcher
 
 ONE_BY_ONE = Policy(max_batch=1, max_delay_s=0.0)
 

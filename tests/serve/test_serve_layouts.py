@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
-from trueline.serve import layouts, oip, tensors
-from trueline.serve.layouts import MAX_LAYOUTS, Layouts
+from trueline.serve.fastpath import templates
+from trueline.serve.fastpath.templates import MAX_LAYOUTS, Layouts
+from trueline.serve.protocols.oip import codec, json_tensors
 from worlds.bundles import spec
 
 ONE = Signature(
@@ -90,7 +91,7 @@ def test_what_is_remembered_of_json_requests_changes_no_answer(texts: list[bytes
     remembering = Layouts(signature)
     for text in texts:
         for body in (text, bytearray(text)):
-            assert told(remembering.decode, body) == told(oip.decode, body, signature)
+            assert told(remembering.decode, body) == told(codec.decode, body, signature)
 
 
 def binary_body(head: dict[str, Any], tail: bytes) -> tuple[bytes, int]:
@@ -129,7 +130,7 @@ def test_what_is_remembered_of_binary_requests_changes_no_answer(
         text, json_bytes = binary_body(head, tail)
         for size in (8, 9, 16, len(tail)):
             for body in (text[: json_bytes + size], bytearray(text[: json_bytes + size])):
-                assert told(remembering.decode, body, json_bytes) == told(oip.decode, body, signature, json_bytes)
+                assert told(remembering.decode, body, json_bytes) == told(codec.decode, body, signature, json_bytes)
 
 
 def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatc
     bodies = [json.dumps({"inputs": [tensor(data=[n, n])]}).encode() for n in range(3)]
     remembering.decode(bodies[0])
     remembering.decode(*binary_body({"inputs": [X]}, bytes(8)))
-    monkeypatch.setattr(layouts.oip, "read", None)
+    monkeypatch.setattr(templates.oip, "read", None)
     assert [remembering.decode(body).inputs["x"].tolist() for body in bodies] == [[[n, n]] for n in range(3)]
     ones = np.ones(2, "<f4").tobytes()
     assert remembering.decode(*binary_body({"inputs": [X]}, ones)).inputs["x"].tolist() == [[1, 1]]
@@ -148,7 +149,7 @@ def test_no_more_layouts_are_kept_than_there_is_room_for(monkeypatch: pytest.Mon
     bodies = [json.dumps({"note": n, "inputs": [tensor()]}).encode() for n in range(MAX_LAYOUTS + 1)]
     for body in bodies:
         remembering.decode(body)
-    monkeypatch.setattr(layouts.oip, "read", None)
+    monkeypatch.setattr(templates.oip, "read", None)
     assert remembering.decode(bodies[-1]).inputs["x"].tolist() == [[1, 2.5]]
     with pytest.raises(TypeError):
         remembering.decode(bodies[0])
@@ -169,8 +170,8 @@ def test_a_list_of_floats_is_read_as_numpy_reads_it_and_refused_where_it_does_no
             expected = np.array(values, NUMPY_DTYPES[datatype])
     except FloatingPointError:
         with pytest.raises(RequestError, match="out of the range"):
-            tensors.parse(text, datatype, 1, "x")
+            json_tensors.parse(text, datatype, 1, "x")
         return
-    found = tensors.parse(text, datatype, 1, "x")
+    found = json_tensors.parse(text, datatype, 1, "x")
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from trueline.serve import archive
-from trueline.serve.archive import ArchiveError, Caps
-from trueline.serve.heads import Heads
-from trueline.serve.http import Request
-from trueline.serve.limits import Limits, Waits, judge
-from trueline.serve.receiving import Receiver, Refused
-from trueline.serve.store import Store
+from trueline.serve.fastpath.header_cache import Heads
+from trueline.serve.handlers import archive
+from trueline.serve.handlers.archive import ArchiveError, Caps
+from trueline.serve.models.model_store import Store
+from trueline.web.limits import Limits, Waits, judge
+from trueline.web.messages import Request
+from trueline.web.parser import Receiver, Refused
 
 LIMITS = Limits(idle_s=75.0, receive_s=20.0, slowest_bytes_per_s=1000, write_s=30.0, linger_s=2.0)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from trueline.errors import NotReady, RequestError
-from trueline.serve.models import Models, UnknownModel, UnknownVersion
-from trueline.serve.shadow import Shadow
-from trueline.serve.split import Split
-from trueline.serve.version import Version
+from trueline.serve.models.catalog import Models, UnknownModel, UnknownVersion
+from trueline.serve.models.split import Split
+from trueline.serve.models.version import Version
+from trueline.serve.traffic.shadow import Shadow
 
 
 def served(*versions: str, model: str = "tiny") -> Models:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from trueline.serve.batcher import Item, Policy, decide
-from trueline.serve.pace import Curve, Pace, Returns
-from trueline.serve.rehearse import Load, grid, ratio, rehearse
+from trueline.serve.batching.latency_model import Curve, Pace, Returns
+from trueline.serve.batching.policy import Item, Policy, decide
+from trueline.serve.batching.simulator import Load, grid, ratio, rehearse
 
 Takes = Callable[[int], float]
 

@@ -11,8 +11,8 @@ from onnx import helper
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.runtime.session import open_program
-from trueline.serve.batcher import run_batch
-from trueline.serve.plan import draw_up
+from trueline.serve.batching.execution_plan import draw_up
+from trueline.serve.batching.policy import run_batch
 from worlds import bundles
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trueline.serve.http import Request, Response
-from trueline.serve.pieces import Pieces, Torn
+from trueline.web.messages import Request, Response
+from trueline.web.streaming import Pieces, Torn
 from worlds.connections import World, get, world
 
 

@@ -14,11 +14,11 @@ import pytest
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.capture.export import fallbacks
 from trueline.errors import BundleError, NotProven
-from trueline.serve import plan
-from trueline.serve.loading import Way, load
-from trueline.serve.measure import curve_of
-from trueline.serve.neighbours import fit, neighbours_matter
-from trueline.serve.plan import batch_symbol, draw_up
+from trueline.serve.batching import execution_plan as plan
+from trueline.serve.batching.benchmark import curve_of
+from trueline.serve.batching.execution_plan import batch_symbol, draw_up
+from trueline.serve.batching.row_independence import fit, neighbours_matter
+from trueline.serve.models.loader import Way, load
 from worlds import bundles
 from worlds.bundles import spec
 

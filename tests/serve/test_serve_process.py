@@ -23,7 +23,7 @@ from trueline import serve
 from trueline.bundle import pack
 from trueline.errors import BundleError, NotProven, PortInUse, RegistryError, UsageError
 from trueline.serve import RunningServer
-from trueline.serve.sources import find
+from trueline.serve.models.sources import find
 from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow

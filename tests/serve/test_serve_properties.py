@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trueline.cli import serve as verb
 from trueline.errors import UsageError
-from trueline.serve import properties
-from trueline.serve.fleet import How, Refused
+from trueline.serve.models.controller import How, Refused
+from trueline.torchserve import config
 
 USUAL = r"""
 # as the container of TorchServe has it
@@ -43,7 +43,7 @@ models={\
 def test_addresses_stores_and_models_are_taken_and_the_rest_is_named_with_its_reason(tmp_path: Path) -> None:
     path = tmp_path / "config.properties"
     path.write_text(USUAL)
-    told = properties.read(path, {"TS_LOAD_MODELS": "none"})
+    told = config.read(path, {"TS_LOAD_MODELS": "none"})
     models = json.loads(told.options.pop("models"))
     assert told.options == {
         "host": "127.0.0.1",
@@ -70,7 +70,7 @@ def test_the_environment_goes_before_the_file_where_the_file_says_so(tmp_path: P
     path = tmp_path / "config.properties"
     path.write_text("enable_envvars_config=true\nload_models=all\njob_queue_size=5\n")
     environ = {"TS_LOAD_MODELS": "none", "TS_JOB_QUEUE_SIZE": "7", "TS_HOME_OF_THE_SHIP": "x", "PATH": "/bin"}
-    told = properties.read(path, environ)
+    told = config.read(path, environ)
     assert told.options["load"] == ""
     assert json.loads(told.options["models"]) == {"": {"jobQueueSize": 7}}
     assert told.forced["load"] == ""
@@ -97,17 +97,17 @@ def test_a_value_that_cannot_be_is_refused_with_its_key(tmp_path: Path, line: st
     path = tmp_path / "config.properties"
     path.write_text(line)
     with pytest.raises(UsageError, match=words):
-        properties.read(path, {})
+        config.read(path, {})
 
 
 def test_a_key_that_nobody_knows_is_named_with_the_nearest() -> None:
-    told = properties.translate({"load_model": "all"}, where="here")
+    told = config.translate({"load_model": "all"}, where="here")
     assert told.ignored == [("load_model", "no key that is known here; did you mean load_models?")]
 
 
 def test_a_snapshot_of_torchserves_is_what_is_served() -> None:
     snapshot = {"name": "startup.cfg", "modelCount": 1, "models": {"noop": {"1.0": {"marName": "noop.mar"}}}}
-    told = properties.translate({"model_snapshot": json.dumps(snapshot)}, where="here")
+    told = config.translate({"model_snapshot": json.dumps(snapshot)}, where="here")
     assert told.options["load"] == "noop.mar"
     assert json.loads(told.options["models"]) == {"noop/1.0": {"marName": "noop.mar"}}
 
@@ -118,7 +118,7 @@ def test_what_is_written_as_properties_is_read_back(found: dict[str, str]) -> No
         return "".join(f"\\{one}" if one in "\\ =:#!" else one for one in text)
 
     text = "\n".join(f"{escaped(key)} = {escaped(value)}" for key, value in found.items())
-    assert properties.parse(text) == found
+    assert config.parse(text) == found
 
 
 def test_a_bundle_takes_of_these_what_it_can_use_and_refuses_what_cannot_be() -> None:

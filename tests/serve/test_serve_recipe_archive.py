@@ -17,12 +17,12 @@ import pytest
 
 from trueline import files, serve
 from trueline.bundle import Bundle, Contents, Signature, Summary, open_bundle, seal
-from trueline.compat.ts.context import Context, RequestProcessor
-from trueline.compat.ts.metrics.metrics_store import MetricsStore
 from trueline.errors import StorageError, UsageError
-from trueline.serve.archive import unpack
-from trueline.serve.handlers.of_recipe import RecipeHandler, named
-from trueline.serve.recipe_archive import archive
+from trueline.serve.handlers.archive import unpack
+from trueline.serve.handlers.recipe_handler import RecipeHandler, named
+from trueline.torchserve.compat.ts.context import Context, RequestProcessor
+from trueline.torchserve.compat.ts.metrics.metrics_store import MetricsStore
+from trueline.torchserve.recipe_archive import archive
 from worlds import bundles, servers
 
 RECIPE = """

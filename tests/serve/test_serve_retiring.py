@@ -16,26 +16,26 @@ import pytest
 from trueline import events
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, Overloaded, StorageError
-from trueline.serve import machine
-from trueline.serve.batcher import Policy
-from trueline.serve.canary import Rule
-from trueline.serve.fleet import Fleet, Found, Refused
-from trueline.serve.following import AliasFollower
+from trueline.serve import host
+from trueline.serve.batching.execution_plan import Plan
+from trueline.serve.batching.policy import Policy
+from trueline.serve.batching.queue import Batcher
 from trueline.serve.handlers import pool as pools
-from trueline.serve.handlers.outcome import Answer
-from trueline.serve.handlers.plan import Plan as HandlerPlan
+from trueline.serve.handlers.config import Plan as HandlerPlan
 from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.result import Answer
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask, Launch
-from trueline.serve.lanes import Batcher
-from trueline.serve.models import Models, UnknownModel
-from trueline.serve.plan import Plan
-from trueline.serve.repository import Repository
-from trueline.serve.split import Split
-from trueline.serve.stop import Stop
-from trueline.serve.store import Store
-from trueline.serve.traffic import Traffic
-from trueline.serve.version import Loaded, Version
+from trueline.serve.models.catalog import Models, UnknownModel
+from trueline.serve.models.controller import Fleet, Found, Refused
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.split import Split
+from trueline.serve.models.version import Loaded, Version
+from trueline.serve.models.watchers import AliasFollower
+from trueline.serve.process.signals import Stop
+from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.traffic.canary import Rule
+from trueline.serve.traffic.rollout import Traffic
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch",))
@@ -69,7 +69,7 @@ class House:
         self.next: list[Gated] = []
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        if work is machine.give_back:
+        if work is host.give_back:
             return None
         session = self.next.pop(0)
         plan = Plan(batch=True, why="", max_batch=1, inline_values=0, latency_s={1: 1e-3})

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from trueline.serve.batcher import Policy
-from trueline.serve.http import Head, Request, Response
-from trueline.serve.version import Version
+from trueline.serve.batching.policy import Policy
+from trueline.serve.models.version import Version
+from trueline.web.messages import Head, Request, Response
 from worlds.servers import TinyApp
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()

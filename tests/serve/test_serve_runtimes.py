@@ -17,9 +17,9 @@ from trueline import serve
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.errors import BundleError, NotProven, UsageError
-from trueline.serve.loading import Way, load
-from trueline.serve.plan import BY_RECORD
-from trueline.serve.recipe_archive import archive
+from trueline.serve.batching.execution_plan import BY_RECORD
+from trueline.serve.models.loader import Way, load
+from trueline.torchserve.recipe_archive import archive
 from worlds import servers
 from worlds.recipes import untrained
 

@@ -17,7 +17,7 @@ from onnx import helper
 from trueline import serve
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError
-from trueline.serve import scoring
+from trueline.serve.protocols import mlflow as scoring
 from worlds import bundles
 from worlds.servers import TinyApp
 

@@ -21,7 +21,7 @@ from onnx import helper, numpy_helper
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.errors import TruelineError
 from trueline.runtime.compare import compare
-from trueline.serve.loading import Way, load
+from trueline.serve.models.loader import Way, load
 from worlds.bundles import Array, bundle, graph, spec
 
 pytestmark = pytest.mark.slow  # hundreds of servers' starts

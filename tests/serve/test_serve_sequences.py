@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trueline.compat.ts.context import Context, RequestProcessor
 from trueline.errors import RequestError
-from trueline.serve.archive import ArchiveError, Manifest
-from trueline.serve.handlers import plan as plans
+from trueline.serve.handlers import config as plans
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.plan import Plan, Terms
+from trueline.serve.handlers.archive import ArchiveError, Manifest
+from trueline.serve.handlers.config import Plan, Terms
 from trueline.serve.handlers.sequences import Part, Refusal, Sequences
+from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 
 MANIFEST = Manifest(model="noop", version="1.0", handler="noop.py")
 CONFIG = {

@@ -15,8 +15,8 @@ from onnx import helper
 from trueline import serve
 from trueline.bundle import Bundle, Dim, Golden, Signature, open_bundle
 from trueline.runtime.onnx import OnnxSession
-from trueline.serve.loading import Way, load
-from trueline.serve.recipe_archive import archive
+from trueline.serve.models.loader import Way, load
+from trueline.torchserve.recipe_archive import archive
 from worlds import bundles, servers
 
 pytestmark = pytest.mark.slow

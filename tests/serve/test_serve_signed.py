@@ -22,12 +22,12 @@ from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
-from trueline.serve.fleet import Fleet, Found, How, Refused
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.loading import Way
-from trueline.serve.models import Models
-from trueline.serve.signed import sign
-from trueline.serve.sources import find
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, Found, How, Refused
+from trueline.serve.models.loader import Way
+from trueline.serve.models.sources import find
+from trueline.serve.signing import sign
 from worlds import archives, bundles, servers
 
 

@@ -17,7 +17,7 @@ import pytest
 from trueline import serve
 from trueline.errors import TruelineError
 from trueline.serve import RunningServer
-from trueline.serve.torchserve_calls import INFERENCE
+from trueline.torchserve.grpc import INFERENCE
 from trueline.wire import torchserve_pb2 as pb
 from worlds import archives, servers
 from worlds.waiting import until

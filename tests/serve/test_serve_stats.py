@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trueline.serve.models import Models
-from trueline.serve.stats import BOUNDS_ROWS, VersionStats
+from trueline.serve.counters import BOUNDS_ROWS, VersionStats
+from trueline.serve.models.catalog import Models
 
 
 def test_rows_of_all_runs_and_runs_by_rows_follow_from_what_is_counted() -> None:

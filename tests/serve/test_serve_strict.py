@@ -10,9 +10,9 @@ import pytest
 
 from trueline import serve
 from trueline.errors import Overloaded, RequestError
-from trueline.serve import torchserve
-from trueline.serve.handlers.outcome import DIED, HandlerFailed, Hung
-from trueline.serve.tokens import Forbidden, Unauthorized
+from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
+from trueline.torchserve import responses
+from trueline.web.tokens import Forbidden, Unauthorized
 from worlds import archives, bundles, servers
 from worlds.waiting import until
 
@@ -32,7 +32,7 @@ def test_a_refusal_has_our_status_or_torchserves(
     refused: RequestError, ours: tuple[int, str], theirs: tuple[int, str]
 ) -> None:
     for strict, (status, kind) in ((False, ours), (True, theirs)):
-        found = torchserve.error(refused, strict=strict)
+        found = responses.error(refused, strict=strict)
         told = json.loads(found.body)
         assert (found.status, told["code"], told["type"]) == (status, status, kind)
 
@@ -103,7 +103,7 @@ def test_a_registration_that_does_not_wait_is_answered_at_once_as_torchserve_doe
 @pytest.mark.slow
 @pytest.mark.parametrize(("told", "kind"), [("", "dict"), ("decode_input_request=false\n", "bytes")])
 def test_json_and_text_reach_a_handler_as_values_or_as_they_came(tmp_path: Path, told: str, kind: str) -> None:
-    from trueline.serve import properties
+    from trueline.torchserve import config as properties
 
     code = "def handle(data, context):\n    return data and [type(row['body']).__name__ for row in data]\n"
     (tmp_path / "store").mkdir()

@@ -9,10 +9,10 @@ import pytest
 
 from trueline import files
 from trueline.errors import StorageError, UsageError
-from trueline.serve import tokens
-from trueline.serve.guard import Guarded
-from trueline.serve.http import Request, Response
-from trueline.serve.tokens import Forbidden, Unauthorized
+from trueline.web import tokens
+from trueline.web.auth import Guarded
+from trueline.web.messages import Request, Response
+from trueline.web.tokens import Forbidden, Unauthorized
 
 
 class Open:

@@ -12,7 +12,7 @@ import pytest
 
 from trueline import serve
 from trueline.serve import RunningServer
-from trueline.serve.torchserve_calls import INFERENCE, MANAGEMENT
+from trueline.torchserve.grpc import INFERENCE, MANAGEMENT
 from trueline.wire import torchserve_pb2 as pb
 from worlds import archives, bundles, servers
 

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline import events, serve
-from trueline.serve import gpus
-from trueline.serve.fleet import Found
-from trueline.serve.gpus import Gpus, parsed
-from trueline.serve.http import Request, Response
+from trueline.serve.metrics import gpu
+from trueline.serve.metrics.gpu import Gpus, parsed
+from trueline.serve.models.controller import Found
+from trueline.web.messages import Request, Response
 from worlds import archives, bundles, servers
 from worlds.servers import StoreApp
 
@@ -117,7 +117,7 @@ def a_driver(folder: Path, script: str) -> None:
 
 
 def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "gpus", lambda: (0, 1))
+    monkeypatch.setattr(gpu, "gpus", lambda: (0, 1))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     a_driver(tmp_path, f"echo x >> {tmp_path}/asked; echo '0, 30, 1024, 4096'; echo '1, [N/A], 0, 4096'")
     seen = Gpus()
@@ -133,7 +133,7 @@ def test_devices_are_asked_beside_the_loop_and_once_a_minute(tmp_path: Path, mon
 
 
 def test_a_driver_that_fails_is_an_event_and_no_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "gpus", lambda: (0,))
+    monkeypatch.setattr(gpu, "gpus", lambda: (0,))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     a_driver(tmp_path, "exit 9")
     lines: list[str] = []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trueline.errors import UsageError
-from trueline.serve import tracing
-from trueline.serve.http import Request, Response
+from trueline.web import tracing
+from trueline.web.messages import Request, Response
 from worlds.servers import Answers
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.errors import RequestError, StorageError
-from trueline.serve.batcher import Policy
-from trueline.serve.canary import Rule, Sample, Verdict, judge, lower_bound, median_s, sample
-from trueline.serve.stats import BOUNDS_S, Histogram, VersionStats
+from trueline.serve.batching.policy import Policy
+from trueline.serve.counters import BOUNDS_S, Histogram, VersionStats
+from trueline.serve.traffic.canary import Rule, Sample, Verdict, judge, lower_bound, median_s, sample
 from worlds import bundles
 from worlds.servers import StoreApp
 

@@ -13,9 +13,9 @@ import pytest
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, RequestError
-from trueline.serve.batcher import Policy
-from trueline.serve.plan import Plan
-from trueline.serve.version import MAX_LANES, Loaded, Version
+from trueline.serve.batching.execution_plan import Plan
+from trueline.serve.batching.policy import Policy
+from trueline.serve.models.version import MAX_LANES, Loaded, Version
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
 SIGNATURE = Signature(inputs=(X,), outputs=(X,), dims={"batch": Dim(max=8), "length": Dim(max=4)})

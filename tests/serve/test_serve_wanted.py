@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trueline.errors import StorageError, UsageError
-from trueline.serve import wanted
-from trueline.serve.wanted import Keeper, Wanted, WantedModel, WantedVersion, WantedWorkflow
+from trueline.serve.models import desired_state
+from trueline.serve.models.desired_state import Keeper, Wanted, WantedModel, WantedVersion, WantedWorkflow
 
 
 def model(*versions: str, workers: int = 1) -> WantedModel:
@@ -24,23 +24,23 @@ def model(*versions: str, workers: int = 1) -> WantedModel:
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     state = Wanted(models={"a": model("1", "2")}, workflows={"w": WantedWorkflow(source="w.war", digest="cd")})
-    wanted.write(tmp_path / "served.json", state)
-    assert wanted.read(tmp_path / "served.json") == state
+    desired_state.write(tmp_path / "served.json", state)
+    assert desired_state.read(tmp_path / "served.json") == state
 
 
 def test_a_state_that_cannot_be_written_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "served.json"
-    wanted.write(path, Wanted(models={"a": model("1")}))
+    desired_state.write(path, Wanted(models={"a": model("1")}))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="no room left"):
-        wanted.write(path, Wanted(models={"a": model("2")}))
-    assert wanted.read(path).models["a"].default == "1"
+        desired_state.write(path, Wanted(models={"a": model("2")}))
+    assert desired_state.read(path).models["a"].default == "1"
     assert [one.name for one in tmp_path.iterdir()] == ["served.json"]
 
 
@@ -49,13 +49,13 @@ def test_a_keeper_writes_its_own_changes_and_what_others_wrote_stays(tmp_path: P
     one, other = Keeper(path, "models"), Keeper(path, "models")
     one.keep({"a": model("1")})
     other.keep({"b": model("1")})
-    assert set(wanted.read(path).models) == {"a", "b"}
+    assert set(desired_state.read(path).models) == {"a", "b"}
     one.keep({"a": model("2")})
-    assert {name: found.default for name, found in wanted.read(path).models.items()} == {"a": "2", "b": "1"}
+    assert {name: found.default for name, found in desired_state.read(path).models.items()} == {"a": "2", "b": "1"}
     one.keep({})
-    assert set(wanted.read(path).models) == {"b"}
+    assert set(desired_state.read(path).models) == {"b"}
     Keeper(path, "workflows").keep({"w": WantedWorkflow(source="w.war", digest="cd")})
-    found = wanted.read(path)
+    found = desired_state.read(path)
     assert (set(found.models), set(found.workflows)) == ({"b"}, {"w"})
 
 
@@ -63,9 +63,9 @@ def test_what_has_not_changed_is_not_written_again_over_what_another_made_of_it(
     path = tmp_path / "served.json"
     one = Keeper(path, "models")
     one.keep({"a": model("1"), "b": model("1")})
-    wanted.write(path, Wanted(models={"a": model("9"), "b": model("1")}))
+    desired_state.write(path, Wanted(models={"a": model("9"), "b": model("1")}))
     one.keep({"a": model("1"), "b": model("2")})
-    assert {name: found.default for name, found in wanted.read(path).models.items()} == {"a": "9", "b": "2"}
+    assert {name: found.default for name, found in desired_state.read(path).models.items()} == {"a": "9", "b": "2"}
 
 
 def test_what_could_not_be_written_is_written_with_the_next_change(
@@ -78,11 +78,11 @@ def test_what_could_not_be_written_is_written_with_the_next_change(
         def full(*_: Any) -> None:
             raise StorageError("no space left on the device")
 
-        patched.setattr(wanted, "write", full)
+        patched.setattr(desired_state, "write", full)
         with pytest.raises(StorageError):
             keeper.keep({"a": model("1")})
     keeper.keep({"a": model("1")})
-    assert set(wanted.read(path).models) == {"a"}
+    assert set(desired_state.read(path).models) == {"a"}
 
 
 def test_a_model_that_follows_the_file_is_not_written_to_it_and_afterwards_again(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ def test_a_model_that_follows_the_file_is_not_written_to_it_and_afterwards_again
     mine = {"a": model("1"), "b": model("1")}
     with keeper.following("a", lambda: mine):
         keeper.keep(mine)
-        assert set(wanted.read(path).models) == {"b"}
+        assert set(desired_state.read(path).models) == {"b"}
     keeper.keep(mine)
-    assert set(wanted.read(path).models) == {"b"}, "it is as the file said when it was brought there"
+    assert set(desired_state.read(path).models) == {"b"}, "it is as the file said when it was brought there"
     mine["a"] = model("2")
     keeper.keep(mine)
-    assert wanted.read(path).models["a"].default == "2"
+    assert desired_state.read(path).models["a"].default == "2"
 
 
 def test_one_writes_while_all_others_wait(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_one_writes_while_all_others_wait(tmp_path: Path) -> None:
                 return False
             return True
 
-    with wanted.locked(path):
+    with desired_state.locked(path):
         assert not free()
     assert free()
 
@@ -118,8 +118,10 @@ def test_one_writes_while_all_others_wait(tmp_path: Path) -> None:
 def test_a_keeper_reads_and_writes_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for name in ("read", "write"):
-        real = getattr(wanted, name)
-        monkeypatch.setattr(wanted, name, lambda *args, name=name, real=real: (order.append(name), real(*args))[1])
+        real = getattr(desired_state, name)
+        monkeypatch.setattr(
+            desired_state, name, lambda *args, name=name, real=real: (order.append(name), real(*args))[1]
+        )
     real_flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda *args: (order.append("lock"), real_flock(*args))[1])
     Keeper(tmp_path / "served.json", "models").keep({"a": model("1")})
@@ -130,7 +132,7 @@ def test_a_keeper_reads_and_writes_under_the_lock(tmp_path: Path, monkeypatch: p
 def test_a_state_of_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
     (tmp_path / "s.json").write_text(json.dumps({"schema": schema, "models": {}}))
     with pytest.raises(UsageError, match=f"has schema {schema}"):
-        wanted.read(tmp_path / "s.json")
+        desired_state.read(tmp_path / "s.json")
 
 
 @pytest.mark.parametrize("change", [{"default": "9"}, {"split": {"9": 1.0}}, {"split": {"1": 1.0, "9": 0.0}}])
@@ -138,4 +140,4 @@ def test_a_state_that_names_a_version_it_does_not_list_is_refused(tmp_path: Path
     told = {"versions": {"1": {"source": "1.bundle", "digest": "ab"}}, "default": "1"} | change
     (tmp_path / "s.json").write_text(json.dumps({"schema": 1, "models": {"a": told}}))
     with pytest.raises(UsageError, match="names version '9' of 'a', which it does not list"):
-        wanted.read(tmp_path / "s.json")
+        desired_state.read(tmp_path / "s.json")

@@ -12,11 +12,12 @@ import pytest
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotFound, RequestError, UsageError
-from trueline.serve import binary, oip, remote, tensors
-from trueline.serve.layouts import Layouts
+from trueline.serve.fastpath.templates import Layouts
+from trueline.serve.models import download
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import Sources
+from trueline.serve.protocols.oip import binary, codec, json_tensors
 from trueline.serve.settings import Settings
-from trueline.serve.sources import Sources
-from trueline.serve.store import Store
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch", 3))
@@ -30,7 +31,7 @@ def infer(shape: list[int], data: Any, datatype: str = "FP32") -> bytes:
 @pytest.mark.parametrize("shape", [[-1, 3], [-1, -1], [-1, -3], [3, -1], [2**31, 0], [-1]])
 def test_a_shape_of_no_tensor_is_refused_and_guesses_nothing(shape: list[int]) -> None:
     with pytest.raises(RequestError, match="has a dimension of size"):
-        oip.decode(infer(shape, [1.0, 2.0, 3.0]), SIGNATURE)
+        codec.decode(infer(shape, [1.0, 2.0, 3.0]), SIGNATURE)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 11, 13, 24])
@@ -79,11 +80,11 @@ def test_a_value_beyond_its_datatype_is_refused_however_deep_it_lies(
     def text(value: float) -> bytes:
         return b"[" * depth + json.dumps(value).encode() + b"]" * depth
 
-    assert tensors.parse(text(most), datatype, depth, "x").reshape(-1)[0] == np.array(
+    assert json_tensors.parse(text(most), datatype, depth, "x").reshape(-1)[0] == np.array(
         most, f"{datatype}".lower().replace("fp", "float")
     )
     with pytest.raises(RequestError):
-        tensors.parse(text(beyond), datatype, depth, "x")
+        json_tensors.parse(text(beyond), datatype, depth, "x")
 
 
 @pytest.mark.parametrize("cut", [-12, -1, 1, 12])
@@ -104,9 +105,9 @@ def test_a_known_kind_of_request_is_of_its_length_and_else_read_anew(cut: int) -
 @pytest.mark.parametrize("mark", ["sha256:" + "a" * 63, "sha256:" + "a" * 65, "sha256:" + "A" * 64, "sha256:",
                                   "a" * 64, "sha256:" + "a" * 64 + " ", "sha1:" + "a" * 40, ""])  # fmt: skip
 def test_a_digest_behind_a_url_is_whole_or_refused(mark: str) -> None:
-    assert remote.parted("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
+    assert download.parted("s3://b/d#sha256:" + "a" * 64) == ("s3://b/d", "a" * 64)
     with pytest.raises(UsageError, match="is no digest of a bundle"):
-        remote.parted(f"s3://b/d#{mark}")
+        download.parted(f"s3://b/d#{mark}")
 
 
 @pytest.mark.parametrize("url", ["models:/digits@champion", "s3://bucket/digits.tlb", "file:///etc/passwd", "C:digits",

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
-from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
-from trueline.serve.handlers.plan import Plan
+from trueline.serve.handlers.config import Plan
 from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.result import Answer, HandlerFailed, StartFailed
 from trueline.serve.handlers.worker import Ask, Launch, Limits
 from worlds import archives
 

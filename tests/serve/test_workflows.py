@@ -18,20 +18,21 @@ from hypothesis import strategies as st
 
 from trueline import serve
 from trueline.errors import StorageError
-from trueline.serve import RunningServer, wanted
-from trueline.serve.archive import ArchiveError, HoldsWorkflow, peek
-from trueline.serve.fleet import Fleet, Found
-from trueline.serve.follow import Follower
-from trueline.serve.handlers import place
+from trueline.serve import RunningServer
+from trueline.serve.handlers import workdir
+from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.http import Request, Response
-from trueline.serve.management import Management
-from trueline.serve.models import Models
-from trueline.serve.routes import Routes
-from trueline.serve.store import Store
-from trueline.serve.workflows import spec, war
-from trueline.serve.workflows.register import Workflows
-from trueline.serve.workflows.spec import SpecError, functions_of
+from trueline.serve.models import desired_state
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.state_sync import Follower
+from trueline.serve.protocols.router import Routes
+from trueline.torchserve.management import Management
+from trueline.torchserve.workflows import archive, spec
+from trueline.torchserve.workflows.registry import Workflows
+from trueline.torchserve.workflows.spec import SpecError, functions_of
+from trueline.web.messages import Request, Response
 from worlds import archives, servers
 
 FUNCTIONS = """
@@ -188,7 +189,7 @@ def test_a_workflow_is_read_from_a_zip_a_folder_and_a_tar_with_a_top_folder(tmp_
     for name in ("a.war", "b", "c", "d.tar.gz"):
         into = tmp_path / f"into-{name}"
         into.mkdir()
-        found = war.unpack(tmp_path / name, into)
+        found = archive.unpack(tmp_path / name, into)
         assert (found.name, found.handler, found.spec.leaves) == ("flow", "functions.py", ("join",)), name
         assert len(found.digest) == 64
         assert (found.folder / "functions.py").is_file()
@@ -204,7 +205,7 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
             for name, content in contents.items():
                 packed.writestr(name, content)
         with tempfile.TemporaryDirectory() as into, pytest.raises(ArchiveError, match=words):
-            war.unpack(tmp_path / "x.war", Path(into))
+            archive.unpack(tmp_path / "x.war", Path(into))
 
     told = "WAR-INF/MANIFEST.json"
     refused("leaves the archive's folder", lambda files: files.update({"../out.py": b""}))
@@ -315,7 +316,7 @@ def run(folder: Path, act: Act, **options: Any) -> None:
 
 def laid_out(folder: Path) -> list[Path]:
     """What lies in the folders of archives that are served."""
-    return list((folder.parent / "laid-out").glob(f"{place.PREFIX}*"))
+    return list((folder.parent / "laid-out").glob(f"{workdir.PREFIX}*"))
 
 
 def one_function(code: str, **settings: Any) -> tuple[str, str]:
@@ -407,7 +408,7 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
         assert status == 500
         assert "has no function 'pre'" in said["message"]
         assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
-        assert wanted.read(app.state) == wanted.Wanted()
+        assert desired_state.read(app.state) == desired_state.Wanted()
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
     run(store, act)
@@ -641,20 +642,20 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
 def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on(store: Path) -> None:
     async def first(app: WorkflowApp) -> None:
         await app.manage("POST", "/workflows?url=flow.war&response_timeout=77")
-        told = wanted.read(app.state)
+        told = desired_state.read(app.state)
         assert told.models == {}, "nodes come with their workflow"
         assert set(told.workflows["flow"].models) == {"double", "triple"}
         assert told.workflows["flow"].given == {"response_timeout": "77"}
 
     async def second(app: WorkflowApp) -> None:
-        assert await app.workflows.restore(wanted.read(app.state).workflows) == []
+        assert await app.workflows.restore(desired_state.read(app.state).workflows) == []
         assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
         assert (await app.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
 
     async def third(app: WorkflowApp) -> None:
         before = app.state.read_bytes()
         archives.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
-        (missing,) = await app.workflows.restore(wanted.read(app.state).workflows)
+        (missing,) = await app.workflows.restore(desired_state.read(app.state).workflows)
         assert "flow__double failed to register. Details: the archive of digest" in missing
         status, said = await app.ask("POST", "/wfpredict/flow", b"1")
         assert (status, said["message"].startswith("workflow 'flow' is failed: ")) == (503, True)
@@ -678,7 +679,9 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             await other.follower.look()
             assert (await other.ask("POST", "/wfpredict/flow", b"5"))[1]["double"]["is"] == 10
             await other.manage("POST", "/models?url=triple.mar&initial_workers=1")
-            assert set(wanted.read(one.state).workflows) == {"flow"}, "acts on models leave workflows as they are"
+            assert set(desired_state.read(one.state).workflows) == {"flow"}, (
+                "acts on models leave workflows as they are"
+            )
             before = one.state.read_bytes()
             await one.follower.look()
             await other.follower.look()

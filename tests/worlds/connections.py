@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from trueline.serve.connection import Connection
-from trueline.serve.heads import Heads
-from trueline.serve.http import Request, Response
-from trueline.serve.http_server import Server
-from trueline.serve.limits import Limits
+from trueline.serve.fastpath.header_cache import Heads
+from trueline.web.connection import Connection
+from trueline.web.limits import Limits
+from trueline.web.messages import Request, Response
+from trueline.web.server import Server
 
 LIMITS = Limits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 

@@ -17,16 +17,16 @@ import httpx
 
 from trueline import serve
 from trueline.serve import RunningServer
-from trueline.serve.batcher import Policy
-from trueline.serve.fleet import Fleet, Found, How
-from trueline.serve.http import Request, Response
-from trueline.serve.loading import Way, load
-from trueline.serve.management import Management
-from trueline.serve.models import Models
-from trueline.serve.repository import Repository
-from trueline.serve.routes import Routes
-from trueline.serve.store import Store
-from trueline.serve.version import Loaded
+from trueline.serve.batching.policy import Policy
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, Found, How
+from trueline.serve.models.loader import Way, load
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.version import Loaded
+from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.router import Routes
+from trueline.torchserve.management import Management
+from trueline.web.messages import Request, Response
 from worlds import bundles
 from worlds.waiting import until
 

@@ -51,7 +51,7 @@ def command(
     trueline[explain] and the torch.export program).
     """
     from trueline.bundle.read import open_bundle
-    from trueline.serve.recipe_archive import archive
+    from trueline.torchserve.recipe_archive import archive
 
     found = open_bundle(Path(bundle))
     made = archive(

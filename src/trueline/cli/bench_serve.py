@@ -42,8 +42,8 @@ def command(
     what to set where settings are wanted. BUNDLE is a folder, a packed file, or a registered model.
     """
     from trueline.errors import UsageError
-    from trueline.serve import measure
-    from trueline.serve.rehearse import Load
+    from trueline.serve.batching import benchmark
+    from trueline.serve.batching.simulator import Load
 
     if clients is not None and per_second is not None:
         raise UsageError("--clients and --per-second are two kinds of load; give one")
@@ -53,5 +53,5 @@ def command(
 
         path = resolve(bundle, tracking_uri=tracking_uri).path
     load = Load(per_second=per_second) if per_second is not None else Load(clients=clients or 32, think_s=2e-4)
-    found = measure.bench_serve(path, load=load, max_batch=max_batch, threads=threads, program=program)
-    say(measure.as_text(found), measure.as_dict(found), as_json=as_json)
+    found = benchmark.bench_serve(path, load=load, max_batch=max_batch, threads=threads, program=program)
+    say(benchmark.as_text(found), benchmark.as_dict(found), as_json=as_json)

@@ -44,8 +44,8 @@ def command(
     import tempfile
 
     from trueline.errors import UsageError
-    from trueline.serve.archive import stem, unpack
-    from trueline.serve.store import NAME
+    from trueline.serve.handlers.archive import stem, unpack
+    from trueline.serve.models.model_store import NAME
 
     if not Path(archive).exists():
         raise UsageError(f"there is no archive {archive}")

@@ -106,9 +106,9 @@ def command(ctx: click.Context, /, source: str | None, ts_config: str | None, qu
 
 def _configured(ctx: click.Context, path: str, given: dict[str, Any]) -> dict[str, Any]:
     """What the command line gives over what the file says, and what the environment says over both."""
-    from trueline.serve import properties
+    from trueline.torchserve import config
 
-    told = properties.read(Path(path), os.environ)
+    told = config.read(Path(path), os.environ)
     for key, why in told.ignored:
         events.emit("config.ignored", key=key, why=why)
     typed = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}

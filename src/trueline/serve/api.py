@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from trueline import events
 from trueline.errors import TruelineError
-from trueline.serve import child
+from trueline.serve.process import child
 from trueline.serve.settings import Options, Settings, to_arguments
 
 

@@ -22,27 +22,30 @@ from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signing import Trusted
 from trueline.errors import UsageError, listed
-from trueline.serve import archive, remote, tokens, torchserve, tracing, wanted
-from trueline.serve.access import AccessLog, Logged
-from trueline.serve.cors import Cors, Rule
-from trueline.serve.fleet import Fleet, Found, How, Refused
-from trueline.serve.follow import Follower
-from trueline.serve.following import AliasFollower, StoreFollower, every
-from trueline.serve.guard import Guarded
+from trueline.serve.handlers import archive
 from trueline.serve.handlers.worker import Limits as HandlerLimits
-from trueline.serve.http import App, Request, Response
-from trueline.serve.loading import Way
-from trueline.serve.management import Management
-from trueline.serve.models import Models
-from trueline.serve.ports import Field, Ports
-from trueline.serve.repository import Repository
-from trueline.serve.routes import Routes
+from trueline.serve.models import desired_state, download
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, Found, How, Refused
+from trueline.serve.models.loader import Way
+from trueline.serve.models.model_store import Entry, Store, check_name
+from trueline.serve.models.sources import Sources, in_thread
+from trueline.serve.models.state_sync import Follower
+from trueline.serve.models.watchers import AliasFollower, StoreFollower, every
+from trueline.serve.process.listeners import Field, Ports
+from trueline.serve.process.signals import Stop
+from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.router import Routes
 from trueline.serve.settings import Settings
-from trueline.serve.sources import Sources, in_thread
-from trueline.serve.stop import Stop
-from trueline.serve.store import Entry, Store, check_name
-from trueline.serve.tokens import Keys, Kind
-from trueline.serve.workflows.register import Workflows
+from trueline.torchserve import responses
+from trueline.torchserve.management import Management
+from trueline.torchserve.workflows.registry import Workflows
+from trueline.web import tokens, tracing
+from trueline.web.access_log import AccessLog, Logged
+from trueline.web.auth import Guarded
+from trueline.web.cors import Cors, Rule
+from trueline.web.messages import App, Request, Response
+from trueline.web.tokens import Keys, Kind
 
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
@@ -53,9 +56,9 @@ Announce = Callable[[dict[str, Field]], None]
 async def run(settings: Settings, announce: Announce) -> None:
     """Serves until told to stop. `announce` gets one record when the server is ready. Raises TruelineError."""
     if settings.processes > 1:
-        from trueline.serve import several
+        from trueline.serve.process import multiprocess
 
-        await several.run(settings, announce)
+        await multiprocess.run(settings, announce)
         return
     loop = asyncio.get_running_loop()
     store = _store(settings)
@@ -164,7 +167,8 @@ async def _open_grpc(
     """The services that are asked for. Raises PortInUse, UsageError."""
     if settings.grpc_port is None and settings.grpc_management_port is None:
         return
-    from trueline.serve import grpc_face, torchserve_calls  # grpc takes time and memory: only who asks for it pays
+    from trueline.serve.protocols.oip import grpc as grpc_face  # grpc takes time and memory: only who asks for it pays
+    from trueline.torchserve import grpc as torchserve_calls
 
     strict = settings.torchserve_strict
     if settings.grpc_port is not None:
@@ -240,12 +244,12 @@ class _MetricsOnly:
     def answer(self, request: Request) -> Response | asyncio.Future[Response]:
         """The answer, now or later."""
         if request.path != "/metrics":
-            return torchserve.refusal(404, torchserve.NO_RESOURCE)
+            return responses.refusal(404, responses.NO_RESOURCE)
         return self._routes.long_way(request)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
-        return torchserve.refusal(status, message)
+        return responses.refusal(status, message)
 
 
 async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
@@ -265,7 +269,7 @@ async def _begin(
     """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
     models = fleet.models
     if settings.state is not None:
-        kept = wanted.read(Path(settings.state))
+        kept = desired_state.read(Path(settings.state))
         for missing in await fleet.restore(kept, sources.operator):
             events.emit("version.missing", what=missing)
         for missing in await workflows.restore(kept.workflows):
@@ -318,7 +322,7 @@ def _is_alias(source: str) -> bool:
 
 def _whole(source: str) -> str:
     """`source` as the state file names it: what is no path from the root and no URL there is an entry of the store."""
-    return source if source.startswith("models:/") or remote.is_url(source) else os.path.abspath(source)
+    return source if source.startswith("models:/") or download.is_url(source) else os.path.abspath(source)
 
 
 def _bundle_name(path: Path) -> str:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.serve.handlers import entry, envelopes, frames
-from trueline.serve.handlers.confine import confine
+from trueline.serve.handlers import entry_point, envelopes, framing
+from trueline.serve.handlers.sandbox import confine
 
-COMPAT = Path(__file__).parents[2] / "compat"
+COMPAT = Path(__file__).parents[2] / "torchserve" / "compat"
 """The folder that holds our own `ts` package."""
 LOAD_BYTES = 2**20
 
@@ -58,7 +58,7 @@ class Service:
             _config(folder, told["config_file"]),
         )
         self._context.send_piece = self._send_piece
-        self._answer, initialize = entry.load(told["handler"], folder)
+        self._answer, initialize = entry_point.load(told["handler"], folder)
         if told["envelope"]:
             self._answer = envelopes.within(told["envelope"], self._answer)
         initialize(self._context)
@@ -83,11 +83,11 @@ class Service:
         except Exception as error:  # noqa: BLE001 - blind on purpose: whatever the handler raises fails its batch
             code, message = _refusal(error)
             told = {"kind": "refused", "code": code, "message": message, "metrics": self._metrics.drain()}
-            frames.send(self._sock, told)
+            framing.send(self._sock, told)
             return
         self._metrics.add_time("PredictionTime", (time.perf_counter() - began) * 1e3)
         answers = [_head(one) for one in processors]
-        frames.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
+        framing.send(self._sock, {"kind": "answers", "answers": answers, "metrics": self._metrics.drain()}, bodies)
 
     def _steps(self, data: list[Any], processors: list[Any], ids: list[str]) -> list[bytes | bytearray]:
         """The answers of a batch. A handler that sets stopping criteria is called again for the requests whose
@@ -106,7 +106,7 @@ class Service:
             stops = [criteria[index](found[index]) if criteria else None for index in range(len(going))]
             self._open = [at for at, stop in zip(going, stops, strict=True) if stop is not None and not stop]
             for at in self._open:
-                frames.send(self._sock, {"kind": "piece", "index": at, "answer": _head(processors[at])}, [last[at]])
+                framing.send(self._sock, {"kind": "piece", "index": at, "answer": _head(processors[at])}, [last[at]])
         return [last[at] for at in range(len(data))]
 
     def _send_piece(self, values: Sequence[Any], request_ids: Mapping[int, str], code: int) -> None:
@@ -115,7 +115,7 @@ class Service:
             if index in request_ids:
                 told = _head(self._context.request_processor[index]) | {"status": code}
                 at = self._open[index]
-                frames.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encoded(value)])
+                framing.send(self._sock, {"kind": "piece", "index": at, "answer": told}, [_encoded(value)])
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _head(processor: Any) -> dict[str, Any]:
 def main(descriptor: int, parent: int) -> int:
     """Loads the handler that the first frame names and serves it; returns the exit code."""
     sock = socket.socket(fileno=descriptor)
-    told, _ = frames.receive(sock, LOAD_BYTES)
+    told, _ = framing.receive(sock, LOAD_BYTES)
     try:
         confine(parent=parent, address_space=told["address_space"], open_files=told["open_files"])
         sys.path[:0] = [told["folder"], str(COMPAT)]
@@ -210,13 +210,13 @@ def main(descriptor: int, parent: int) -> int:
     except Exception as error:  # noqa: BLE001 - blind on purpose: the server is told why
         traceback.print_exception(error)
         why = traceback.format_exception_only(error)[-1].strip()
-        frames.send(sock, {"kind": "failed", "why": why[:2000]})
+        framing.send(sock, {"kind": "failed", "why": why[:2000]})
         return 1
-    frames.send(sock, {"kind": "ready"})
+    framing.send(sock, {"kind": "ready"})
     while True:
         try:
-            head, parts = frames.receive(sock, told["max_bytes"])
-        except frames.Closed:
+            head, parts = framing.receive(sock, told["max_bytes"])
+        except framing.Closed:
             return 0
         service.predict(head, parts)
 

@@ -20,11 +20,11 @@ from typing import Any
 from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.outcome import Answer, NoSequence, StartFailed
-from trueline.serve.handlers.plan import MAX_WORKERS, backoff_s, gather
+from trueline.serve.handlers.config import MAX_WORKERS, backoff_s, gather
+from trueline.serve.handlers.result import Answer, NoSequence, StartFailed
 from trueline.serve.handlers.sequences import Dropped, Part, Sequences
 from trueline.serve.handlers.worker import Ask, Launch, Worker
-from trueline.serve.version import NO_WORKER
+from trueline.serve.models.version import NO_WORKER
 
 MAX_QUEUE_BYTES = 256 * 2**20
 """Of what waits for one model; a lone request is let in whatever its size."""

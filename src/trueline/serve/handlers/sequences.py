@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from trueline.errors import RequestError
-from trueline.serve.handlers.plan import Plan, Terms, gather
+from trueline.serve.handlers.config import Plan, Terms, gather
 
 ID = "ts_request_sequence_id"
 START = "ts_request_sequence_start"

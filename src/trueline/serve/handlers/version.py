@@ -17,19 +17,18 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import NotReady, RequestError
-from trueline.serve import archive
-from trueline.serve.archive import Archive
-from trueline.serve.batcher import USUAL, Policy
-from trueline.serve.handlers import plan as plans
-from trueline.serve.handlers import sequences
-from trueline.serve.handlers.measures import Measures
-from trueline.serve.handlers.outcome import Answer, HandlerFailed, StartFailed
-from trueline.serve.handlers.place import Place
+from trueline.serve.batching.policy import USUAL, Policy
+from trueline.serve.handlers import archive, sequences
+from trueline.serve.handlers import config as plans
+from trueline.serve.handlers.archive import Archive
+from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
+from trueline.serve.handlers.result import Answer, HandlerFailed, StartFailed
 from trueline.serve.handlers.sequences import Part
+from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Ask, Launch, Limits
-from trueline.serve.pieces import Pieces
-from trueline.serve.version import NO_WORKER, Loaded, Version
+from trueline.serve.models.version import NO_WORKER, Loaded, Version
+from trueline.web.streaming import Pieces
 
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"

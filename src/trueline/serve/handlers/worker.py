@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trueline.serve.handlers import frames
-from trueline.serve.handlers.outcome import DIED, Answer, HandlerFailed, Hung, StartFailed
-from trueline.serve.handlers.plan import Plan
+from trueline.serve.handlers import framing
+from trueline.serve.handlers.config import Plan
+from trueline.serve.handlers.result import DIED, Answer, HandlerFailed, Hung, StartFailed
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
@@ -126,7 +126,7 @@ class Worker:
         return self._process.pid
 
     def _begin(self) -> None:
-        ours, theirs = frames.pair()
+        ours, theirs = framing.pair()
         command = [sys.executable, "-P", "-m", "trueline.serve.handlers.child", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
@@ -178,8 +178,8 @@ class Worker:
 
     async def started(self) -> None:
         """Returns when the handler is initialized. Raises StartFailed; the process is then gone."""
-        with contextlib.suppress(frames.Closed, BlockingIOError):  # then it ended already, and _starting says so
-            frames.send(self._sock, self._told())
+        with contextlib.suppress(framing.Closed, BlockingIOError):  # then it ended already, and _starting says so
+            framing.send(self._sock, self._told())
         try:
             await asyncio.shield(self._starting)
         except StartFailed:
@@ -200,10 +200,10 @@ class Worker:
         ]
         self._arm(self._launch.plan.response_timeout_s, "gave no answer")
         try:
-            frames.send(
+            framing.send(
                 self._sock, {"kind": "batch", "requests": told}, [part[2] for ask in asks for part in ask.parts]
             )
-        except (frames.Closed, BlockingIOError, OSError) as error:
+        except (framing.Closed, BlockingIOError, OSError) as error:
             self.kill(f"takes no requests ({type(error).__name__})")
         return answering
 
@@ -262,16 +262,16 @@ class Worker:
     def _read(self) -> None:
         while self._sock.fileno() >= 0:
             try:
-                head, parts = frames.receive(self._sock, self._frame_bytes)
+                head, parts = framing.receive(self._sock, self._frame_bytes)
             except BlockingIOError:
                 return
-            except frames.Closed:
+            except framing.Closed:
                 self._loop.remove_reader(self._sock.fileno())
                 if self._answering is not None or not self._starting.done():
                     return  # its end says how, in a moment
                 self.kill("closed its socket")
                 return
-            except (frames.Malformed, OSError) as error:
+            except (framing.Malformed, OSError) as error:
                 self.kill(f"said what is no frame: {error}")
                 return
             try:

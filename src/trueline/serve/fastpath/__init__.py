@@ -1,0 +1,1 @@
+"""Caches that answer requests of a known form without parsing them again."""

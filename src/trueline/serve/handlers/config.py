@@ -1,0 +1,192 @@
+"""How a handler is run: from what the call says, else the archive's configuration, else TorchServe's defaults. Pure.
+
+A value that is no number, or out of range, is refused in the configuration and falls back to the default in a call, as
+TorchServe does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trueline.serve.handlers.archive import ArchiveError, Manifest
+from trueline.serve.handlers.envelopes import NAMES
+
+NOT_RUN = (
+    "asyncCommunication",
+    "continuousBatching",
+    "useJobTicket",
+    "useVenv",
+)
+"""Keys of model-config.yaml that are known and change nothing here; the handler sees them."""
+OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
+"""Keys that say something of a stateful model only."""
+_BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0)
+MAX_WORKERS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which terms a stateful model keeps sequences of requests."""
+
+    max_idle_s: float
+    """A sequence that nobody asks for so long is closed."""
+    timeout_s: float = 0.0
+    """How long a sequence may last; 0: as long as it is asked."""
+    max_sequences: int = 1
+    """Of the model at the same time; never fewer than its workers take into their batches."""
+    queue_size: int = 1
+    """Requests of one sequence that may wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one version's handler is run."""
+
+    handler: str
+    workers: int = 1
+    batch_size: int = 1
+    max_batch_delay_s: float = 0.1
+    response_timeout_s: float = 120.0
+    startup_timeout_s: float = 120.0
+    max_retry_s: float = 300.0
+    """How long a worker that dies is started again before it is given up."""
+    client_timeout_s: float = 0.0
+    """How long a request may take in all; 0: as long as `response_timeout_s` allows in the queue and again in a run."""
+    queue_size: int = 100
+    envelope: str = ""
+    """What is around the data (`envelopes`); empty: nothing."""
+    decode: bool = True
+    """Whether the handler gets JSON as its value and text as str; else it gets bytes."""
+    gpus: tuple[int, ...] = ()
+    """Worker i gets gpus[i % len(gpus)]; none: the processor."""
+    sequences: Terms | None = None
+    """Of a stateful model."""
+
+    def max_sequences(self, workers: int) -> int:
+        """How many sequences `workers` keep between them; 0 when the model is not stateful."""
+        return max(self.sequences.max_sequences, self.batch_size * workers) if self.sequences else 0
+
+
+def draw_up(manifest: Manifest, config: Mapping[str, Any], given: Mapping[str, str], gpus: Sequence[int] = ()) -> Plan:
+    """The plan. `given` are the parameters of the call; `gpus` those that the machine has. Raises ArchiveError."""
+    parallel = config.get("parallelType")
+    if parallel not in (None, "", "custom") or int(_number(config, "parallelLevel", 1)) > 1:
+        raise ArchiveError(
+            f"the archive's parallelType {parallel!r} wants several processes for one worker (torchrun); "
+            "that is not run here"
+        )
+    usual = _number(config, "minWorkers", _count(given, "default_workers", 0))
+    workers = _count(given, "initial_workers", usual)
+    delay_ms = _count(given, "max_batch_delay", _number(config, "maxBatchDelay", 100))
+    return Plan(
+        handler=given.get("handler") or manifest.handler,
+        workers=min(int(workers), MAX_WORKERS),
+        batch_size=max(1, int(_count(given, "batch_size", _number(config, "batchSize", 1)))),
+        max_batch_delay_s=delay_ms / 1e3,
+        response_timeout_s=_count(given, "response_timeout", _number(config, "responseTimeout", 120)) or 120.0,
+        startup_timeout_s=_count(given, "startup_timeout", _number(config, "startupTimeout", 120)) or 120.0,
+        max_retry_s=_number(config, "maxRetryTimeoutInSec", 300),
+        client_timeout_s=_number(config, "clientTimeoutInMills", 0) / 1e3,
+        queue_size=max(1, int(_number(config, "jobQueueSize", 100))),
+        envelope=_envelope(manifest.envelope or config.get("serviceEnvelope") or ""),
+        decode=config.get("decodeInputRequest", True) is not False,
+        gpus=_gpus(config, gpus),
+        sequences=_terms(config),
+    )
+
+
+def ignored(config: Mapping[str, Any], plan: Plan) -> list[str]:
+    """The keys of the archive's configuration that say something and change nothing."""
+    silent = NOT_RUN if plan.sequences else (*NOT_RUN, *OF_SEQUENCES)
+    return [key for key in silent if config.get(key)]
+
+
+def _terms(config: Mapping[str, Any]) -> Terms | None:
+    """TorchServe 0.12 asks for `sequenceBatching: true` beside the times, older ones for the times alone."""
+    max_idle_s = _number(config, "sequenceMaxIdleMSec", 0) / 1e3
+    stateful = config.get("sequenceBatching", config.get("stateful", max_idle_s > 0))
+    if not isinstance(stateful, bool):
+        raise ArchiveError(
+            f"'sequenceBatching' of the archive's configuration is to be true or false, not {stateful!r}"
+        )
+    if not stateful:
+        return None
+    if not max_idle_s:
+        raise ArchiveError(
+            "the archive's configuration wants sequences and no end of them: say in 'sequenceMaxIdleMSec' after how "
+            "many milliseconds without a request one is closed"
+        )
+    return Terms(
+        max_idle_s=max_idle_s,
+        timeout_s=_number(config, "sequenceTimeoutMSec", 0) / 1e3,
+        max_sequences=max(1, int(_number(config, "maxNumSequence", 1))),
+        queue_size=max(1, int(_number(config, "maxSequenceJobQueueSize", 1))),
+    )
+
+
+def _envelope(name: Any) -> str:
+    if name not in ("", *NAMES):
+        raise ArchiveError(f"the service envelope is {name!r}, expected one of {', '.join(NAMES)}")
+    return str(name)
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ArchiveError(f"'{key}' of the archive's configuration is to be a number of 0 or more, it is {value!r}")
+    return float(value)
+
+
+def _count(given: Mapping[str, str], key: str, default: float) -> float:
+    text = given.get(key, "")
+    return float(text) if text.isdecimal() and len(text) < 10 else default
+
+
+def _gpus(config: Mapping[str, Any], found: Sequence[int]) -> tuple[int, ...]:
+    if config.get("deviceType", "gpu") != "gpu":
+        return ()
+    chosen = config.get("deviceIds")
+    if chosen is None:
+        return tuple(found)
+    if not isinstance(chosen, list) or not all(isinstance(one, int) and one in found for one in chosen):
+        raise ArchiveError(f"'deviceIds' of the archive's configuration is {chosen!r}; this machine has {list(found)}")
+    return tuple(chosen)
+
+
+def backoff_s(deaths: int) -> float:
+    """How long to wait before a worker is started again that died `deaths` times without an answer between.
+
+    >>> [backoff_s(n) for n in (1, 2, 5, 99)]
+    [0.0, 1.0, 3.0, 55.0]
+    """
+    return _BACKOFF_S[min(deaths, len(_BACKOFF_S)) - 1] if deaths > 0 else 0.0
+
+
+class Waiting(Protocol):
+    """A request in the queue, as far as the choice needs it."""
+
+    since: float
+    alone: bool
+
+
+def gather(queue: Sequence[Waiting], *, now: float, plan: Plan) -> tuple[int, float | None]:
+    """How many requests from the head of the queue an idle worker takes at `now`, and when to ask again if it is 0.
+
+    A full batch goes at once, one that is not waits until its oldest has waited `max_batch_delay_s`. A request that
+    is `alone` (an explanation) is a batch of its own.
+    """
+    if not queue:
+        return 0, None
+    if queue[0].alone:
+        return 1, None
+    run = 0
+    for waiting in queue[: plan.batch_size]:
+        if waiting.alone:
+            break
+        run += 1
+    full = run == plan.batch_size or run < len(queue)
+    due = queue[0].since + plan.max_batch_delay_s
+    return (run, None) if full or now >= due else (0, due)

@@ -1,0 +1,136 @@
+"""The body of /predictions for a bundle without a handler: records or batches as plain JSON. Pure.
+
+    body                                  is                                         the answer
+    a list as deep as the input's rank    a batch, for a model of one input          the batch's outputs
+    a list one less deep                  one record, for a model of one input       that record's output
+    {"instances": [record, ...]}          a batch of records (objects by name, when  the batch's outputs
+                                          there are several inputs)
+    {input name: values, ...}             a batch or one record, for any model       as above
+
+A model of one output answers with its values, a model of several with an object of values by name. NaN and the
+infinities are `null` in answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from trueline.bundle.signature import Signature, TensorSpec
+from trueline.errors import RequestError, listed
+from trueline.serve.protocols.oip import json_tensors
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+INSTANCES = "instances"
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """One request, decoded. `single`: it was one record, and one answer is due."""
+
+    inputs: dict[str, Array]
+    single: bool
+
+
+def decode(body: bytes | bytearray, signature: Signature) -> Records:
+    """The records in a body. Raises RequestError."""
+    if not body:
+        raise RequestError("the body is empty", hint=_forms(signature))
+    if bytes(body[:64]).lstrip()[:1] == b"{":
+        return _object(body, signature)
+    return _values({_only(signature).name: msgspec.Raw(body)}, signature)
+
+
+def _object(body: bytes | bytearray, signature: Signature) -> Records:
+    given = _decode(_OBJECT, body)
+    names = {spec.name for spec in signature.inputs}
+    if INSTANCES in given and INSTANCES not in names:
+        if len(given) > 1:
+            raise RequestError("beside 'instances' the body holds more; nothing else is read")
+        return _instances(given[INSTANCES], signature)
+    return _values(given, signature)
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw | bytes | bytearray) -> Any:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is no JSON of records: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body nests too deeply") from error
+
+
+def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> Records:
+    specs = {spec.name: spec for spec in signature.inputs}
+    if given.keys() != specs.keys():
+        found = listed(sorted(name[:64] for name in given)[:8])
+        raise RequestError(f"the body names: {found}; the model takes: {listed(sorted(specs))}")
+    arrays, single = {}, set()
+    for name, text in given.items():
+        arrays[name] = _read(text, specs[name])
+        single.add(arrays[name].ndim < len(specs[name].shape))
+    if len(single) > 1:
+        raise RequestError("some inputs are one record, others a batch; send all as one or all as the other")
+    one = single == {True}
+    return Records({name: array[np.newaxis] if one else array for name, array in arrays.items()}, one)
+
+
+def _read(text: msgspec.Raw, spec: TensorSpec) -> Array:
+    depth, rank = json_tensors.depth_of(memoryview(text)), len(spec.shape)
+    if depth not in (rank, rank - 1):
+        record = f"{rank - 1} for one record or " if rank else ""
+        raise RequestError(f"input '{spec.name}' nests {depth} lists, expected {record}{rank} for a batch")
+    return json_tensors.parse(text, spec.datatype, depth, spec.name)
+
+
+def _instances(text: msgspec.Raw, signature: Signature) -> Records:
+    if len(signature.inputs) == 1 and json_tensors.depth_of(memoryview(text)) == len(signature.inputs[0].shape):
+        only = signature.inputs[0]
+        return Records({only.name: json_tensors.parse(text, only.datatype, len(only.shape), only.name)}, False)
+    rows = _decode(_OBJECTS, text)
+    if not rows:
+        raise RequestError("'instances' is empty")
+    read = [_values(row, signature) for row in rows]
+    if not all(row.single for row in read):
+        raise RequestError("each of 'instances' is to be one record")
+    names = [spec.name for spec in signature.inputs]
+    return Records({name: _joined(name, [row.inputs[name] for row in read]) for name in names}, False)
+
+
+def _joined(name: str, arrays: list[Array]) -> Array:
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        raise RequestError(f"'instances' differ in the shape of input '{name}'") from error
+
+
+def _only(signature: Signature) -> TensorSpec:
+    if len(signature.inputs) != 1:
+        names = listed(spec.name for spec in signature.inputs)
+        raise RequestError(f"the model takes several inputs ({names}): send an object of values by name")
+    return signature.inputs[0]
+
+
+def _forms(signature: Signature) -> str:
+    spec = signature.inputs[0]
+    return f"send JSON: one record or a batch for input '{spec.name}' of shape {list(spec.shape)}"
+
+
+def encode(outputs: Mapping[str, Array], *, single: bool) -> bytes:
+    """The answer's body: values, or an object of values by name when there are several outputs."""
+    values = {name: _value(array, single=single) for name, array in outputs.items()}
+    if len(values) == 1:
+        return msgspec.json.encode(next(iter(values.values())))
+    return msgspec.json.encode(values)
+
+
+def _value(array: Array, *, single: bool) -> Any:
+    return (array[0] if single and array.ndim and len(array) == 1 else array).tolist()

@@ -1,0 +1,1 @@
+"""Metrics of the server: Prometheus, GPUs, the dashboard."""

@@ -1,0 +1,1 @@
+"""Models and versions: loading, desired state, retirement, following a registry."""

@@ -1,0 +1,151 @@
+"""Models and versions of one server: which there are, and which of them a request goes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trueline.errors import NotFound, listed
+from trueline.serve.models.split import Split
+from trueline.serve.models.version import Version
+
+if TYPE_CHECKING:
+    from trueline.serve.traffic.shadow import Shadow
+
+
+class UnknownModel(NotFound):
+    """No model of this name is served."""
+
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(f"model '{model[:64]}' is not served here (serving: {listed(names)})")
+        self.model = model[:64]
+
+
+class UnknownVersion(NotFound):
+    """The model is served, this version of it is not."""
+
+    def __init__(self, model: str, version: str, versions: list[str]) -> None:
+        super().__init__(f"model '{model}' has no version '{version[:64]}' (has: {listed(versions)})")
+        self.model = model
+        self.version = version[:64]
+
+
+class Models:
+    """Every version that this server has, by model, and which of them a request without a version goes to.
+
+    The first version of a model is its default until another is named.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, dict[str, Version]] = {}
+        self._defaults: dict[str, str] = {}
+        self._splits: dict[str, Split] = {}
+        self.changes = 0
+        """Grows when a name may lead to another version than before."""
+        self.shadows: dict[str, Shadow] = {}
+        """By model: who is asked the same, and answers nobody."""
+        self.started = False
+        """Whether all that was asked for at start has been loaded. From then on a model that is loaded beside the
+        others hinders nobody, and a server that is managed is ready with nothing to serve.
+        """
+
+    def add(self, model: str, version: str) -> Version:
+        """A new version, loading."""
+        made = Version(model=model, version=version)
+        self.put(made)
+        return made
+
+    def put(self, version: Version) -> Version | None:
+        """Shows `version` under its name; returns the one that had it."""
+        versions = self._versions.setdefault(version.model, {})
+        before = versions.get(version.version)
+        versions[version.version] = version
+        self.changes += 1
+        version.at_start = not self.started
+        self._defaults.setdefault(version.model, version.version)
+        return before
+
+    def remove(self, model: str, version: str) -> Version:
+        """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
+        found = self.find(model, version)
+        del self._versions[model][version]
+        self.changes += 1
+        split = self._splits.get(model)
+        if split is not None and version in split.weights:
+            del self._splits[model]
+        if model in self.shadows and self.shadows[model].version is found:
+            del self.shadows[model]
+        if not self._versions[model]:
+            del self._versions[model], self._defaults[model]
+        elif self._defaults[model] == version:
+            self._defaults[model] = next(iter(self._versions[model]))
+        return found
+
+    def find(self, model: str, version: str | None = None, key: str = "") -> Version:
+        """The version, or the one that a request without a version goes to: by the split, else the default.
+
+        Requests of one `key` go to one version. Raises UnknownModel, UnknownVersion.
+        """
+        versions = self._versions.get(model)
+        if versions is None:
+            raise UnknownModel(model, list(self._versions))
+        if version is None:
+            split = self._splits.get(model)
+            version = self._defaults[model] if split is None else split.choose(key)
+        found = versions.get(version)
+        if found is None:
+            raise UnknownVersion(model, version, list(versions))
+        return found
+
+    def leads_to(self, found: Version, model: str, version: str | None) -> bool:
+        """Whether requests for `version` of `model`, or without a version, go to `found`, all of them."""
+        if version is None and model in self._splits:
+            return False
+        return self._versions.get(model, {}).get(version or self._defaults.get(model, "")) is found
+
+    def default(self, model: str) -> str:
+        self.find(model)
+        return self._defaults[model]
+
+    def set_default(self, model: str, version: str) -> None:
+        """Requests without a version go to `version`; a split ends. Raises UnknownModel, UnknownVersion, NotReady."""
+        self.find(model, version).check_ready()
+        self._defaults[model] = version
+        self._splits.pop(model, None)
+        self.changes += 1
+
+    def split(self, model: str) -> Split | None:
+        return self._splits.get(model)
+
+    def set_split(self, model: str, split: Split) -> None:
+        """Requests without a version go by weight. Raises UnknownModel, UnknownVersion, NotReady."""
+        for version in split.weights:
+            self.find(model, version).check_ready()
+        self._splits[model] = split
+        self.changes += 1
+
+    def restore(self, model: str, default: str, split: Split | None) -> None:
+        """Default and split as they were."""
+        self.changes += 1
+        self._defaults[model] = default
+        self._splits.pop(model, None)
+        if split is not None:
+            self._splits[model] = split
+
+    def names(self) -> list[str]:
+        return list(self._versions)
+
+    def versions(self, model: str) -> list[str]:
+        self.find(model)
+        return list(self._versions[model])
+
+    def all(self) -> list[Version]:
+        """Those that there are now; a scrape asks in a thread of its own, while versions come and go."""
+        return [version for versions in list(self._versions.values()) for version in list(versions.values())]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has a default version that is ready."""
+        fine = ("ready", "loading") if self.started else ("ready",)
+        defaults = list(self._defaults.items())  # in a scrape's thread one may have gone by now
+        found = [one for model, version in defaults if (one := self._versions.get(model, {}).get(version)) is not None]
+        return all(version.state in fine for version in found) and (bool(found) or self.started)

@@ -1,0 +1,117 @@
+"""Where a name that a client gives may lead: the model store, and nowhere else.
+
+A store is a folder of bundles, sealed folders or packed files (`.tlb`): `NAME.bundle` is version 1 of NAME,
+`NAME/VERSION.bundle` a version of its own. TorchServe's model archives may stand among them, named by their manifests.
+A client names entries of it, never paths: what has a `..`, is absolute, or leaves the store by a link is refused
+(CVE-2024-35198 was such a hole).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueline.errors import NotFound, RequestError
+from trueline.serve.handlers import archive
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MANIFEST = "bundle.json"
+
+
+class NotInStore(NotFound):
+    """No such bundle in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A bundle or an archive in the store. `source` is what a client calls it."""
+
+    model: str
+    version: str
+    source: str
+    path: Path
+
+
+def check_name(what: str, name: str) -> str:
+    """`name`, if it may name a model or a version. Raises RequestError."""
+    if not NAME.fullmatch(name):
+        raise RequestError(
+            f"{what} '{name[:64]}' is no name here: letters, digits and . _ - go, at most 128, not a dot first"
+        )
+    return name
+
+
+class Store:
+    """The bundles under one folder, as they are now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+
+    def find(self, source: str) -> Path:
+        """The bundle that a client calls `source`. Raises RequestError for what leads elsewhere, NotInStore."""
+        parts = source.split("/")
+        if source.startswith("/") or "\\" in source or not 1 <= len(parts) <= 2:
+            raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
+        for part in parts:
+            if not NAME.fullmatch(part):
+                raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
+        path = (self.folder / source).resolve()
+        if not path.is_relative_to(self.folder):
+            raise NotFound(f"Relative path is not allowed in url: {source[:128]}")
+        if not path.exists():
+            raise NotInStore(f"Model not found at: {source[:128]}")
+        return path
+
+    def entries(self) -> list[Entry]:
+        """Every bundle, by model and version."""
+        found: list[Entry] = []
+        for path in sorted(self._visible(self.folder)):
+            if _is_bundle(path):
+                found.append(Entry(_stem(path), "1", path.name, path))
+            elif archive.is_archive(path):
+                found += _archived(path, path.name)
+            elif path.is_dir():
+                inner = [one for one in self._visible(path) if _is_bundle(one)]
+                found += [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in sorted(inner)]
+                for one in sorted(self._visible(path)):
+                    found += _archived(one, f"{path.name}/{one.name}") if archive.is_archive(one) else []
+        return found
+
+    def of(self, model: str) -> list[Entry]:
+        """The versions of one model, the newest last: by number where all are numbers, else by name."""
+        found = [entry for entry in self.entries() if entry.model == model]
+        numbered = all(entry.version.isdecimal() for entry in found)
+        return sorted(found, key=lambda entry: int(entry.version) if numbered else entry.version)
+
+    def _visible(self, folder: Path) -> list[Path]:
+        return [
+            path
+            for path in folder.iterdir()
+            if NAME.fullmatch(path.name) and path.resolve().is_relative_to(self.folder)
+        ]
+
+
+def _archived(path: Path, source: str) -> list[Entry]:
+    """An archive under the name and version of its manifest, one that cannot be read under its file's name; a
+    workflow's is no entry.
+    """
+    usual = [Entry(archive.stem(path.name), "1.0", source, path)]
+    try:
+        told = archive.peek(path)
+    except archive.HoldsWorkflow:
+        return []
+    except archive.ArchiveError:
+        return usual
+    if NAME.fullmatch(told.model) and NAME.fullmatch(told.version):
+        return [Entry(told.model, told.version, source, path)]
+    return usual
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".tlb").removesuffix(".bundle")
+
+
+def _is_bundle(path: Path) -> bool:
+    """A sealed folder, or a packed file."""
+    return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith((".bundle", ".tlb"))

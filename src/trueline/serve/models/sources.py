@@ -1,0 +1,114 @@
+"""Where the bundle behind a source lies: a path, a URL, a registry's name, an entry of the store.
+
+The operator may name all of them, a client what the operator allows. What blocks happens in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from trueline import files
+from trueline.errors import NotFound, RegistryError
+from trueline.serve.models import download
+from trueline.serve.models.controller import Found
+from trueline.serve.models.model_store import Store
+from trueline.serve.process.child import revived
+from trueline.serve.settings import Settings
+
+_RESOLVE_S = 300.0
+
+T = TypeVar("T")
+
+
+def find(source: str, tracking_uri: str | None, *, signed: bool = False) -> Found:
+    """The bundle behind `source`: a path, a URL, or a registry's name; `signed`: with what vouches for it.
+
+    A registry is asked in a child process: it is heavy. Raises RegistryError, BundleError, StorageError, UsageError.
+    """
+    if download.is_url(source):
+        bundle = download.fetched(source, files.user_cache() / "served")
+        signature = download.signature(source) if signed else None
+        return Found(path=bundle.path, digest=bundle.digest, signature=signature)
+    if not source.startswith("models:/"):
+        return Found(path=Path(source))
+    command = [sys.executable, "-P", "-m", "trueline.registry", "resolve", source]
+    if tracking_uri is not None:
+        command += ["--tracking-uri", tracking_uri]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RegistryError(f"the registry did not resolve {source} within {_RESOLVE_S:g} s") from error
+    try:
+        reply = json.loads(done.stdout.strip().splitlines()[-1])
+        if done.returncode:
+            raise revived(reply["error"], reply)
+        return Found(
+            path=Path(reply["path"]),
+            name=reply["name"],
+            version=str(reply["version"]),
+            digest=reply["digest"],
+            signature=reply.get("signature"),
+        )
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        said = done.stderr.strip().splitlines()
+        last = f"; it said: {said[-1]}" if said else ""
+        raise RegistryError(
+            f"the registry's answer for {source} is not understood (exit code {done.returncode}){last}"
+        ) from error
+
+
+class Sources:
+    """What a source leads to: for the operator anything, for a client what the operator allows."""
+
+    def __init__(self, settings: Settings, store: Store | None, loop: asyncio.AbstractEventLoop) -> None:
+        self._uri = settings.tracking_uri
+        self._signed = settings.trusted_keys is not None
+        self._registry = settings.tracking_uri is not None or (settings.source or "").startswith("models:/")
+        self._store = store
+        self._loop = loop
+
+    async def operator(self, source: str) -> Found:
+        """A path, a URL, a registry URI, or an entry of the store as the state file names it."""
+        if self._store is not None and not source.startswith(("/", "models:/")) and not download.is_url(source):
+            return Found(path=self._store.find(source))
+        return await in_thread(self._loop, lambda: find(source, self._uri, signed=self._signed))
+
+    async def allowed(self, url: str) -> Found:
+        """Raises NotFound for what no client may load."""
+        if url.startswith("models:/") and self._registry:
+            return await in_thread(self._loop, lambda: find(url, self._uri, signed=self._signed))
+        if self._store is None or ":" in url:
+            raise NotFound(f"Given URL {url[:128]} does not match any allowed URL(s)")
+        return Found(path=self._store.find(url))
+
+
+def in_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` returns, from a daemon thread: a server that is told to stop does not wait for a load to end."""
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(act: Callable[[], None]) -> None:
+        if not answer.done():
+            act()
+
+    def body() -> None:
+        try:
+            made = work()
+            act = partial(answer.set_result, made)
+        except Exception as error:  # noqa: BLE001 - blind on purpose: it is raised again where the answer is awaited
+            act = partial(answer.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, act)
+
+    threading.Thread(target=body, name="load", daemon=True).start()
+    return answer

@@ -1,0 +1,124 @@
+"""Brings a server to what the state file says, when somebody else wrote it: another process, or an operator by hand.
+
+Model by model, and only where the file differs from what is served: what is wanted and not there is loaded (golden
+examples and all), the default and the split are set, and what is no longer wanted ends with its last request. The file
+is never written for a model that is being followed. What could not be followed is tried again when the file changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from trueline import events
+from trueline.errors import TruelineError
+from trueline.serve.models import desired_state
+from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.desired_state import WantedModel, WantedVersion, WantedWorkflow
+from trueline.torchserve.workflows.registry import Workflows
+from trueline.web.tokens import Keys
+
+
+class Follower:
+    """One server's eye on the file, and on the key file beside it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        state: Path,
+        find: Callable[[str], Awaitable[Found]],
+        keys: Keys | None = None,
+        workflows: Workflows | None = None,
+    ) -> None:
+        """`find` leads from a source in the file to its bundle; `workflows` follow the file too."""
+        self._workflows = workflows
+        self._fleet = fleet
+        self._state = state
+        self._find = find
+        self._keys = keys
+        self._seen: bytes | None = None
+
+    async def follow(self, every_s: float) -> None:
+        """Looks every `every_s` until it is cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Follows the file if it has changed since the last look. What goes wrong is an event."""
+        try:
+            if self._keys is not None:
+                self._keys.refresh()
+            bytes_now = self._state.read_bytes() if self._state.exists() else None
+            if bytes_now is None or bytes_now == self._seen:
+                return
+            self._seen = bytes_now
+            told = desired_state.read(self._state)
+        except (TruelineError, OSError) as error:
+            events.emit("state.not_followed", why=str(error))
+            return
+        for name in {**told.models, **self._fleet.wanted().models}:
+            want, have = told.models.get(name), self._fleet.wanted().models.get(name)
+            if self._fleet.busy(name):
+                self._seen = None  # what is being done here may make the two equal: look again
+            elif want != have:
+                await self._bring(name, want, have)
+        if self._workflows is not None:
+            await self._look_at_workflows(self._workflows, told.workflows)
+
+    async def _look_at_workflows(self, workflows: Workflows, told: Mapping[str, WantedWorkflow]) -> None:
+        for name in {**told, **workflows.wanted()}:
+            want, have = told.get(name), workflows.wanted().get(name)
+            if workflows.busy(name):
+                self._seen = None
+            elif want != have:
+                with workflows.following(name):
+                    try:
+                        await (workflows.unregister(name) if want is None else workflows.bring(name, want))
+                    except TruelineError as error:
+                        events.emit("state.not_followed", workflow=name, why=error.message)
+                    else:
+                        events.emit("state.followed", workflow=name, served=want is not None)
+
+    async def _bring(self, name: str, want: WantedModel | None, have: WantedModel | None) -> None:
+        with self._fleet.following(name):
+            try:
+                if want is None:
+                    await self._fleet.retire(name)
+                else:
+                    await self._match(name, want, have.versions if have is not None else {})
+            except TruelineError as error:
+                events.emit("state.not_followed", model=name, why=error.message)
+            else:
+                events.emit("state.followed", model=name, versions=", ".join(want.versions) if want else "none")
+
+    async def _match(self, name: str, want: WantedModel, have: dict[str, WantedVersion]) -> None:
+        fleet = self._fleet
+        for version in sorted(want.versions, key=lambda one: one != want.default):
+            told, now = want.versions[version], have.get(version)
+            if now is None or _program(now) != _program(told):
+                await fleet.load(
+                    await self._find(told.source),
+                    name,
+                    version,
+                    source=told.source,
+                    how=fleet.how_of(told),
+                    replace_it=True,
+                    digest=told.digest,
+                )
+            elif now.workers != told.workers:
+                fleet.scale(name, version, told.workers)
+        split = fleet.models.split(name)
+        if fleet.models.default(name) != want.default or (split is not None and not want.split):
+            fleet.set_default(name, want.default)
+        if want.split and (split is None or dict(split.weights) != want.split):
+            fleet.set_split(name, want.split)
+        for version in fleet.models.versions(name):
+            if version not in want.versions and version in fleet.wanted().models[name].versions:
+                await fleet.retire(name, version)
+
+
+def _program(one: WantedVersion) -> tuple[object, ...]:
+    """What needs a new program when it differs."""
+    return (one.source, one.digest, one.max_batch, one.max_delay_s)

@@ -1,0 +1,1 @@
+"""Processes of the server: listeners, children, signals, several processes on one port."""

@@ -1,0 +1,128 @@
+"""The listeners of one server: HTTP for requests, management and metrics; gRPC for requests and management."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trueline import events
+from trueline.serve.settings import Settings
+from trueline.web import tls
+from trueline.web.limits import Limits
+from trueline.web.messages import App
+from trueline.web.server import Server
+from trueline.web.sockets import check_reach, listen
+
+Field = str | int | float | bool | None
+SWEEP_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """One listener and its connections."""
+
+    what: str
+    server: Server
+    listener: asyncio.Server
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """One listener for gRPC."""
+
+    what: str
+    server: Any
+    number: int
+
+
+class Ports:
+    """What is open, as it was told."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        """Raises UsageError for certificates that cannot be read."""
+        self._settings = settings
+        self._loop = loop
+        self._secured = tls.certificates(settings.certificate, settings.private_key, settings.client_ca)
+        self._http: list[_Port] = []
+        self._grpc: list[_Calls] = []
+
+    async def open(self, what: Literal["data", "management", "metrics"], app: App, number: int) -> None:
+        """`app` behind a port, 0 for a free one. Raises PortInUse, UsageError for an address that others reach."""
+        settings = self._settings
+        context = None if self._secured is None else tls.context(self._secured)
+        sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
+        limits = Limits(body_bytes=settings.max_body_bytes)
+        server = Server(app, limits, self._loop)
+        handshake_s = None if context is None else limits.receive_s
+        listener = await self._loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
+        found = sock.getsockname()[1]
+        events.emit("server.listening", what=what, host=settings.host, port=found)
+        self._http.append(_Port(what, server, listener, found))
+
+    async def open_grpc(self, what: Literal["grpc", "grpc_management"], handlers: Sequence[Any], number: int) -> None:
+        """Services behind a port. Raises PortInUse, UsageError."""
+        from trueline.serve.protocols import grpc_base as calls  # grpc takes time and memory: only who asks for it pays
+
+        settings = self._settings
+        check_reach(settings.host, guarded=settings.guarded)
+        server, found = await calls.serve(
+            handlers,
+            settings.host,
+            number,
+            body_bytes=settings.max_body_bytes,
+            credentials=None if self._secured is None else tls.grpc_credentials(self._secured),
+            shared=settings.shared,
+        )
+        events.emit("server.listening", what=what, host=settings.host, port=found)
+        self._grpc.append(_Calls(what, server, found))
+
+    def places(self) -> dict[str, Field]:
+        """Where everything is, for the announcement."""
+        found: dict[str, Field] = {f"{calls.what}_port": calls.number for calls in self._grpc}
+        scheme = "http" if self._secured is None else "https"
+        for port in self._http:
+            head = "" if port.what == "data" else f"{port.what}_"
+            found |= {
+                f"{head}url": url_of(self._settings.host, port.number, scheme),
+                f"{head}port": port.number,
+            }
+        return found
+
+    @property
+    def num_connections(self) -> int:
+        return sum(port.server.num_connections for port in self._http)
+
+    async def sweep(self) -> None:
+        """Ends what has taken too long, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for port in self._http:
+                port.server.sweep()
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes nothing new, and returns when all that was under way is answered; calls have `grace_s`."""
+        for port in self._http:
+            port.listener.close()
+        await asyncio.gather(
+            *(port.server.drain() for port in self._http),
+            *(calls.server.stop(grace_s) for calls in self._grpc),
+        )
+
+    async def close(self) -> None:
+        """Ends them now."""
+        for calls in self._grpc:
+            await calls.server.stop(0.0)
+        for port in self._http:
+            port.listener.close()
+
+
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """Where to ask.
+
+    >>> url_of("::1", 80)
+    'http://[::1]:80'
+    """
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,1 @@
+"""Protocols of the server: routing, dispatch, errors, OpenAPI documents."""

@@ -1,0 +1,204 @@
+"""From a request for a version to its answer, now or later: what every face over HTTP does alike.
+
+A version is found, asked, and counted; whatever goes wrong on the way becomes the answer of that one request, in the
+form of the face that was asked. Which path is which, the faces know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from trueline import events
+from trueline.errors import NotReady, Overloaded, RequestError
+from trueline.serve.batching.policy import USUAL
+from trueline.serve.counters import ServerStats
+from trueline.serve.handlers import request as bodies
+from trueline.serve.handlers.version import HandlerVersion
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.version import Version
+from trueline.serve.protocols.errors import extra, face_of
+from trueline.serve.protocols.oip import codec
+from trueline.torchserve import responses
+from trueline.web.messages import JSON, Request, Response
+
+if TYPE_CHECKING:
+    from trueline.serve.models.version import Outputs
+    from trueline.torchserve.workflows.registry import Workflows
+
+    Answer = Response | asyncio.Future[Response]
+    Encode = Callable[[Outputs], Response]
+
+T = TypeVar("T")
+KEY_HEADER = b"x-trueline-key"
+"""Requests with one key go to one version of a model whose traffic is split."""
+SEQUENCE_HEADER = b"ts_request_sequence_id"
+"""The key of requests without one."""
+PRIORITY_HEADER = b"x-trueline-priority"
+"""How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
+
+
+def key_of(request: Request) -> str:
+    """By which a request is sent to one version of a model whose traffic is split."""
+    key = request.headers.get(KEY_HEADER) or request.headers.get(SEQUENCE_HEADER)
+    return "" if key is None else key.decode("latin-1")
+
+
+def json(status: int, value: object, headers: bytes = b"") -> Response:
+    return Response(status, msgspec.json.encode(value), JSON, headers)
+
+
+class Asking:
+    """Asks the versions of `models`. Its methods are called on the loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        loop: asyncio.AbstractEventLoop,
+        stats: ServerStats,
+        *,
+        workflows: Workflows | None = None,
+        strict: bool = False,
+    ) -> None:
+        """`workflows` are asked too, if there are any to be; `strict`: TorchServe's statuses also where ours are
+        better.
+        """
+        self.models = models
+        self.workflows = workflows
+        self.stats = stats
+        self.strict = strict
+        self.draining = False
+        """Whether the server takes nothing new any more."""
+        self._loop = loop
+        self._standing: tuple[Overloaded, Response] | None = None
+
+    @property
+    def sick(self) -> bool:
+        """Whether something that is served cannot answer, and will not by itself."""
+        lost = self.workflows is not None and self.workflows.sick
+        return lost or any(version.sick for version in self.models.all())
+
+    def error(self, path: str, error: Exception) -> Response:
+        """The answer for a request on `path` that failed."""
+        face = face_of(path)
+        if isinstance(error, RequestError):
+            if face == "torchserve":
+                return responses.error(error, extra(error), strict=self.strict, scoring=path == "/invocations")
+            hint = f"; {error.hint}" if error.hint else ""
+            return json(error.status, {"error": error.message + hint}, extra(error))
+        where = traceback.format_exception(error)[-1].strip()
+        events.emit("request.failed", path=path[:200], why=where)
+        logging.getLogger("trueline").debug("request failed", exc_info=error)
+        if face == "torchserve":
+            return responses.failed()
+        return json(500, {"error": "the model failed on this request; the server's log says why"})
+
+    def later(self, path: str, waiting: asyncio.Future[T], finish: Callable[[T], Response]) -> asyncio.Future[Response]:
+        """The answer that `finish` makes of what `waiting` brings. Cancelling it cancels `waiting`."""
+        answer: asyncio.Future[Response] = self._loop.create_future()
+
+        def done(found: asyncio.Future[T]) -> None:
+            failure = NotReady("the server stops") if found.cancelled() else found.exception()
+            if answer.done():
+                return
+            try:
+                if failure is not None:
+                    raise failure
+                response = finish(found.result())
+            except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
+                response = self.error(path, error)
+            self.stats.by_status[response.status] += 1
+            answer.set_result(response)
+
+        waiting.add_done_callback(done)
+        answer.add_done_callback(lambda _: waiting.cancel())
+        return answer
+
+    def find(self, request: Request, model: str, version: str | None) -> Version:
+        """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
+        return self.models.find(model, version, key_of(request))
+
+    def check_room(self, request: Request, version: Version) -> None:
+        """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little."""
+        if version.full:
+            refused = version.no_room(codec.priority(request.headers.get(PRIORITY_HEADER)))
+            if refused is not None:
+                raise refused.with_traceback(None)  # it is raised again and again
+
+    def refused(
+        self, version: Version, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
+    ) -> tuple[Overloaded, Response] | None:
+        """Why there is no room for an infer request, and its answer; None when there may be room.
+
+        A body whose JSON may name a priority is read first. The answer is made once for as long as the queue stands.
+        """
+        if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
+            return None
+        refused = version.no_room(USUAL if priority is None else codec.priority(priority))
+        if refused is None:
+            return None
+        if self._standing is None or self._standing[0] is not refused:
+            self._standing = refused, self.error("/v2/", refused)
+        return self._standing
+
+    def handled(
+        self,
+        request: Request,
+        version: HandlerVersion,
+        *,
+        explain: bool = False,
+        rest: str = "",
+        query: bool = False,
+    ) -> Answer:
+        """The answer of an archive's handler."""
+        began = perf_counter()
+        ask = bodies.read(request, explain=explain, url_path=rest, query=query)
+        version.stats.decode_s += perf_counter() - began
+        return self.later(request.path, version.handle(ask, alone=explain), responses.handled)
+
+    def ask(
+        self,
+        request: Request,
+        version: Version,
+        inputs: dict[str, Any],
+        timeout_s: float | None,
+        encode: Encode,
+        began: float,
+        priority: object = None,
+    ) -> Answer:
+        """The answer of `version`; reading the request began at `began` and ends now. `priority` is as it was given."""
+        version.stats.decode_s += perf_counter() - began
+        found = version.ask(inputs, timeout_s, USUAL if priority is None else codec.priority(priority))
+        if isinstance(found, dict):
+            return self._finished(version, inputs, began, encode, found)
+        return self.later(request.path, found, partial(self._finished, version, inputs, began, encode))
+
+    def _finished(
+        self, version: Version, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
+    ) -> Response:
+        run = perf_counter()
+        response = encode(outputs)
+        self.answered(version, inputs, outputs, began, run)
+        return response
+
+    def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
+        """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
+        stats, now = version.stats, perf_counter()
+        stats.encode_s += now - run
+        stats.request_s.add(now - began)
+        stats.last_at = time()
+        if self.models.shadows:
+            self._show(version, inputs, outputs)
+
+    def _show(self, version: Version, inputs: dict[str, Any], outputs: Outputs) -> None:
+        """Asks the shadow of the model once the answer is on its way."""
+        shadow = self.models.shadows.get(version.model)
+        if shadow is not None and shadow.version is not version:
+            self._loop.call_soon(shadow.show, inputs, outputs)

@@ -1,0 +1,214 @@
+"""What gRPC services here are made with: statuses, tokens, refusals, the listener. Imported where it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from trueline import events
+from trueline.errors import PortInUse, RequestError
+from trueline.web.access_log import GONE, AccessLog, CallLine
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    405: grpc.StatusCode.UNIMPLEMENTED,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    415: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+FAILED = "the model failed on this request; the server's log says why"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Check = Callable[[str, Context], None]
+"""Refuses a method by raising RequestError."""
+Code = Callable[[RequestError], grpc.StatusCode]
+
+
+def code_of(error: RequestError) -> grpc.StatusCode:
+    """The status for a refusal.
+
+    >>> code_of(RequestError("no")).name
+    'INVALID_ARGUMENT'
+    """
+    usual = grpc.StatusCode.INTERNAL if error.status >= 500 else grpc.StatusCode.INVALID_ARGUMENT
+    return CODES.get(error.status, usual)
+
+
+def header(context: Context, name: str) -> bytes | None:
+    """A value of the call's metadata."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name:
+            return value.encode("latin-1") if isinstance(value, str) else bytes(value)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """What the methods of one service share: who may call, what a refusal is called, where calls are entered."""
+
+    service: str
+    check: Check
+    code: Code = code_of
+    log: AccessLog | None = None
+    face: str = "grpc"
+
+    def unary(
+        self, name: str, kind: type[Any], answer: Callable[[Any, Context], Awaitable[Any]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One question, one answer; what is raised becomes the call's status, and says nothing of our insides."""
+
+        async def call(data: bytes, context: Context) -> bytes:
+            line = self._line(name, data, context)
+            try:
+                request = line.asks(_parsed(kind, data))
+                self.check(name, context)
+                response: bytes = (await answer(request, context)).SerializeToString()
+            except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
+                return await self._end(line, error, context)
+            line.end(len(response))
+            return response
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def streamed(
+        self, name: str, kind: type[Any], answers: Callable[[Any, Context], AsyncIterator[Any]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One question, answers one after the other."""
+
+        async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
+            line, size = self._line(name, data, context), 0
+            try:
+                request = line.asks(_parsed(kind, data))
+                self.check(name, context)
+                async for answer in answers(request, context):
+                    piece: bytes = answer.SerializeToString()
+                    size += len(piece)
+                    yield piece
+            except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
+                await self._end(line, error, context)
+                return
+            line.end(size)
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+    def both_ways(
+        self,
+        name: str,
+        kind: type[Any],
+        answers: Callable[[Any, Context], AsyncIterator[Any]],
+        told: Callable[[Any, grpc.StatusCode, str], Any],
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Questions as they come, and answers to each in order; what `told` makes of a refusal is an answer too, so
+        that one that fails does not end the stream. Each question is a line of the log.
+        """
+
+        async def call(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            async for data in stream:
+                line, size = self._line(name, data, context), 0
+                request = None
+                try:
+                    request = line.asks(_parsed(kind, data))
+                    self.check(name, context)
+                    async for answer in answers(request, context):
+                        piece: bytes = answer.SerializeToString()
+                        size += len(piece)
+                        yield piece
+                except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the stream
+                    if request is None:
+                        await self._end(line, error, context)
+                        return
+                    code, message = self._said(name, error)
+                    piece = told(request, code, message).SerializeToString()
+                    line.end(size + len(piece), status=_status(error), code=code.name)
+                    yield piece
+                except BaseException as error:  # noqa: BLE001 - the call is cancelled: entered, and raised again
+                    await self._end(line, error, context)
+                else:
+                    line.end(size)
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    def _line(self, name: str, data: bytes, context: Context) -> CallLine:
+        named = None if self.log is None else header(context, "x-request-id")
+        return CallLine(self.log, self.face, f"/{self.service}/{name}", len(data), named)
+
+    def _said(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """What a failure is called, and its words for the client."""
+        if isinstance(error, RequestError):
+            hint = f"; {error.hint}" if error.hint else ""
+            return self.code(error), error.message + hint
+        events.emit("request.failed", path=name, why=f"{type(error).__name__}: {error}")
+        return grpc.StatusCode.INTERNAL, FAILED
+
+    async def _end(self, line: CallLine, error: BaseException, context: Context) -> NoReturn:
+        """Ends the call with what `error` is to the client."""
+        if not isinstance(error, Exception):
+            left_s = context.time_remaining()
+            late = left_s is not None and left_s <= 0
+            line.end(0, status=504 if late else GONE, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
+            raise error
+        code, message = self._said(line.path.rpartition("/")[2], error)
+        line.end(0, status=_status(error), code=code.name)
+        await context.abort(code, message)
+
+
+def _parsed(kind: type[Any], data: bytes) -> Any:
+    """Raises RequestError for what is no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise RequestError(f"the call's bytes are no {kind.__name__}") from error
+
+
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, RequestError) else 500
+
+
+def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler[Any, Any]:
+    """What a server is given."""
+    found: grpc.GenericRpcHandler[Any, Any] = grpc.method_handlers_generic_handler(name, dict(methods))
+    return found
+
+
+async def serve(
+    handlers: Sequence[grpc.GenericRpcHandler[Any, Any]],
+    host: str,
+    port: int,
+    *,
+    body_bytes: int,
+    credentials: Any = None,
+    shared: bool = False,
+) -> tuple[grpc.aio.Server, int]:
+    """A server that answers on `host` and `port` (0: a free one), and its port. Raises PortInUse.
+
+    With `credentials` it speaks TLS; a `shared` port is listened on by other processes too.
+    """
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", int(shared)),
+        ]
+    )
+    server.add_generic_rpc_handlers(tuple(handlers))
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        found = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+    except RuntimeError as error:
+        raise PortInUse(
+            f"port {port} on {host} is in use, or not for this user: gRPC cannot listen there",
+            hint="stop the process that listens there, or choose another port (0 takes a free one)",
+        ) from error
+    await server.start()
+    return server, found

@@ -1,0 +1,1 @@
+"""The Open Inference Protocol over REST and gRPC, with binary tensors and repository calls."""

@@ -1,0 +1,267 @@
+"""The Open Inference Protocol over gRPC, with Triton's extensions. Only translates; imported where it is asked for.
+
+Tensors come as raw bytes or as typed contents, and go back as raw bytes. A client's fault is INVALID_ARGUMENT, an
+unknown model NOT_FOUND, a full queue RESOURCE_EXHAUSTED, a version that loads UNAVAILABLE. The call's own deadline
+counts from the queue on, and a cancelled call withdraws its request. Source: open_inference_grpc.proto and Triton's
+grpc_service.proto; see wire/inference.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from importlib import metadata
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
+from trueline.errors import RequestError
+from trueline.serve.models.version import Version
+from trueline.serve.protocols import grpc_base
+from trueline.serve.protocols.dispatch import KEY_HEADER, PRIORITY_HEADER
+from trueline.serve.protocols.grpc_base import Context, header
+from trueline.serve.protocols.oip import binary, codec, json_tensors
+from trueline.serve.protocols.oip import triton as extensions
+from trueline.serve.protocols.router import Routes
+from trueline.web.access_log import AccessLog
+from trueline.web.tokens import Keys, Kind
+from trueline.wire import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+SERVICE = "inference.GRPCInferenceService"
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+_OPEN = frozenset({"ServerLive", "ServerReady"})
+_MANAGED = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
+
+
+def _text(parameter: Any) -> Any:
+    return getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
+
+
+def read_inputs(request: pb.ModelInferRequest) -> dict[str, Array]:
+    """The request's tensors by name. Raises RequestError."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise RequestError(f"expected {len(request.inputs)} raw_input_contents, one for each input, got {len(raw)}")
+    found: dict[str, Array] = {}
+    for i, given in enumerate(request.inputs):
+        if given.name in found:
+            raise RequestError(f"input '{given.name[: codec.MAX_NAME]}' is given twice")
+        if given.datatype not in NUMPY_DTYPES:
+            raise RequestError(f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes")
+        if len(given.shape) > json_tensors.MAX_DEPTH or not all(0 <= size < 2**31 for size in given.shape):
+            raise RequestError(f"input '{given.name}' has a shape that no tensor has: {list(given.shape)[:8]}")
+        if raw and given.HasField("contents"):
+            raise RequestError(f"input '{given.name}' has contents beside raw_input_contents")
+        if raw:
+            found[given.name] = binary.array_of(given.name, given.datatype, given.shape, raw[i])
+        else:
+            found[given.name] = _from_contents(given)
+    return found
+
+
+def _from_contents(given: pb.ModelInferRequest.InferInputTensor) -> Array:
+    field = _CONTENTS.get(given.datatype)
+    if field is None:
+        raise RequestError(f"input '{given.name}' is {given.datatype}, which travels in raw_input_contents only")
+    values = getattr(given.contents, field)
+    dtype = NUMPY_DTYPES[given.datatype]
+    wide = np.array(values, dtype=dtype if dtype.kind in "fb" else np.int64 if dtype.kind == "i" else np.uint64)
+    size = int(np.prod([1, *given.shape], dtype=object))
+    if wide.size != size:
+        raise RequestError(f"input '{given.name}' has {wide.size} {field}, its shape {list(given.shape)} says {size}")
+    array = wide.astype(dtype)
+    if dtype.kind in "iu" and not np.array_equal(array, wide):
+        raise RequestError(f"input '{given.name}' has a value out of the range of {given.datatype}")
+    return array.reshape(tuple(given.shape))
+
+
+def write_outputs(
+    version: Version, request: pb.ModelInferRequest, wanted: Iterable[str], outputs: dict[str, Array]
+) -> pb.ModelInferResponse:
+    """The response, its tensors as raw bytes."""
+    response = pb.ModelInferResponse(model_name=version.model, model_version=version.version, id=request.id)
+    for name in wanted:
+        array = outputs[name]
+        response.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
+        response.raw_output_contents.append(bytes(binary.as_bytes(name, array)))
+    return response
+
+
+def _wanted(request: pb.ModelInferRequest, signature: Signature) -> tuple[str, ...]:
+    names = tuple(spec.name for spec in signature.outputs)
+    asked = tuple(output.name for output in request.outputs)
+    unknown = [name for name in asked if name not in names]
+    if unknown or len(set(asked)) != len(asked):
+        raise RequestError(f"unexpected inference output '{(unknown or list(asked))[0][: codec.MAX_NAME]}'")
+    return asked or names
+
+
+class Face:
+    """The service's methods, over the Routes that HTTP uses."""
+
+    def __init__(self, routes: Routes, keys: Keys | None, log: AccessLog | None = None) -> None:
+        self._routes = routes
+        self._models = routes.models
+        self._keys = keys
+        self._door = grpc_base.Door(service=SERVICE, check=self._check, log=log)
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """What a server is given: the methods under the protocol's name, with the token asked for."""
+        unary: dict[str, tuple[Any, Callable[[Any, Context], Awaitable[Any]]]] = {
+            "ServerLive": (pb.ServerLiveRequest, self._live),
+            "ServerReady": (pb.ServerReadyRequest, self._ready),
+            "ModelReady": (pb.ModelReadyRequest, self._model_ready),
+            "ServerMetadata": (pb.ServerMetadataRequest, self._server_metadata),
+            "ModelMetadata": (pb.ModelMetadataRequest, self._model_metadata),
+            "ModelInfer": (pb.ModelInferRequest, self._infer),
+            "ModelConfig": (pb.ModelConfigRequest, self._config),
+            "ModelStatistics": (pb.ModelStatisticsRequest, self._statistics),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, self._index),
+            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self._load),
+            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self._unload),
+        }
+        methods = {name: self._door.unary(name, kind, answer) for name, (kind, answer) in unary.items()}
+        methods["ModelStreamInfer"] = self._door.both_ways(
+            "ModelStreamInfer", pb.ModelInferRequest, self._stream, _told
+        )
+        return grpc_base.service(SERVICE, methods)
+
+    def _check(self, name: str, context: Context) -> None:
+        if self._keys is None or name in _OPEN:
+            return
+        kind: Kind = "management" if name in _MANAGED else "inference"
+        self._keys.check(kind, header(context, "authorization"))
+
+    # requests
+
+    async def _infer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        began = perf_counter()
+        key = header(context, KEY_HEADER.decode())
+        version = self._models.find(
+            request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
+        )
+        inputs, wanted = read_inputs(request), _wanted(request, version.signature)
+        parameters = {name: _text(value) for name, value in request.parameters.items()}
+        timeout_s = codec.timeout_s(parameters)
+        left_s = context.time_remaining()
+        limits = [seconds for seconds in (timeout_s, left_s) if seconds is not None]
+        version.stats.decode_s += perf_counter() - began
+        given = parameters.get("priority", header(context, PRIORITY_HEADER.decode()))
+        found = version.ask(inputs, min(limits, default=None), codec.priority(given))
+        outputs = found if isinstance(found, dict) else await found
+        run = perf_counter()
+        response = write_outputs(version, request, wanted, outputs)
+        self._routes.asking.answered(version, inputs, outputs, began, run)
+        return response
+
+    async def _stream(
+        self, request: pb.ModelInferRequest, context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context))
+
+    # what is told
+
+    async def _live(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def _ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.asking.draining)
+
+    async def _model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        found = self._models.find(request.name, request.version or None)
+        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.asking.draining)
+
+    async def _server_metadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(
+            name="trueline", version=metadata.version("trueline"), extensions=extensions.EXTENSIONS
+        )
+
+    async def _model_metadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        found = self._models.find(request.name, request.version or None)
+        told = extensions.describe(found, self._models.versions(found.model))
+        kind = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=told["name"],
+            versions=told["versions"],
+            platform=told["platform"],
+            inputs=[kind(**one) for one in told["inputs"]],
+            outputs=[kind(**one) for one in told["outputs"]],
+        )
+
+    async def _config(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        told = extensions.configuration(self._models.find(request.name, request.version or None))
+        config = pb.ModelConfig(
+            name=told["name"],
+            platform=told["platform"],
+            backend=told["backend"],
+            max_batch_size=told["max_batch_size"],
+        )
+        for one in told["input"]:
+            config.input.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
+        for one in told["output"]:
+            config.output.add(name=one["name"], data_type=pb.DataType.Value(one["data_type"]), dims=one["dims"])
+        if "dynamic_batching" in told:
+            config.dynamic_batching.SetInParent()
+        return pb.ModelConfigResponse(config=config)
+
+    async def _statistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        if not request.name:
+            versions = self._models.all()
+        else:
+            names = [request.version] if request.version else self._models.versions(request.name)
+            versions = [self._models.find(request.name, name) for name in names]
+        response = pb.ModelStatisticsResponse()
+        for told in extensions.statistics(versions)["model_stats"]:
+            del told["memory_usage"]
+            response.model_stats.append(_filled(pb.ModelStatistics(), told))
+        return response
+
+    # the repository
+
+    async def _index(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        response = pb.RepositoryIndexResponse()
+        for told in extensions.index(self._models.all(), ready_only=request.ready):
+            response.models.add(**told)
+        return response
+
+    async def _load(self, request: pb.RepositoryModelLoadRequest, context: Context) -> pb.RepositoryModelLoadResponse:
+        given = dict.fromkeys(request.parameters, True)
+        await self._routes.repository.load(request.model_name, given)
+        return pb.RepositoryModelLoadResponse()
+
+    async def _unload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        await self._routes.repository.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+
+def _told(request: pb.ModelInferRequest, code: grpc.StatusCode, message: str) -> pb.ModelStreamInferResponse:
+    """A refusal in a stream."""
+    return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request.id))
+
+
+def _filled(message: Any, told: dict[str, Any]) -> Any:
+    """`told` as a protobuf message of the same names."""
+    for name, value in told.items():
+        if isinstance(value, dict):
+            _filled(getattr(message, name), value).SetInParent()
+        elif isinstance(value, list):
+            for one in value:
+                _filled(getattr(message, name).add(), one)
+        else:
+            setattr(message, name, value)
+    return message

@@ -1,0 +1,1 @@
+"""Which version a request goes to: rollouts, canaries, shadows."""

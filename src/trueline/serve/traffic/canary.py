@@ -1,0 +1,129 @@
+"""A canary: some of the traffic goes to a new version, and comes back by itself when the version does worse. Pure.
+
+The rule looks at what both versions have done since the canary began. Failures are judged by a bound, not by their mere
+share: one failure in three requests says little, three in ten say enough (Wilson's lower bound at 95 %). Latency is the
+median, from the same histogram as the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from trueline.errors import RequestError
+from trueline.serve.counters import BOUNDS_S, VersionStats
+
+Act = Literal["watch", "roll back", "promote"]
+Z = 1.96
+MIN_FAILURES = 2
+MAX_ERROR_RATE = 0.01
+MAX_LATENCY_RATIO = 2.0
+MIN_REQUESTS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When a canary ends, and how."""
+
+    max_error_rate: float = MAX_ERROR_RATE
+    """Beyond the other version's own."""
+    max_latency_ratio: float = MAX_LATENCY_RATIO
+    """Of the medians."""
+    min_requests: int = MIN_REQUESTS
+    """Requests of the canary before its latency is judged."""
+    promote_after: int = 0
+    """Requests of the canary after which it takes all the traffic; 0: never by itself."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_error_rate < 1 or not self.max_latency_ratio >= 1:
+            raise RequestError(
+                f"max_error_rate is from 0 up to 1 and max_latency_ratio at least 1; got {self.max_error_rate:g} and "
+                f"{self.max_latency_ratio:g}"
+            )
+        if self.min_requests < 1 or self.promote_after < 0:
+            raise RequestError(
+                f"min_requests is at least 1 and promote_after at least 0; got {self.min_requests} and "
+                f"{self.promote_after}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a version has done in a while."""
+
+    answered: int
+    failed: int
+    seconds: Sequence[int]
+    """Answered requests by the histogram's cells."""
+
+    @property
+    def requests(self) -> int:
+        return self.answered + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do, and why."""
+
+    act: Act
+    why: str = ""
+
+
+def sample(stats: VersionStats, before: Sample | None = None) -> Sample:
+    """What was counted, since `before` if that is given."""
+    cells = list(stats.request_s.cells)
+    if before is None:
+        return Sample(answered=sum(cells), failed=stats.failed, seconds=cells)
+    since = [now - then for now, then in zip(cells, before.seconds, strict=True)]
+    return Sample(answered=sum(since), failed=stats.failed - before.failed, seconds=since)
+
+
+def judge(base: Sample, canary: Sample, rule: Rule) -> Verdict:
+    """What becomes of the canary."""
+    allowed = rule.max_error_rate + (base.failed / base.requests if base.requests else 0.0)
+    if canary.failed >= MIN_FAILURES and lower_bound(canary.failed, canary.requests) > allowed:
+        return Verdict(
+            "roll back", f"{canary.failed} of {canary.requests} requests failed; {allowed:.3g} of them would be allowed"
+        )
+    if min(canary.answered, base.answered) >= rule.min_requests:
+        ours, theirs = median_s(canary), median_s(base)
+        if ours > rule.max_latency_ratio * theirs:
+            return Verdict(
+                "roll back",
+                f"its median is {ours * 1e3:.3g} ms, the other version's {theirs * 1e3:.3g} ms; "
+                f"{rule.max_latency_ratio:g} times that would be allowed",
+            )
+    if rule.promote_after and canary.requests >= rule.promote_after:
+        return Verdict("promote", f"{canary.requests} requests, {canary.failed} failed")
+    return Verdict("watch")
+
+
+def lower_bound(failed: int, requests: int) -> float:
+    """The lower end of Wilson's 95 % interval for a share.
+
+    >>> round(lower_bound(3, 10), 3), round(lower_bound(1, 100), 4)
+    (0.108, 0.0018)
+    """
+    if not failed:
+        return 0.0
+    share, z2 = failed / requests, Z * Z
+    centre = share + z2 / (2 * requests)
+    spread = Z * math.sqrt(share * (1 - share) / requests + z2 / (4 * requests * requests))
+    return min(share, max(0.0, (centre - spread) / (1 + z2 / requests)))
+
+
+def median_s(found: Sample) -> float:
+    """The median, in seconds, between the bounds of its cell in proportion."""
+    running = list(accumulate(found.seconds))
+    if not running or not running[-1]:
+        return 0.0
+    middle = running[-1] / 2
+    cell = bisect_left(running, middle)
+    below = running[cell - 1] if cell else 0
+    low = BOUNDS_S[cell - 1] if cell else 0.0
+    high = BOUNDS_S[cell] if cell < len(BOUNDS_S) else 2 * BOUNDS_S[-1]
+    return low + (high - low) * (middle - below) / max(1, found.seconds[cell])

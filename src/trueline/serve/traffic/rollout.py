@@ -1,0 +1,147 @@
+"""Canaries and shadows: new versions that are tried on real requests before they answer all of them.
+
+A canary takes a share and gives it back by itself when it fails or is slow (see `canary`); a shadow answers nobody and
+is compared (see `shadow`). Both end with the version that they try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from trueline import events
+from trueline.errors import NotFound, RequestError, TruelineError
+from trueline.serve.models.controller import Conflict, Fleet
+from trueline.serve.models.version import Version
+from trueline.serve.traffic.canary import Rule, Sample, Verdict, judge, sample
+from trueline.serve.traffic.shadow import Shadow
+
+TICK_S = 0.2
+"""How often canaries are looked at."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Canary:
+    """One trial. `verdict` is the last one; a canary that is over is kept to be read."""
+
+    model: str
+    version: Version
+    base: Version
+    weight: float
+    rule: Rule
+    base_before: Sample
+    before: Sample
+    verdict: Verdict
+    over: bool = False
+
+
+class Traffic:
+    """All canaries and shadows of a fleet. Its methods are called on the loop."""
+
+    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet = fleet
+        self._models = fleet.models
+        self._loop = loop
+        self._canaries: dict[str, Canary] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin_canary(self, model: str, version: str, weight: float, rule: Rule) -> None:
+        """Sends `weight` (0 to 1) of the requests without a version to `version`, and watches it.
+
+        Raises NotFound, NotReady, Conflict when a canary is under way or `version` is the default, RequestError.
+        """
+        if not 0 < weight < 1:
+            raise RequestError(f"the weight of a canary lies between 0 and 1, got {weight:g}")
+        under_way = self._canaries.get(model)
+        if under_way is not None and not under_way.over:
+            raise Conflict(f"version {under_way.version.version} of model {model} is a canary already; end it first")
+        default = self._models.default(model)
+        if version == default:
+            raise Conflict(f"version {version} answers model {model} already")
+        found, base = self._models.find(model, version), self._models.find(model, default)
+        self._fleet.set_split(model, {default: 1 - weight, version: weight})
+        self._canaries[model] = Canary(
+            model=model,
+            version=found,
+            base=base,
+            weight=weight,
+            rule=rule,
+            base_before=sample(base.stats),
+            before=sample(found.stats),
+            verdict=Verdict("watch"),
+        )
+        events.emit("canary.begun", model=model, version=version, weight=weight)
+        self._wait()
+
+    def end_canary(self, model: str) -> None:
+        """Gives the traffic back to the default version. Raises NotFound when there is no canary."""
+        found = self._canaries.get(model)
+        if found is None or found.over:
+            raise NotFound(f"model '{model}' has no canary")
+        self._end(found, Verdict("roll back", "it was ended by hand"))
+
+    def tick(self) -> None:
+        """Judges every canary on what it has done until now."""
+        for found in [one for one in self._canaries.values() if not one.over]:
+            split = self._models.split(found.model) if found.model in self._models.names() else None
+            if split is None or found.version.version not in split.weights:
+                found.over = True  # somebody sent the traffic elsewhere
+                continue
+            base = sample(found.base.stats, found.base_before)
+            found.verdict = judge(base, sample(found.version.stats, found.before), found.rule)
+            if found.verdict.act != "watch":
+                self._end(found, found.verdict)
+
+    def _end(self, canary: Canary, verdict: Verdict) -> None:
+        canary.over, canary.verdict = True, verdict
+        to = canary.version if verdict.act == "promote" else canary.base
+        try:
+            self._fleet.set_default(canary.model, to.version)
+        except TruelineError as error:  # the state file cannot be written: the traffic moves all the same
+            self._models.set_default(canary.model, to.version)
+            events.emit("canary.not_written", model=canary.model, why=error.message)
+        word = "canary.promoted" if verdict.act == "promote" else "canary.rolled_back"
+        events.emit(word, model=canary.model, version=canary.version.version, why=verdict.why)
+
+    def _wait(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._ticked)
+
+    def _ticked(self) -> None:
+        self._timer = None
+        self.tick()
+        if any(not one.over for one in self._canaries.values()):
+            self._wait()
+
+    def set_shadow(self, model: str, version: str) -> None:
+        """Asks `version` whatever other versions of the model answer. Raises NotFound, NotReady."""
+        found = self._models.find(model, version)
+        _ = found.loaded
+        self._models.shadows[model] = Shadow(found)
+        events.emit("shadow.begun", model=model, version=version)
+
+    def end_shadow(self, model: str) -> None:
+        """Raises NotFound when there is none."""
+        if self._models.shadows.pop(model, None) is None:
+            raise NotFound(f"model '{model}' has no shadow")
+
+    def facts(self, model: str) -> dict[str, Any]:
+        """Where the requests of a model go, for who manages. Raises NotFound."""
+        found: dict[str, Any] = {"modelName": model, "default": self._models.default(model)}
+        split, shadow, canary = self._models.split(model), self._models.shadows.get(model), self._canaries.get(model)
+        found["split"] = dict(split.weights) if split is not None else {}
+        if shadow is not None:
+            found["shadow"] = shadow.facts()
+        if canary is not None:
+            seen = sample(canary.version.stats, canary.before)
+            found["canary"] = {
+                "version": canary.version.version,
+                "weight": canary.weight,
+                "requests": seen.requests,
+                "failed": seen.failed,
+                "over": canary.over,
+                "verdict": canary.verdict.act,
+                "why": canary.verdict.why,
+            }
+        return found

@@ -1,0 +1,75 @@
+"""A workflow's archive (`.war`), read and laid out as a model's is, with the same caps. No code of it runs.
+
+It is a zip, a `.tar.gz` or a plain folder. `WAR-INF/MANIFEST.json` names the workflow, its specification and the file
+of its functions; `MAR-INF` is taken for it too. Source: TorchServe 0.12's WorkflowArchive, torch-workflow-archiver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trueline.serve.handlers import archive
+from trueline.serve.handlers.archive import ArchiveError, Caps
+from trueline.torchserve.workflows import spec
+from trueline.torchserve.workflows.spec import Spec
+
+MANIFEST = archive.WORKFLOW_MANIFEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class War:
+    """A workflow's archive in a folder of the server's own."""
+
+    folder: Path
+    name: str
+    handler: str
+    """The file of the functions; empty: there are none."""
+    spec: Spec
+    digest: str
+
+
+class _Workflow(msgspec.Struct):
+    workflowName: str
+    specFile: str
+    handler: str | None = None
+
+
+class _Manifest(msgspec.Struct):
+    workflow: _Workflow
+
+
+def unpack(path: Path, into: Path, caps: Caps | None = None) -> War:
+    """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
+    with archive.readable(path.name, MANIFEST, "workflow"):
+        if path.is_dir() and not any((path / name).is_file() for name in (MANIFEST, archive.MANIFEST)):
+            raise KeyError(MANIFEST)  # before a large folder is copied
+        digest = archive.lay_out(path, into, caps)
+        folder, manifest = _manifest(into)
+        source = ""
+        if manifest.handler:
+            file = archive.inside(folder, manifest.handler)
+            if file.stat().st_size > archive.TEXT_BYTES:
+                raise ArchiveError(f"the workflow's handler is over {archive.TEXT_BYTES} bytes; no handler is")
+            source = file.read_text("utf-8", errors="replace")
+        told = archive.read_yaml(folder, manifest.specFile)
+    read = spec.read(told, spec.functions_of(source))
+    return War(folder=folder, name=manifest.workflowName, handler=manifest.handler or "", spec=read, digest=digest)
+
+
+def _manifest(into: Path) -> tuple[Path, _Workflow]:
+    """The manifest, and the folder that it stands in. Raises KeyError, ArchiveError."""
+    try:
+        folder = archive.root(into, MANIFEST)
+        text = (folder / MANIFEST).read_bytes()
+    except KeyError:
+        folder = archive.root(into, archive.MANIFEST)
+        text = (folder / archive.MANIFEST).read_bytes()
+    if len(text) > archive.TEXT_BYTES:
+        raise ArchiveError(f"the manifest is over {archive.TEXT_BYTES} bytes; no manifest is")
+    try:
+        return folder, msgspec.json.decode(text, type=_Manifest).workflow
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArchiveError(f"the manifest is none of a workflow: {error}") from error

@@ -1,0 +1,1 @@
+"""HTTP connections: messages, parser, limits, authentication, TLS, tracing. Knows no models."""

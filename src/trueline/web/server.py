@@ -1,0 +1,58 @@
+"""All connections of one App: their bounds, their sweeping, their end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trueline.serve.fastpath.header_cache import Heads
+from trueline.web.connection import Connection
+from trueline.web.limits import Limits
+from trueline.web.messages import App, date_line
+
+
+class Server:
+    """The connections of one App, and a protocol factory for the loop."""
+
+    def __init__(self, app: App, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+        self.app = app
+        self.limits = limits
+        self.loop = loop
+        self.draining = False
+        self.heads = Heads()
+        self.date = date_line()
+        self._connections: set[Connection] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __call__(self) -> Connection:
+        """A protocol factory for `loop.create_server`."""
+        return Connection(self)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def admit(self, connection: Connection) -> bool:
+        """Counts the connection in; False when there are too many, and it is then to be refused."""
+        self._connections.add(connection)
+        self._empty.clear()
+        return len(self._connections) <= self.limits.connections
+
+    def forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def sweep(self) -> None:
+        """Ends every connection that has taken too long; call it about once a second."""
+        self.date = date_line()
+        now = self.loop.time()
+        for connection in tuple(self._connections):
+            connection.sweep(now)
+
+    async def drain(self) -> None:
+        """Returns when every request that had begun is answered and every connection closed."""
+        self.draining = True
+        for connection in tuple(self._connections):
+            connection.drain()
+        await self._empty.wait()
