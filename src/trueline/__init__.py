@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from trueline.capture.api import capture as capture
     from trueline.capture.verify import verify
     from trueline.doctor.api import doctor as doctor
-    from trueline.line import ship
     from trueline.recipe.load import load_recipe
     from trueline.registry import register
     from trueline.serve.api import serve as serve
+    from trueline.ship import ship as ship
     from trueline.train.api import train as train
     from trueline.train.elastic import Elastic
     from trueline.train.step.options import Options
@@ -47,7 +47,7 @@ _WHERE = {
     "predict": "trueline.batch.predict:predict",
     "register": "trueline.registry:register",
     "serve": "trueline.serve",
-    "ship": "trueline.line:ship",
+    "ship": "trueline.ship",
     "train": "trueline.train",
     "verify": "trueline.capture.verify:verify",
 }

@@ -14,10 +14,11 @@ from typing import Any
 
 class _Verb(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        api = importlib.import_module(f"{self.__name__}.api")
-        return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
+        verb = self.__name__.rpartition(".")[2]
+        function = vars(self).get(verb) or getattr(importlib.import_module(f"{self.__name__}.api"), verb)
+        return function(*args, **kwargs)
 
 
 def make_callable(name: str) -> None:
-    """Lets the module `name` be called, as the function of its own name in `name.api`."""
+    """Lets the module `name` be called, as the function of its own name in it or in `name.api`."""
     sys.modules[name].__class__ = _Verb

@@ -19,10 +19,10 @@ import pytest
 
 from trueline import cli, events
 from trueline.cli import app, options
-from trueline.cli._launch import parse_fault
 from trueline.cli._progress import Pace, Sparse, counted, detail, progress
-from trueline.cli.register import run_facts
-from trueline.cli.status import text_of
+from trueline.cli.jobs._launch import parse_fault
+from trueline.cli.jobs.status import text_of
+from trueline.cli.line.register import run_facts
 from trueline.errors import RecipeError, UsageError
 from worlds import bundles
 
@@ -223,7 +223,7 @@ def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
 
 
 def test_the_options_of_train_are_settings_of_a_job() -> None:
-    from trueline.cli.train import command
+    from trueline.cli.line.train import command
     from trueline.train.launch.overrides import Wanted
 
     ours = {"recipe", "workers", "job_dir", "resume", "detach", "kills", "debug", "as_json", "quiet"}
@@ -309,7 +309,7 @@ def test_serve_passes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ship_passes_its_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = SimpleNamespace(as_text=lambda: "shipped", as_dict=lambda: {"bundle": Path("b")})
-    seen = called(monkeypatch, "trueline.line.ship", answer)
+    seen = called(monkeypatch, "trueline.ship.ship", answer)
     assert app.run(["ship", "r.py", "--no-drill", "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out) == {"bundle": "b"}
     assert (seen["drill"], seen["workers"], seen["alias"]) == (False, "3", "champion")

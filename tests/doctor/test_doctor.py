@@ -19,11 +19,11 @@ from trueline.capture.patches import size_lists
 from trueline.cli.app import run
 from trueline.doctor import progress
 from trueline.doctor.api import calls_of, doctor
-from trueline.doctor.calls import agree, asked
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
 from trueline.doctor.examine import ask_original, examine
 from trueline.doctor.html import page
 from trueline.doctor.patch import patched
+from trueline.doctor.recorded_calls import agree, asked
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError

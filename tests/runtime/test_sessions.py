@@ -13,7 +13,7 @@ from trueline.capture.export import torch_export, torchscript
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.onnx.opsets import checked, opset_for
-from trueline.cli import capture as capture_verb
+from trueline.cli.line import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import openvino
 from trueline.runtime.compiled import CompiledSession

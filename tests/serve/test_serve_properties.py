@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.cli import serve as verb
+from trueline.cli.line import serve as verb
 from trueline.errors import UsageError
 from trueline.serve.models.controller import How, Refused
 from trueline.torchserve import config

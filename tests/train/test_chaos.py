@@ -16,7 +16,7 @@ from trueline.chaos import runner, schedule, verdict
 from trueline.chaos import storm as chaos
 from trueline.chaos.leftovers import MARK, Remains
 from trueline.chaos.schedule import KINDS, plan
-from trueline.cli import chaos as verb
+from trueline.cli.jobs import chaos as verb
 from trueline.train import faults
 from trueline.train.master.journal import Journal
 from trueline.train.master.server import Master

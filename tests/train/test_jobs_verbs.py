@@ -13,7 +13,7 @@ import pytest
 from trueline import errors
 from trueline.checkpoint import checkpoint
 from trueline.cli import app
-from trueline.cli.logs import lines, log_of
+from trueline.cli.jobs.logs import lines, log_of
 from trueline.cli.options import checkpoint_path
 from trueline.train import api
 from trueline.train import settings as job_settings

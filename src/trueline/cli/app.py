@@ -21,12 +21,18 @@ from trueline import __version__
 from trueline.cli.options import DEBUG
 from trueline.errors import TruelineError, closest
 
-VERBS = (
-    "init", "train", "run", "jobs", "status", "logs", "scale", "halt", "resume", "chaos",
-    "data", "evaluate", "predict", "doctor", "capture", "import", "verify", "inspect", "export-cpp", "sign",
-    "register",    "archive", "serve", "bench-serve", "ship",
-)  # fmt: skip
-"""In the order of the line; `trueline.cli.NAME` holds the `command` of each, with _ for -."""
+VERBS = {
+    **dict.fromkeys(("init", "train", "run"), "line"),
+    **dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
+    "data": "data",
+    **dict.fromkeys(("evaluate", "predict", "doctor", "capture"), "line"),
+    "import": "torchserve",
+    **dict.fromkeys(("verify", "inspect", "export-cpp", "sign"), "bundles"),
+    "register": "line",
+    "archive": "torchserve",
+    **dict.fromkeys(("serve", "ship"), "line"),
+}
+"""Each verb and its folder, in the order of the line; `trueline.cli.FOLDER.VERB` holds its `command`, with _ for -."""
 
 
 class _Verbs(click.Group):
@@ -38,7 +44,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"trueline.cli.{cmd_name.replace('-', '_')}").command
+        module = f"trueline.cli.{VERBS[cmd_name]}.{cmd_name.replace('-', '_')}"
+        command: click.Command = importlib.import_module(module).command
         return command
 
     def resolve_command(

@@ -16,7 +16,7 @@ from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.capture.model.eager import EagerSession
-    from trueline.doctor.calls import Call
+    from trueline.doctor.recorded_calls import Call
     from trueline.recipe.contract import Recipe
     from trueline.storage.place import Where
 
@@ -81,7 +81,7 @@ def calls_of(eager: EagerSession) -> list[Call]:
     from trueline.capture.model.eager import to_tensors
     from trueline.capture.model.signature import BATCH, Slot
     from trueline.capture.proof.probes import make_probes, resize
-    from trueline.doctor.calls import Call
+    from trueline.doctor.recorded_calls import Call
 
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)

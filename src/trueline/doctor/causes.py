@@ -10,11 +10,11 @@ import torch
 from trueline.capture.model.code_paths import Place
 from trueline.doctor.diagnosis import Cause, Kind
 from trueline.doctor.examine import Finding, Oracle
-from trueline.doctor.heal import function_at, locals_of
 from trueline.doctor.patch import class_node, file_of, owner_of
 from trueline.doctor.rewrites.scope import Scope, Spot
-from trueline.doctor.rewrites.sizes import free_size
-from trueline.doctor.rewrites.state import writes_state
+from trueline.doctor.rewrites.state.unused_state import writes_state
+from trueline.doctor.rewrites.tensors.sizes import free_size
+from trueline.doctor.search import function_at, locals_of
 
 
 def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause:

@@ -27,9 +27,9 @@ from trueline.capture.model.code_paths import Place
 from trueline.capture.patches import nonzero_loops as places
 from trueline.capture.patches import size_lists, size_tensors
 from trueline.capture.patches.lru_cache import uncached
-from trueline.doctor import units
-from trueline.doctor.calls import Answer, Call, Flat, agree, asked, base_call, free_dims
-from trueline.doctor.remembered import Memory, remembered, shapes
+from trueline.doctor import divisible_sizes
+from trueline.doctor.recorded_calls import Answer, Call, Flat, agree, asked, base_call, free_dims
+from trueline.doctor.stateful import Memory, remembered, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Finding:
     program: torch.export.ExportedProgram | None = None
     max_abs_error: float = 0.0
     compared: int = 0
-    steps: units.Steps = field(default_factory=dict)
+    steps: divisible_sizes.Steps = field(default_factory=dict)
     """Of what a size has to be a multiple, where the module takes no others."""
     memory: Memory | None = None
     """Of a module that remembers: the state that the program takes and gives beside its inputs and answers."""
@@ -125,9 +125,9 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     multiples of powers of two; then it is compared on the calls that are.
     """
     free = free_dims(oracle.calls)
-    base = units.evenest(oracle.answered, free) if in_units else oracle.base
+    base = divisible_sizes.evenest(oracle.answered, free) if in_units else oracle.base
     flat: torch.nn.Module = Flat(copied(module), base)
-    tensors, memory, steps = base.tensors, None, units.NONE
+    tensors, memory, steps = base.tensors, None, divisible_sizes.NONE
     if not oracle.forgetful:
         try:
             held = remembered(copied(module), base)
@@ -142,7 +142,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     try:
         with specialization.watched() as fixed:
             if in_units and memory is None:
-                program, steps = units.exported(partial(_program, flat, tensors), free, oracle.calls, base)
+                program, steps = divisible_sizes.exported(partial(_program, flat, tensors), free, oracle.calls, base)
             else:
                 program = _followed(flat, tensors, shapes(free), oracle)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
@@ -152,7 +152,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
         writes = oracle.written and memory is None
         kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
         run = memory.threaded(run) if memory is not None else run
-        for steps in [*units.guesses(base, free, steps)] if in_units else [steps]:  # noqa: B020 (one after the other)
+        for steps in [*divisible_sizes.guesses(base, free, steps)] if in_units else [steps]:  # noqa: B020 (one after the other)
             reason, worst, compared = compared_with(run, oracle, steps)
             if not reason:
                 break
@@ -237,15 +237,17 @@ def _followed(
             raise error from None
 
 
-def compared_with(run: Callable[..., Any], oracle: Oracle, steps: units.Steps = units.NONE) -> tuple[str, float, int]:
+def compared_with(
+    run: Callable[..., Any], oracle: Oracle, steps: divisible_sizes.Steps = divisible_sizes.NONE
+) -> tuple[str, float, int]:
     """Why `run`, which takes flat tensors, is not the original; the largest difference; how many calls agree.
 
     With `steps` only calls are asked whose sizes are such multiples, and two different ones of each have to be.
     """
     worst, compared = 0.0, 0
-    seen: dict[units.Place, set[int]] = {place: set() for place in steps}
+    seen: dict[divisible_sizes.Place, set[int]] = {place: set() for place in steps}
     for call, expected in zip(oracle.calls, oracle.answers, strict=True):
-        if expected.arrays is None or not units.within(call, steps):
+        if expected.arrays is None or not divisible_sizes.within(call, steps):
             continue
         found = asked(run, _flat(call))
         reason, error = agree(expected, found)
@@ -255,7 +257,7 @@ def compared_with(run: Callable[..., Any], oracle: Oracle, steps: units.Steps = 
         worst, compared = max(worst, error), compared + 1
         for number, axis in seen:
             seen[number, axis].add(call.tensors[number].shape[axis])
-    if any(len(sizes) < units.LEAST for sizes in seen.values()):
+    if any(len(sizes) < divisible_sizes.LEAST for sizes in seen.values()):
         return "it takes a size in multiples only, and no call had another such size", worst, compared
     return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
 

@@ -12,9 +12,9 @@ import onnxruntime
 import torch
 
 from trueline.capture.onnx import emit
-from trueline.doctor import units
-from trueline.doctor.calls import Answer, Call, agree
+from trueline.doctor import divisible_sizes
 from trueline.doctor.examine import Finding, Oracle, hushed
+from trueline.doctor.recorded_calls import Answer, Call, agree
 from trueline.errors import CaptureError
 
 
@@ -37,7 +37,7 @@ def right_as_onnx(finding: Finding, oracle: Oracle) -> str:
 
     ask = run if finding.memory is None else finding.memory.threaded(run)
     for call, expected in zip(oracle.calls, oracle.answers, strict=True):
-        if expected.arrays is None or not units.within(call, finding.steps):
+        if expected.arrays is None or not divisible_sizes.within(call, finding.steps):
             continue
         reason, _ = agree(expected, _answered(ask, call))
         if reason:

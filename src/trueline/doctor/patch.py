@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trueline.doctor.examine import copied
-from trueline.doctor.rewrites.attributes import as_buffer, buffers_of
+from trueline.doctor.rewrites.state.attributes import as_buffer, buffers_of
 
 MARK = "#rewritten-"
 """Stands in the file name of edited code, between the user's file and a digest."""

@@ -17,8 +17,7 @@ import torch
 
 from trueline import events
 from trueline.capture.model import code_paths
-from trueline.doctor import units
-from trueline.doctor.calls import Call, alike, asked, recording
+from trueline.doctor import divisible_sizes
 from trueline.doctor.causes import cause_of, dropped
 from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
 from trueline.doctor.examine import (
@@ -31,8 +30,9 @@ from trueline.doctor.examine import (
     scripts,
     traces,
 )
-from trueline.doctor.heal import Healed, diff, heal
 from trueline.doctor.patch import file_of, owner_of, patched
+from trueline.doctor.recorded_calls import Call, alike, asked, recording
+from trueline.doctor.search import Healed, diff, heal
 from trueline.errors import listed
 
 MAX_CALLS = 32
@@ -194,7 +194,7 @@ def _kept(
     rewrite = Rewrite(
         class_name=owner.__name__,
         file=file,
-        steps=(*found.steps, *([units.told(found.finding.steps)] if found.finding.steps else ())),
+        steps=(*found.steps, *([divisible_sizes.told(found.finding.steps)] if found.finding.steps else ())),
         diff=diff(before, found.text, _relative(file, base)),
         probes=found.finding.compared,
         max_abs_error=found.finding.max_abs_error,

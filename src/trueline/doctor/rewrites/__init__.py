@@ -5,40 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites import (
-    arrays,
-    asides,
-    attributes,
-    branch,
-    experts,
-    loops,
-    masks,
-    parts,
-    pieces,
-    scalars,
-    sizes,
-    state,
-    tries,
-    value_loops,
-    worklist,
-)
+from trueline.doctor.rewrites.control import branches, effects, exceptions, while_loops
+from trueline.doctor.rewrites.loops import vectorize, worklist
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
+from trueline.doctor.rewrites.state import attributes, unused_state
+from trueline.doctor.rewrites.tensors import chunks, expert_choice, masked_reduce, masking, numpy_arrays, scalars, sizes
 
 _FAMILIES = (
-    tries,
-    asides,
-    arrays,
+    exceptions,
+    effects,
+    numpy_arrays,
     sizes,
-    experts,
+    expert_choice,
     worklist,
-    branch,
-    masks,
-    pieces,
-    parts,
+    branches,
+    masking,
+    chunks,
+    masked_reduce,
     scalars,
-    value_loops,
-    loops,
-    state,
+    while_loops,
+    vectorize,
+    unused_state,
     attributes,
 )
 """Safest first."""

@@ -12,9 +12,9 @@ import copy
 
 import torch
 
-from trueline.doctor.rewrites.masks import written
+from trueline.doctor.rewrites.loops.recurrences import full, whole
 from trueline.doctor.rewrites.scope import Scope, expression, statements, value_of
-from trueline.doctor.rewrites.tables import full, whole
+from trueline.doctor.rewrites.tensors.masking import written
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.control.predicate import without_numbers
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, value_of
 
 

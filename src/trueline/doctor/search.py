@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from trueline.capture.model.code_paths import Place
-from trueline.doctor.calls import agree, asked
 from trueline.doctor.examine import Finding, Oracle, copied, examine, hushed
 from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
+from trueline.doctor.recorded_calls import agree, asked
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
-from trueline.doctor.rewrites.sizes import FREED, fixes_size
-from trueline.doctor.rewrites.state import writes_state
+from trueline.doctor.rewrites.state.unused_state import writes_state
+from trueline.doctor.rewrites.tensors.sizes import FREED, fixes_size
 
 MAX_EXAMINED = 16
 """Exports that one class may cost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueline.cli import _launch
+from trueline.cli.jobs import _launch
 from trueline.cli.options import job_argument, verb
 
 _EXAMPLES = """

@@ -10,8 +10,9 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.lists import begins, join, joined, uses, without_list
-from trueline.doctor.rewrites.scans import body_of, copies, imported, one_or_all, scan, sources_of
+from trueline.doctor.rewrites.loops.appends import begins, join, joined, uses, without_list
+from trueline.doctor.rewrites.loops.loop_steps import Steps, carried, kept, put_back, taken_apart
+from trueline.doctor.rewrites.loops.scan import body_of, copies, imported, one_or_all, scan, sources_of
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -20,7 +21,6 @@ from trueline.doctor.rewrites.scope import (
     statements,
     walk,
 )
-from trueline.doctor.rewrites.steps import Steps, carried, kept, put_back, taken_apart
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:

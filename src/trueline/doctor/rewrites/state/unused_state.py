@@ -9,8 +9,8 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.attributes import class_of, written_attribute
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression
+from trueline.doctor.rewrites.state.attributes import class_of, written_attribute
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:

@@ -46,7 +46,7 @@ def command(
     with its reason, and leaves what was made until then. RECIPE is a file, a folder with a recipe.py, or
     package.module:object.
     """
-    from trueline.line import ship
+    from trueline.ship import ship
 
     with progress(quiet=quiet):
         shipped = ship(

@@ -14,7 +14,7 @@ import torch
 
 from trueline.capture.model import explicit_state
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit
-from trueline.doctor.calls import Call, flat_answer
+from trueline.doctor.recorded_calls import Call, flat_answer
 from trueline.errors import CaptureError
 
 

@@ -17,10 +17,10 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.lists import appended_by, without_list
-from trueline.doctor.rewrites.scans import IN_ROWS, Picked, imported
+from trueline.doctor.rewrites.loops.appends import appended_by, without_list
+from trueline.doctor.rewrites.loops.loop_steps import has_effects
+from trueline.doctor.rewrites.loops.scan import IN_ROWS, Picked, imported
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored, walk
-from trueline.doctor.rewrites.steps import has_effects
 
 _COUNTED = ("{}.numel()", "len({})", "{}.shape[0]", "{}.size(0)", "{}.nelement()")
 _MADE = ("torch.stack", "torch.tensor", "torch.as_tensor", "torch.LongTensor")

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from trueline.cli.jobs import age, table
+from trueline.cli.jobs.jobs import age, table
 from trueline.cli.options import job_argument, json_option, say, verb
 
 _EXAMPLES = """

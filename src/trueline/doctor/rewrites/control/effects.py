@@ -11,8 +11,8 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
+from trueline.doctor.rewrites.control.exceptions import is_caught
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded, stored
-from trueline.doctor.rewrites.tries import is_caught
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")

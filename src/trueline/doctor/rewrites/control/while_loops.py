@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from trueline.doctor.rewrites.lists import appended_by
-from trueline.doctor.rewrites.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.control.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.loops.appends import appended_by
+from trueline.doctor.rewrites.loops.loop_steps import has_effects
+from trueline.doctor.rewrites.loops.scan import IN_ROWS, imported
 from trueline.doctor.rewrites.pure import pure
-from trueline.doctor.rewrites.scans import IN_ROWS, imported
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -29,7 +30,6 @@ from trueline.doctor.rewrites.scope import (
     stored,
     value_of,
 )
-from trueline.doctor.rewrites.steps import has_effects
 
 
 def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:

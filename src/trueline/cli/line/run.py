@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from trueline.cli import _launch
+from trueline.cli.jobs import _launch
 from trueline.cli.options import verb
 
 _EXAMPLES = """

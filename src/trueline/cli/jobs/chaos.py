@@ -217,7 +217,7 @@ PEER_KILLS, PEER_STEPS = 4, 3600
 
 def compared() -> dict[str, Any]:
     """What became of the counting model under kills of workers in other systems; a string says why it was not tried."""
-    driver = Path(__file__).parents[3] / "bench" / "peers" / "drive.py"
+    driver = Path(__file__).parents[4] / "bench" / "peers" / "drive.py"
     return {name: _peer(driver, name) for name in PEERS}
 
 

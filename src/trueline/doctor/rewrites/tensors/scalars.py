@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.control.predicate import without_numbers
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trueline.capture.export.divisible_dims import MOST, largest
-from trueline.doctor.calls import Call
+from trueline.doctor.recorded_calls import Call
 
 Place = tuple[int, int]
 """Number of a tensor, and an axis."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+from trueline.doctor.rewrites.loops.loop_steps import Steps, kept
+from trueline.doctor.rewrites.loops.recurrences import shift_of, size_of
 from trueline.doctor.rewrites.scope import Scope, Spot, bound_before, expression, loaded, statements, stored, walk
-from trueline.doctor.rewrites.steps import Steps, kept
-from trueline.doctor.rewrites.tables import shift_of, size_of
 
 HOPS = "from torch._higher_order_ops import"
 IN_ROWS = "clone(memory_format=torch.contiguous_format)"

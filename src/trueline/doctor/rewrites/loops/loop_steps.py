@@ -14,8 +14,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from trueline.doctor.rewrites.lists import appended_by
-from trueline.doctor.rewrites.predicate import without_numbers
+from trueline.doctor.rewrites.control.predicate import without_numbers
+from trueline.doctor.rewrites.loops.appends import appended_by
+from trueline.doctor.rewrites.loops.recurrences import (
+    Table,
+    filled_again,
+    full,
+    like_row,
+    parts_of,
+    placed,
+    shift_of,
+    tables,
+    under_mask,
+    whole,
+)
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Scope,
@@ -27,18 +39,6 @@ from trueline.doctor.rewrites.scope import (
     statements,
     stored,
     value_of,
-)
-from trueline.doctor.rewrites.tables import (
-    Table,
-    filled_again,
-    full,
-    like_row,
-    parts_of,
-    placed,
-    shift_of,
-    tables,
-    under_mask,
-    whole,
 )
 
 

@@ -12,8 +12,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trueline.doctor.rewrites.lists import appended_by
-from trueline.doctor.rewrites.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.control.predicate import predicate, without_numbers
+from trueline.doctor.rewrites.loops.appends import appended_by
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Candidate,

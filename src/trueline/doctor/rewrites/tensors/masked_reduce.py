@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trueline.doctor.rewrites.predicate import without_numbers
-from trueline.doctor.rewrites.scalars import without_numbers_in
+from trueline.doctor.rewrites.control.predicate import without_numbers
+from trueline.doctor.rewrites.loops.recurrences import full
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -31,7 +31,7 @@ from trueline.doctor.rewrites.scope import (
     stored,
     value_of,
 )
-from trueline.doctor.rewrites.tables import full
+from trueline.doctor.rewrites.tensors.scalars import without_numbers_in
 
 _LEAST = ("max", "amax", "logsumexp")
 _MOST = ("min", "amin")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.lists import appended_by, joined, without_list
+from trueline.doctor.rewrites.loops.appends import appended_by, joined, without_list
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, value_of
 
 _NEUTRAL = {

@@ -1,0 +1,1 @@
+"""`trueline bundle ...`: inspect, verify, sign and export bundles."""

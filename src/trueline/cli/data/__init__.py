@@ -1,0 +1,1 @@
+"""`trueline data ...`: inspect, verify and convert records."""

@@ -1,0 +1,1 @@
+"""Commands for running training jobs."""

@@ -1,0 +1,1 @@
+"""The steps of the line, from recipe to server, one command each."""

@@ -1,0 +1,1 @@
+"""`trueline torchserve ...`: model archives of TorchServe."""

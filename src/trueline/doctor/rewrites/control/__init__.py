@@ -1,0 +1,1 @@
+"""Rewrites of branches, exceptions, side effects and while loops."""

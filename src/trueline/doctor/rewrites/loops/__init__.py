@@ -1,0 +1,1 @@
+"""Rewrites of for loops into scans, recurrences and vectorized code."""

@@ -1,0 +1,1 @@
+"""Rewrites of Python attributes and state that a model keeps."""

@@ -1,0 +1,1 @@
+"""Rewrites of indexing, masks, chunks and sizes into tensor operations."""
