@@ -9,7 +9,7 @@ import pytest
 
 from trueline.serve.batching.latency_model import Curve, Pace, Returns
 from trueline.serve.batching.policy import Item, Policy, decide
-from trueline.serve.batching.simulator import Load, grid, ratio, rehearse
+from worlds.batching_simulator import Load, grid, ratio, rehearse
 
 Takes = Callable[[int], float]
 

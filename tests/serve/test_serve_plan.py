@@ -15,7 +15,6 @@ from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.capture.export import fallbacks
 from trueline.errors import BundleError, NotProven
 from trueline.serve.batching import execution_plan as plan
-from trueline.serve.batching.benchmark import curve_of
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up
 from trueline.serve.batching.row_independence import fit, neighbours_matter
 from trueline.serve.models.loader import Way, load
@@ -153,8 +152,6 @@ def test_a_program_that_takes_one_record_after_the_other_is_not_kept_waiting_for
     assert together.batch
     assert not alone.batch
     assert "one record after the other" in alone.why
-    seconds, why = curve_of(told, load(told, Way(), max_batch=64).session, max_batch=64, by_record=True)
-    assert (list(seconds), why) == ([1], alone.why)
 
 
 @pytest.mark.parametrize(("longest", "padded"), [(None, True), (8, True), (7, False)])

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "parquet": ((".parquet", ".pq"), "parquet", "ParquetFormat"),
     "arrow": ((".arrow", ".arrows", ".feather", ".ipc"), "arrow", "ArrowFormat"),
-    "csv": ((".csv", ".tsv"), "lines", "CsvFormat"),
-    "jsonl": ((".jsonl", ".ndjson", ".jsonlines"), "lines", "JsonLinesFormat"),
+    "csv": ((".csv", ".tsv"), "text", "CsvFormat"),
+    "jsonl": ((".jsonl", ".ndjson", ".jsonlines"), "text", "JsonLinesFormat"),
     "recordio": ((".recordio", ".rec"), "recordio", "RecordIoFormat"),
     "tar": ((".tar",), "tar", "TarFormat"),
     "arrayrecord": ((".array_record", ".arrayrecord"), "arrayrecord", "ArrayRecordFormat"),
 }
-"""Name: endings, module of this room, class. A module is imported when it is needed."""
+"""Name: endings, module of `formats`, class. A module is imported when it is needed."""
 
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
 
@@ -80,7 +80,7 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
 
 def format_named(name: str) -> Format:
     _, module, kind = FORMATS[name]
-    made: Format = getattr(import_module(f"trueline.data.{module}"), kind)()
+    made: Format = getattr(import_module(f"trueline.data.formats.{module}"), kind)()
     return made
 
 

@@ -1,8 +1,8 @@
 """A model's queue rehearsed with a virtual clock: what settings would do under a load, without running anything.
 
-The decisions are `batcher.decide`'s and the pace is `pace.Pace`'s, as in the server; only the runs are pretended, from
-a curve t(n), and the clients are drawn from a seed. It proves how near the learned pace comes to the best settings that
-a search of a grid finds, and it finds them for a measured curve.
+The decisions are `policy.decide`'s and the pace is `latency_model.Pace`'s, as in the server; only the runs are
+pretended, from a curve t(n), and the clients are drawn from a seed. It proves how near the learned pace comes to the
+best settings that a search of a grid finds, and it finds them for a measured curve.
 """
 
 from __future__ import annotations
