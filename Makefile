@@ -59,7 +59,7 @@ SUITES_quick := quick-rooms quick-train quick-programs
 SUITES_jobs := suite-jobs
 QUICK := -m 'not slow and not chaos and not line and not jobs and not long'
 PROGRAMS := tests/capture tests/doctor tests/runtime
-TRAIN := tests/train tests/engine tests/data tests/state
+TRAIN := tests/train tests/engine tests/data tests/checkpoint tests/parallel tests/batch tests/chaos tests/storage
 ROOMS := tests $(addprefix --ignore=,$(PROGRAMS) $(TRAIN))
 
 again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; what passes now is named as flaky
@@ -101,7 +101,7 @@ test-long: $(STAMP)  ## what takes long beside neighbours that try nearly the sa
 S3 := bench/.venvs/s3
 
 test-s3: $(S3)/.installed  ## records and bundles in real S3 servers (moto, rclone, OpenStack Swift), from an environment of their own
-	PYTHONPATH=src $(S3)/bin/python -m pytest tests/data/test_s3.py tests/data/test_s3_bundles.py
+	PYTHONPATH=src $(S3)/bin/python -m pytest tests/storage/test_s3.py tests/storage/test_s3_bundles.py
 
 $(S3)/.installed: constraints.txt Makefile | $(STAMP)
 	test -x $(S3)/bin/python || $(BIN)/uv venv -q --python $(BIN)/python $(S3)

@@ -33,6 +33,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 EXPORTING = {"capture", "doctor", "runtime"}
+"""Folders of tests whose tests export."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +46,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     A test that is ended by its timeout in the middle of these imports leaves half of them behind, and each later
     test that exports fails of that.
     """
-    if EXPORTING & {item.path.parent.name for item in session.items}:
+    if EXPORTING & {item.path.relative_to(Path(__file__).parent).parts[0] for item in session.items}:
         for module in ("onnxscript", "onnxruntime", "torch._dynamo"):
             importlib.import_module(module)
     # Exporting makes millions of objects. A fifth of its time would go into looking through those of the modules again.

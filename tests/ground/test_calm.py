@@ -15,9 +15,9 @@ TESTS = Path(__file__).parents[1]
 SLEEPERS = {
     "worlds/waiting.py": "waits for all others, with a limit",
     "ground/test_calm.py": "has what is to be found",
-    "serve/test_serve_workers.py": "a handler that hangs, to be ended",
-    "serve/test_workflows.py": "a handler that hangs, to be ended",
-    "data/test_readers.py": "a record whose reading never ends, in a process to be killed",
+    "serve/handlers/test_workers.py": "a handler that hangs, to be ended",
+    "torchserve/workflows/test_workflows.py": "a handler that hangs, to be ended",
+    "data/loading/test_worker_pool.py": "a record whose reading never ends, in a process to be killed",
     "train/recipes/tiny.py": "a job whose steps are slow until a test has seen what it waits for",
     "train/recipes/measured.py": "records that are slow to read, so that a worker can be killed meanwhile",
     "train/torn_disk/sitecustomize.py": "a worker that dies a moment after what it has torn",

@@ -1,7 +1,5 @@
 """Promises of devices: where workers compute, and that nothing they say to each other depends on it."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +13,7 @@ from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
 from trueline.train.launch.overrides import applied
 from trueline.train.settings import JobSettings, device_kind, load
+from worlds import TESTS
 
 META = torch.device("meta")
 JOB = JobSettings(name="x", recipe="r.py", recipe_digest="", workers=2, epochs=1, global_batch=8, seed=0)
@@ -50,7 +49,7 @@ def test_a_backend_that_is_none_or_cannot_lose_a_worker_is_refused_by_name_befor
 
 @pytest.mark.parametrize("wanted", ["mpi", "glo"])
 def test_a_backend_that_a_recipe_asks_for_is_refused_as_that_of_the_command_is_which_wins(tmp_path, wanted):
-    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    shown = (TESTS / "train" / "recipes" / "counting.py").read_text()
     recipe = tmp_path / "asks.py"
     recipe.write_text(f'{shown}\nbackend = "{wanted}"\n')
     with pytest.raises(UsageError, match=rf"backend is '{wanted}'") as raised:
@@ -62,7 +61,7 @@ def test_a_backend_that_a_recipe_asks_for_is_refused_as_that_of_the_command_is_w
 
 @pytest.mark.parametrize("said", ['"cuda:1"', 'torch.device("cuda", 1)'])
 def test_a_device_that_a_recipe_asks_for_is_where_it_trains_and_that_of_the_command_wins(tmp_path, said):
-    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    shown = (TESTS / "train" / "recipes" / "counting.py").read_text()
     recipe = tmp_path / "asks.py"
     recipe.write_text(f"{shown}\ndevice = {said}\n")
     assert load(prepare(recipe, workers=2, job_dir=tmp_path / "asked")).device == "cuda:1"
@@ -70,7 +69,7 @@ def test_a_device_that_a_recipe_asks_for_is_where_it_trains_and_that_of_the_comm
 
 
 def test_a_device_of_a_recipe_that_is_none_is_refused_before_a_job_begins(tmp_path):
-    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    shown = (TESTS / "train" / "recipes" / "counting.py").read_text()
     recipe = tmp_path / "asks.py"
     recipe.write_text(f'{shown}\ndevice = torch.device("mps")\n')
     with pytest.raises(UsageError, match="device is 'mps'") as raised:
@@ -81,7 +80,7 @@ def test_a_device_of_a_recipe_that_is_none_is_refused_before_a_job_begins(tmp_pa
 
 def test_a_recipe_is_evaluated_and_predicts_on_the_device_that_it_asks_for(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shown = (Path(__file__).parent / "recipes" / "counting.py").read_text()
+    shown = (TESTS / "train" / "recipes" / "counting.py").read_text()
     recipe = tmp_path / "asks.py"
     recipe.write_text(f'{shown}\ndevice = "cuda"\n')
     with pytest.raises(UsageError, match=r"'cuda'.*finds no CUDA device"):

@@ -1,7 +1,5 @@
 """Membership is invisible to the mathematics: jobs that differ in who trained what end with the same weights."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,12 +7,13 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.train.api import train
 from trueline.train.settings import Fault
+from worlds import TESTS
 from worlds.jobs import TINY
 
 pytestmark = pytest.mark.jobs
 
-LIVELY = Path(__file__).parent / "recipes" / "lively.py"
-LARGE = Path(__file__).parent / "recipes" / "large.py"
+LIVELY = TESTS / "train" / "recipes" / "lively.py"
+LARGE = TESTS / "train" / "recipes" / "large.py"
 KILLS = [Fault(step=3, slot=0, phase="backward"), Fault(step=7, slot=1, phase="applied")]
 
 

@@ -13,12 +13,13 @@ from trueline.checkpoint import checkpoint
 from trueline.recipe.load import load_recipe
 from trueline.train.api import train
 from trueline.train.settings import Fault
+from worlds import TESTS
 from worlds.jobs import TINY, seen_counts
 
 pytestmark = pytest.mark.jobs
 
-POISONED = Path(__file__).parent / "recipes" / "poisoned.py"
-DRAWN = Path(__file__).parent / "recipes" / "drawn.py"
+POISONED = TESTS / "train" / "recipes" / "poisoned.py"
+DRAWN = TESTS / "train" / "recipes" / "drawn.py"
 BAD = 17
 
 

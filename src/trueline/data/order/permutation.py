@@ -5,7 +5,7 @@ of two that holds them, walked in a cycle until it lands inside (Black and Rogaw
 finite domains", 2002), with splitmix64 (Steele, Lea and Flood, 2014) as the round function. Any position of
 any epoch is addressed in constant time and memory, so a billion records need no list, and progress is one
 integer. The module knows nothing of workers, files or torch. Golden values are pinned in
-`tests/data/test_order.py`: a change of the order is a change of every user's training run.
+`tests/data/order/test_permutation.py`: a change of the order is a change of every user's training run.
 """
 
 from __future__ import annotations

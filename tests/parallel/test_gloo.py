@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import trueline
 from trueline.parallel import gloo as group
 from trueline.parallel.gloo import GlooGroup, start_store
 from worlds.waiting import until
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 PEER = """
 import sys, torch, torch.distributed as dist
-from trueline.train import group as groups
+from trueline.parallel import gloo as groups
 groups.FORM_TIMEOUT_S = 30.0
 group = groups.GlooGroup()
 print("here", flush=True)
@@ -97,7 +98,7 @@ def test_a_cut_fails_a_pending_operation_at_once_and_leaves_other_sockets_alone(
     store, address = start_store()
     code = (
         "import sys, torch, torch.distributed as dist\n"
-        "from trueline.train import group as groups\n"
+        "from trueline.parallel import gloo as groups\n"
         "groups.FORM_TIMEOUT_S = 30.0\n"
         "group = groups.GlooGroup(); other, where = groups.start_store()\n"
         "print('here', flush=True)\n"
@@ -224,7 +225,7 @@ def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
 
 def test_nothing_waits_for_gloo_itself(monkeypatch):
     """A large operation that a peer left in the middle would wait for its timeout, whatever is cut."""
-    sources = [path for path in (Path(group.__file__).parent).glob("*.py") if "dist." in path.read_text()]
+    sources = [path for path in Path(trueline.__file__).parent.rglob("*.py") if "dist." in path.read_text()]
     lines = [line for path in sources for line in path.read_text().splitlines()]
     calls = [line for line in lines if re.search(r"dist\.(all_|broad)", line)]
     assert calls

@@ -22,8 +22,9 @@ from trueline.train.master.journal import Journal
 from trueline.train.master.server import Master
 from trueline.train.master.service import Door
 from trueline.train.settings import Fault, JobSettings
+from worlds import TESTS
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = TESTS / "train" / "recipes"
 BLIND = tuple(kind for kind in KINDS if kind not in schedule.ROOTS)
 
 
