@@ -20,6 +20,7 @@ from trueline.serve.batching.row_independence import fit, neighbours_matter
 from trueline.serve.models.loader import Way, load
 from worlds import bundles
 from worlds.bundles import spec
+from worlds.servers import load_as_if
 
 
 @dataclass
@@ -111,7 +112,7 @@ def test_the_batch_is_a_symbol_that_leads_everything_and_stands_nowhere_else() -
 
 
 def test_a_short_program_runs_on_the_loop_and_says_so(tmp_path: Path) -> None:
-    loaded = load(bundles.double_plus(tmp_path / "b"), Way(), max_batch=64)
+    loaded = load_as_if(bundles.double_plus(tmp_path / "b"), 20e-6)
     assert loaded.plan.inline_values >= 3
     assert loaded.golden_cases == 1
     assert loaded.platform == "onnxruntime_onnx"

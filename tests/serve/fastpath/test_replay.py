@@ -23,7 +23,6 @@ from onnx import helper
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.loader import Way, load
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import Version
 from trueline.serve.protocols.router import Routes
@@ -35,6 +34,7 @@ from trueline.web.messages import Answer, App, Later, Request, Response
 from trueline.web.server import Server
 from worlds import bundles
 from worlds.connections import Wire
+from worlds.servers import load_as_if
 from worlds.waiting import until_async
 
 
@@ -107,7 +107,8 @@ class World:
     def add(self, version: str) -> Version:
         made = self.models.add("tiny", version)
         self.versions.append(made)
-        made.make_ready(load(self.bundle, Way(threads=1), max_batch=64), self.policy, ThreadPoolExecutor(1), self.loop)
+        loaded = load_as_if(self.bundle, 20e-6)
+        made.make_ready(loaded, self.policy, ThreadPoolExecutor(1), self.loop)
         return made
 
     def behind(self, app: App) -> Server:
