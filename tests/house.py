@@ -1,0 +1,214 @@
+"""The house rules of `src/trueline`, read from the syntax trees: `make check` runs this.
+
+    import circles     none; imports for types and inside functions count
+    sizes              of folders, files, functions, signatures, Protocols, and of all of it
+    names              a class name stands once; a function is named by a verb, not by a bare participle; words that
+                       docs/glossary.md lists as not used name no module, class or function
+
+Prints one line for each breach, then a line of figures. Exit code 1 when there is a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 58_000
+MAX_FOLDER_FILES = 20
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_PARAMETERS = 8
+MAX_PROTOCOL_METHODS = 4
+WIDE_PROTOCOLS: Mapping[str, str] = {}
+"""Protocols of more methods, and why."""
+PARTICIPLES = frozenset(
+    """
+    begun bound broken brought built caught chosen come done drawn fallen fed felt found given gone got grown had heard
+    held hidden kept known laid led left lent lost made meant met paid put said seen sent shown shut spent stood taken
+    taught thought thrown told torn understood won worn written
+    """.split()  # noqa: SIM905 - as prose they take four lines
+)
+"""Those that do not end in -ed."""
+VERBS_IN_ED = frozenset({"embed", "exceed", "feed", "need", "seed", "shed", "speed"})
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    lines: int
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+
+def modules_of(root: Path) -> dict[str, Module]:
+    """The modules below the package folder `root`, without generated code."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            continue
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text()
+        found[name] = Module(name, path, len(text.splitlines()), ast.parse(text))
+    return found
+
+
+def imports_of(module: Module, names: Mapping[str, Module]) -> set[str]:
+    """The modules of `names` that `module` imports, wherever in it."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in names else base)
+    return {name for name in found if name in names and name != module.name}
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in edges[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    sys.setrecursionlimit(10_000)
+    for name in edges:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def is_participle(name: str) -> bool:
+    """Whether a function's name is a participle and nothing else.
+
+    >>> [name for name in ("told", "_opened", "open_store", "feed", "found_in") if is_participle(name)]
+    ['told', '_opened']
+    """
+    word = name.strip("_")
+    return word in PARTICIPLES or (word.endswith("ed") and "_" not in word and word not in VERBS_IN_ED)
+
+
+def breaches(root: Path, unused: frozenset[str]) -> Iterator[str]:
+    """A line for each breach of the rules below the package folder `root`; `unused`: words that name nothing."""
+    modules = modules_of(root)
+    for circle in circles({name: imports_of(module, modules) for name, module in modules.items()}):
+        yield f"import circle: {' '.join(circle)}"
+    yield from _sizes(root, modules)
+    yield from _names(root, modules, unused)
+
+
+def _sizes(root: Path, modules: Mapping[str, Module]) -> Iterator[str]:
+    total = sum(module.lines for module in modules.values())
+    if total > MAX_LINES:
+        yield f"{root}: {total} lines, {MAX_LINES} at most"
+    folders: dict[Path, int] = defaultdict(int)
+    for module in modules.values():
+        folders[module.path.parent] += 1
+        if module.lines > MAX_FILE_LINES:
+            yield f"{module.path}: {module.lines} lines, {MAX_FILE_LINES} at most"
+        for node in ast.walk(module.tree):
+            yield from _size_of(module, node)
+    for folder, count in folders.items():
+        if count > MAX_FOLDER_FILES:
+            yield f"{folder}: {count} files, {MAX_FOLDER_FILES} at most"
+
+
+def _size_of(module: Module, node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([name for name in parameters if name not in ("self", "cls")])
+        where = f"{module.path}:{node.lineno}: {node.name}"
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{where} has {lines} lines, {MAX_FUNCTION_LINES} at most"
+        if count > MAX_PARAMETERS:
+            yield f"{where} takes {count} parameters, {MAX_PARAMETERS} at most"
+    elif isinstance(node, ast.ClassDef) and _is_protocol(node) and node.name not in WIDE_PROTOCOLS:
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        count = sum(not one.decorator_list for one in methods)
+        if count > MAX_PROTOCOL_METHODS:
+            yield f"{module.path}:{node.lineno}: {node.name} has {count} methods, {MAX_PROTOCOL_METHODS} at most"
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).partition("[")[0].rpartition(".")[2] == "Protocol" for base in node.bases)
+
+
+def _names(root: Path, modules: Mapping[str, Module], unused: frozenset[str]) -> Iterator[str]:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for module in modules.values():
+        if "compat" in module.path.parts:  # names that TorchServe gave
+            continue
+        if module.path.stem.strip("_") in unused:
+            yield f"{module.path}: docs/glossary.md has another word for {module.path.stem}"
+        for node in ast.walk(module.tree):
+            where = f"{module.path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(where)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if is_participle(node.name) and not _is_property(node):
+                    yield f"{where}: {node.name} is a participle; a function is named by what it does"
+            else:
+                continue
+            if node.name.strip("_").lower() in unused:
+                yield f"{where}: docs/glossary.md has another word for {node.name}"
+    for name, places in classes.items():
+        if len(places) > 1 and not name.startswith("_"):
+            yield f"class {name} stands {len(places)} times: {' '.join(places)}"
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(one) or ast.unparse(one).endswith(".setter") for one in node.decorator_list)
+
+
+def unused_words(glossary: str) -> frozenset[str]:
+    """The words of the glossary's section "Not used": a list whose items begin with one word in backticks."""
+    section = glossary.partition("## Not used")[2].partition("\n## ")[0]
+    return frozenset(word.lower() for word in re.findall(r"^- `(\w+)`", section, re.MULTILINE))
+
+
+def main() -> int:
+    root = ROOT / "src" / "trueline"
+    glossary = ROOT / "docs" / "glossary.md"
+    unused = unused_words(glossary.read_text()) if glossary.is_file() else frozenset()
+    found = list(breaches(root, unused))
+    for line in found:
+        print(line.replace(f"{ROOT}/", ""))
+    modules = modules_of(root)
+    print(f"{sum(one.lines for one in modules.values())} lines in {len(modules)} modules; {len(found)} breaches")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
