@@ -29,15 +29,6 @@ from pathlib import Path
 from trueline.engine import child, lifeline
 
 START = b"start "
-MODULES = (
-    "trueline.train.master.server",
-    "uvicorn.loops.auto",
-    "uvicorn.protocols.http.auto",
-    "starlette.applications",
-    "starlette.responses",
-    "starlette.routing",
-)
-"""What a master imports at its start or when its page opens."""
 
 
 class Succession:
@@ -112,8 +103,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     life = int(os.environ[lifeline.VARIABLE])
     lifeline.wake_at_end(life)
-    for module in MODULES:
-        importlib.import_module(module)
+    importlib.import_module("trueline.train.master.server")
     own_life, own_end = os.pipe()
     os.environ[lifeline.VARIABLE] = str(own_life)
     while (arguments := _asked(life)) is not None:

@@ -25,9 +25,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -35,15 +35,16 @@ from trueline import events, files
 from trueline.errors import PortInUse, StorageError, UsageError
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Board, Fields
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
+from trueline.web import sockets
+from trueline.web.limits import Limits
+from trueline.web.messages import Request, Response, query_of
+from trueline.web.server import Server
+from trueline.web.streaming import Pieces
 
 INTERVAL_S = 1.0
 CLOSE_S = 1.0
 TAIL_BYTES = 1 << 16
+_TEXT = b"text/plain; charset=utf-8"
 SLICE_BYTES = 1 << 14
 """Of the past, read in one go: a millisecond or two."""
 _HTML = Path(__file__).with_name("page.html")
@@ -80,7 +81,10 @@ class Page:
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._viewers = 0
+        self._viewers: set[asyncio.Task[None]] = set()
+        self._server: Server | None = None
+        self._listening: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
         self._encoded: tuple[float, bytes] = (0.0, b"")
 
     def hear(self, name: str, fields: Fields, at: float) -> None:
@@ -106,29 +110,22 @@ class Page:
             except PortInUse as error:
                 say("page.failed", why=error.message)
                 continue
-            self._serve(listener)
+            await self._serve(listener)
             break
         return self.url
 
-    def _serve(self, listener: socket.socket) -> None:
-        import uvicorn
-
-        closing = self._closing
-
-        class Server(uvicorn.Server):
-            def capture_signals(self) -> Any:  # the process's signals are its own
-                return contextlib.nullcontext()
-
-            async def main_loop(self) -> None:  # uvicorn's looks ten times a second, for a page that nobody may look at
-                await closing.wait()
-
-        config = uvicorn.Config(_app(self), log_config=None, access_log=False, lifespan="off", ws="none",
-                                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False,
-                                date_header=False)  # fmt: skip
-        self._server, self._listener = Server(config), listener
-        self._tasks.append(asyncio.ensure_future(self._server.serve([listener])))
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = Server(_App(self), Limits(), loop)
+        self._listening = await loop.create_server(self._server, sock=listener)
+        self._sweep()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
         self._write("page.token", self.token.encode())  # for those who scrape
+
+    def _sweep(self) -> None:
+        if self._server is not None:
+            self._server.sweep()
+            self._sweeping = self._server.loop.call_later(1.0, self._sweep)
 
     @property
     def reading(self) -> bool:
@@ -141,18 +138,16 @@ class Page:
         if self._early is not None:  # the page that stays tells the whole story, if that is soon told
             self._tasks = self._tasks or [asyncio.ensure_future(self._replay())]
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
-        if self.url:
-            self._server.should_exit = True
-            if self._viewers:
-                await asyncio.wait(self._tasks, timeout=CLOSE_S)
-            for connection in list(self._server.server_state.connections):
-                connection.shutdown()
-            for server in getattr(self._server, "servers", ()):  # none yet when the job was shorter than its start
-                server.close()
-            self._listener.close()
-        for task in self._tasks:
+        if self._viewers:
+            await asyncio.wait(self._viewers, timeout=CLOSE_S)
+        if self._server is not None and self._listening is not None and self._sweeping is not None:
+            self._listening.close()
+            self._sweeping.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._server.drain(), CLOSE_S)
+        for task in (*self._tasks, *self._viewers):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._viewers, return_exceptions=True)
         (self.job_dir / "page.token").unlink(missing_ok=True)
 
     async def _replay(self) -> None:
@@ -196,20 +191,29 @@ class Page:
             self._encoded = (now, msgspec.json.encode(self.board.state(now)))
         return self._encoded[1]
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    def stream(self) -> Pieces:
         """Server-sent events: the state every second while the job runs, at once when it ends."""
-        seen, self._viewers = -1, self._viewers + 1
-        try:
-            while True:
-                changed, seen = self.board.changes != seen, self.board.changes
-                yield b"data: " + self.encoded() + b"\n\n" if changed or not self.board.ended else b": still here\n\n"
-                if self._closing.is_set():
-                    return
-                waited = self._closing if self._ended.is_set() else self._ended
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(waited.wait(), INTERVAL_S)
-        finally:
-            self._viewers -= 1
+
+        def stop() -> None:
+            viewer.cancel()
+
+        pieces = Pieces(stop)
+        viewer = asyncio.ensure_future(self._push(pieces))
+        self._viewers.add(viewer)
+        viewer.add_done_callback(self._viewers.discard)
+        return pieces
+
+    async def _push(self, pieces: Pieces) -> None:
+        seen = -1
+        while True:
+            changed, seen = self.board.changes != seen, self.board.changes
+            pieces.add(b"data: " + self.encoded() + b"\n\n" if changed or not self.board.ended else b": still here\n\n")
+            if self._closing.is_set():
+                pieces.end()
+                return
+            waited = self._closing if self._ended.is_set() else self._ended
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waited.wait(), INTERVAL_S)
 
 
 def _size(log: Path) -> int:
@@ -238,61 +242,64 @@ def _facts(job_dir: Path) -> dict[str, Any]:
 
 
 def _listener(port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
+        return sockets.listen("127.0.0.1", port)
+    except (PortInUse, UsageError) as error:
         raise PortInUse(
-            f"the live page cannot have port {port} ({(error.strerror or '').lower()}) and takes another",
+            f"the live page cannot have port {port} and takes another: {error.message}",
             hint="choose another --page-port",
         ) from error
-    return listener
 
 
-def _app(page: Page) -> Starlette:
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
-    from starlette.routing import Route
+class _App:
+    """Answers GET and HEAD on the page's four paths to clients that have its token."""
 
-    html = _HTML.read_bytes()
-    headers = {"content-security-policy": _policy(html), "referrer-policy": "no-referrer", "cache-control": "no-store",
-               "x-content-type-options": "nosniff"}  # fmt: skip
+    def __init__(self, page: Page) -> None:
+        self._page, self._html = page, _HTML.read_bytes()
+        self._headers = (
+            f"content-security-policy: {_policy(self._html)}\r\nreferrer-policy: no-referrer\r\n"
+            "cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
+        ).encode()
 
-    async def show(request: Request) -> Response:
-        return HTMLResponse(html, headers=headers)
+    def answer(self, request: Request) -> Response:
+        """The response; 404, 405 and 401 in plain text."""
+        answers = {"/": self._show, "/state": self._state, "/events": self._stream, "/metrics": self._scrape}
+        answer = answers.get(request.path)
+        if answer is None:
+            return self.refuse(request.path, 404, "this page has /, /state, /events and /metrics")
+        if request.method not in ("GET", "HEAD"):
+            return self._plain(405, "this page is read with GET", b"allow: GET, HEAD\r\n")
+        if not self._allowed(request):
+            why = "the token is missing or wrong. The page's address, with its token, is in the job's master.json."
+            return self._plain(401, why, b"www-authenticate: Bearer\r\n")
+        return answer()
 
-    async def state(request: Request) -> Response:
-        return Response(page.encoded(), media_type="application/json", headers=headers)
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        return self._plain(status, message)
 
-    async def stream(request: Request) -> Response:
-        return StreamingResponse(page.stream(), media_type="text/event-stream", headers=headers)
+    def _plain(self, status: int, message: str, headers: bytes = b"") -> Response:
+        return Response(status, f"{status}: {message}\n".encode(), _TEXT, self._headers + headers)
 
-    async def scrape(request: Request) -> Response:
-        if page.reading:  # a part of the counts would look like another job's
-            return PlainTextResponse("503: the job's past is still being read\n", 503, headers)
-        return Response(prometheus.page(page.board, time.time()), media_type=prometheus.CONTENT_TYPE, headers=headers)
+    def _allowed(self, request: Request) -> bool:
+        bearer = request.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        given = query_of(request.target).get("token", "").encode() or bearer
+        return hmac.compare_digest(given, self._page.token.encode())
 
-    def guarded(answer: Any) -> Any:
-        async def guard(request: Request) -> Response:
-            if _allowed(request, page.token):
-                found: Response = await answer(request)
-                return found
-            why = (
-                "401: the token is missing or wrong. The page's address, with its token, is in the job's master.json.\n"
-            )
-            return PlainTextResponse(why, 401, headers | {"www-authenticate": "Bearer"})
+    def _show(self) -> Response:
+        return Response(200, self._html, b"text/html; charset=utf-8", self._headers)
 
-        return guard
+    def _state(self) -> Response:
+        return Response(200, self._page.encoded(), headers=self._headers)
 
-    routes = {"/": show, "/state": state, "/events": stream, "/metrics": scrape}
-    return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in routes.items()])
+    def _stream(self) -> Response:
+        return Response(200, b"", b"text/event-stream; charset=utf-8", self._headers, pieces=self._page.stream())
 
-
-def _allowed(request: Request, token: str) -> bool:
-    given = request.query_params.get("token") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), token.encode())
+    def _scrape(self) -> Response:
+        if self._page.reading:  # a part of the counts would look like another job's
+            return self._plain(503, "the job's past is still being read")
+        content_type = prometheus.CONTENT_TYPE.encode()
+        return Response(200, prometheus.page(self._page.board, time.time()), content_type, self._headers)
 
 
 def _policy(html: bytes) -> str:
