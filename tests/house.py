@@ -172,14 +172,15 @@ def _names(root: Path, modules: Mapping[str, Module], unused: frozenset[str]) ->
             continue
         if module.path.stem.strip("_") in unused:
             yield f"{module.path}: docs/glossary.md has another word for {module.path.stem}"
+        for node in module.tree.body:  # one inside a function is that function's own
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(f"{module.path}:{node.lineno}")
         for node in ast.walk(module.tree):
             where = f"{module.path}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(where)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 if is_participle(node.name) and not _is_property(node):
                     yield f"{where}: {node.name} is a participle; a function is named by what it does"
-            else:
+            elif not isinstance(node, ast.ClassDef):
                 continue
             if node.name.strip("_").lower() in unused:
                 yield f"{where}: docs/glossary.md has another word for {node.name}"

@@ -26,7 +26,7 @@ from trueline.capture.proof.determinism import RANDOM_HINT
 from trueline.capture.subject import Subject, with_state
 from trueline.doctor.api import calls_of
 from trueline.doctor.diagnosis import Row
-from trueline.doctor.patch import patched
+from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import survey
 from trueline.errors import TruelineError
 from trueline.runtime.session import USUAL, Format, Session, open_session
@@ -172,7 +172,7 @@ def _doctored(architecture: Architecture, oracle: Oracle, questions: int, work: 
     if not survey_.texts:
         return found
     state = sorted({name for rewrite in survey_.rewrites.values() for name in rewrite.state})
-    climbed = captured(architecture, patched(module, survey_.texts), GRAPHS, work, explicit=bool(state))
+    climbed = captured(architecture, patch_module(module, survey_.texts), GRAPHS, work, explicit=bool(state))
     found |= {"state": state} if state else {}
     found |= {"rungs": climbed.described(), "refusal": climbed.error}
     found["judged"] = _judged(architecture, oracle, climbed, questions)

@@ -22,8 +22,8 @@ from trueline.doctor.api import calls_of, doctor
 from trueline.doctor.diagnosis import Cause, Diagnosis, Rewrite, Row
 from trueline.doctor.examine import ask_original, examine
 from trueline.doctor.html import page
-from trueline.doctor.patch import patched
-from trueline.doctor.recorded_calls import agree, asked
+from trueline.doctor.patch import patch_module
+from trueline.doctor.recorded_calls import agree, answer_of
 from trueline.doctor.report import text
 from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
@@ -117,7 +117,7 @@ def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn
     assert found.rows["(model)"].status == "rewritten"
     one = torch.randn(1, 5, 4)
     with torch.no_grad():
-        torch.testing.assert_close(patched(model().eval(), found.texts)(one), model()(one))
+        torch.testing.assert_close(patch_module(model().eval(), found.texts)(one), model()(one))
 
 
 def test_a_size_that_python_makes_a_number_of_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_while_on_a_value_becomes_a_while_loop() -> None:
 
 def followed(model: nn.Module, texts: dict[str, str], calls: int = 9) -> None:
     """Asks the rewritten model call after call beside a fresh copy of the original."""
-    original, edited = copy.deepcopy(model).eval(), patched(model.eval(), texts)
+    original, edited = copy.deepcopy(model).eval(), patch_module(model.eval(), texts)
     for i in range(calls):
         x = torch.randn(1 + i % 4, 4)
         with torch.no_grad():
@@ -210,8 +210,8 @@ def test_a_rewrite_that_forgets_between_calls_is_not_taken_for_proven() -> None:
     kept = source.replace("self.calls = 0", "self.register_buffer('calls', torch.tensor(0), persistent=False)")
     right = kept.replace("self.calls += 1  # counter", "self.calls = self.calls + 1  # counter")
     wrong = kept.replace("self.calls += 1  # counter", "self.calls = torch.full_like(self.calls, 1)  # counter")
-    assert examine(patched(model, {models.__file__: right}), oracle).reason == ""
-    assert "differs" in examine(patched(model, {models.__file__: wrong}), oracle).reason
+    assert examine(patch_module(model, {models.__file__: right}), oracle).reason == ""
+    assert "differs" in examine(patch_module(model, {models.__file__: wrong}), oracle).reason
 
 
 def test_a_loop_in_a_decorated_function_of_the_file_is_rewritten_there() -> None:
@@ -224,7 +224,7 @@ def test_a_loop_in_a_decorated_function_of_the_file_is_rewritten_there() -> None
     assert "scan(" in row.rewrite.diff
     x = torch.randn(2, 7, 4)
     with torch.no_grad():
-        torch.testing.assert_close(patched(models.Decorated(), found.texts)(x), models.Decorated()(x))
+        torch.testing.assert_close(patch_module(models.Decorated(), found.texts)(x), models.Decorated()(x))
 
 
 def test_a_freed_size_that_is_taken_in_multiples_only_is_proven_for_them_and_refused_for_all() -> None:
@@ -234,7 +234,7 @@ def test_a_freed_size_that_is_taken_in_multiples_only_is_proven_for_them_and_ref
     source = Path(models.__file__).read_text()
     freed = source.replace("int(x.shape[2]), int(x.shape[3])", "x.shape[2], x.shape[3]")
     assert freed != source
-    edited = patched(model, {models.__file__: freed})
+    edited = patch_module(model, {models.__file__: freed})
     assert examine(edited, oracle).reason
     found = examine(edited, oracle, in_units=True)
     assert not found.reason
@@ -273,9 +273,9 @@ def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     model = models.EarlyReturn().eval()
     found = examined(model, torch.randn(3, 4))
     oracle = ask_original(model, calls_of(EagerSession(model, torch.randn(5, 4))))
-    edited = patched(model, found.texts)
+    edited = patch_module(model, found.texts)
     assert not examine(edited, oracle).reason
-    assert all(not agree(a, asked(edited, c))[0] for a, c in zip(oracle.answers, oracle.calls, strict=True))
+    assert all(not agree(a, answer_of(edited, c))[0] for a, c in zip(oracle.answers, oracle.calls, strict=True))
     assert examine(model, oracle).reason
 
 
@@ -285,7 +285,7 @@ def test_a_step_of_a_scan_reads_what_earlier_steps_changed() -> None:
     assert found.rows["(model)"].status == "rewritten"
     chain = torch.tensor([[0.0], [0.4], [0.8], [1.2]]).expand(4, 4)  # each drops the next: the first and the third stay
     with torch.no_grad():
-        assert torch.equal(patched(model, found.texts)(chain), model(chain))
+        assert torch.equal(patch_module(model, found.texts)(chain), model(chain))
 
 
 def test_a_condition_that_no_probe_meets_is_not_taken_away() -> None:
@@ -300,7 +300,7 @@ def test_an_edit_that_answers_otherwise_is_not_taken_for_proven() -> None:
     wrong = source.replace("y = x * 2\n        else:\n            y = x - 1", "y = x * 2\n        y = torch.relu(x)")
     wrong = wrong.replace("if x.sum() > 0:  # value branch\n            y = x * 2", "y = x")
     assert wrong != source
-    assert "differs" in examine(patched(model, {models.__file__: wrong}), oracle).reason
+    assert "differs" in examine(patch_module(model, {models.__file__: wrong}), oracle).reason
 
 
 RECIPE = """

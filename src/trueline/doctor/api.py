@@ -16,7 +16,7 @@ from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.capture.model.eager import EagerSession
-    from trueline.doctor.recorded_calls import Call
+    from trueline.doctor.recorded_calls import RecordedCall
     from trueline.recipe.contract import Recipe
     from trueline.storage.place import Where
 
@@ -73,7 +73,7 @@ def doctor(
     return diagnosis
 
 
-def calls_of(eager: EagerSession) -> list[Call]:
+def calls_of(eager: EagerSession) -> list[RecordedCall]:
     """Two sets of probes of the whole model as calls, at other sizes of whatever is free in it.
 
     Values that are no numbers are left out: a submodule is asked what a request may ask it.
@@ -81,7 +81,7 @@ def calls_of(eager: EagerSession) -> list[Call]:
     from trueline.capture.model.eager import to_tensors
     from trueline.capture.model.signature import BATCH, Slot
     from trueline.capture.proof.probes import make_probes, resize
-    from trueline.doctor.recorded_calls import Call
+    from trueline.doctor.recorded_calls import RecordedCall
 
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
@@ -90,4 +90,6 @@ def calls_of(eager: EagerSession) -> list[Call]:
     sizes = {symbol: size for symbol, size in calling.presumed.sizes(eager.example).items() if symbol != BATCH}
     if sizes:  # what takes multiples only is asked another one, of all sizes at once
         asked.append(resize(eager.example, calling.presumed, {symbol: 2 * size for symbol, size in sizes.items()}))
-    return [Call(tensors=to_tensors(eager.signature, inputs), leaves=leaves, spec=calling.spec) for inputs in asked]
+    return [
+        RecordedCall(tensors=to_tensors(eager.signature, inputs), leaves=leaves, spec=calling.spec) for inputs in asked
+    ]

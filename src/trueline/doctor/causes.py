@@ -20,7 +20,7 @@ from trueline.doctor.search import function_at, locals_of
 def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause:
     """The first line of the user's code that explains `finding`, and why."""
     for place in finding.places:
-        found = _explained(place, module, oracle)
+        found = _explain(place, module, oracle)
         if found is not None:
             return found
     state = None if oracle.forgetful and not oracle.written else _state(module, oracle)
@@ -36,7 +36,7 @@ def cause_of(module: torch.nn.Module, oracle: Oracle, finding: Finding) -> Cause
     return _cause("exporter", Place(file=file_of(owner), line=line), finding.reason)
 
 
-def dropped(finding: Finding) -> Cause | None:
+def cause_of_lost_dimension(finding: Finding) -> Cause | None:
     """The line that drops a dimension at some sizes (`examine.of_other_ranks`), where it is known."""
     return _cause("size branch", finding.places[0], finding.reason) if finding.places else None
 
@@ -45,7 +45,7 @@ def _cause(kind: Kind, place: Place, words: str) -> Cause:
     return Cause(kind=kind, file=place.file, line=place.line, source=place.source, words=words)
 
 
-def _explained(place: Place, module: torch.nn.Module, oracle: Oracle) -> Cause | None:
+def _explain(place: Place, module: torch.nn.Module, oracle: Oracle) -> Cause | None:
     try:
         text = Path(place.file).read_text()
     except (OSError, UnicodeDecodeError):

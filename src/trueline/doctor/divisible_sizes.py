@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trueline.capture.export.divisible_dims import MOST, largest
-from trueline.doctor.recorded_calls import Call
+from trueline.doctor.recorded_calls import RecordedCall
 
 Place = tuple[int, int]
 """Number of a tensor, and an axis."""
@@ -27,11 +27,11 @@ LEAST = 2
 """Different sizes of what comes in multiples that a proof has to have seen."""
 
 
-def exported(
+def export_with_divisors(
     export: Callable[[tuple[dict[int, Any], ...]], torch.export.ExportedProgram],
     free: Sequence[set[int]],
-    calls: Sequence[Call],
-    base: Call,
+    calls: Sequence[RecordedCall],
+    base: RecordedCall,
 ) -> tuple[torch.export.ExportedProgram, Steps]:
     """The program of `base`, in units where torch fixes a size, and of what these sizes are then multiples.
 
@@ -49,7 +49,7 @@ def exported(
             steps |= new
 
 
-def guesses(base: Call, free: Sequence[set[int]], steps: Steps) -> Iterator[Steps]:
+def guesses(base: RecordedCall, free: Sequence[set[int]], steps: Steps) -> Iterator[Steps]:
     """What the program of `base`, which needs `steps`, may need beside them: powers of two, the least first.
 
     A branch on whether a size is even fixes no size, and the program is wrong for odd ones.
@@ -65,7 +65,7 @@ def guesses(base: Call, free: Sequence[set[int]], steps: Steps) -> Iterator[Step
         before, power = found, 2 * power
 
 
-def _shapes(free: Sequence[set[int]], steps: Steps, calls: Sequence[Call]) -> tuple[dict[int, Any], ...]:
+def _shapes(free: Sequence[set[int]], steps: Steps, calls: Sequence[RecordedCall]) -> tuple[dict[int, Any], ...]:
     """Places whose sizes are equal in all calls count in one unit."""
     units: dict[tuple[int, ...], Any] = {}
     found: list[dict[int, Any]] = []
@@ -82,10 +82,10 @@ def _shapes(free: Sequence[set[int]], steps: Steps, calls: Sequence[Call]) -> tu
     return tuple(found)
 
 
-def evenest(calls: Sequence[Call], free: Sequence[set[int]]) -> Call:
+def evenest(calls: Sequence[RecordedCall], free: Sequence[set[int]]) -> RecordedCall:
     """The call whose free sizes, but for the first of a tensor, have the most factors of two."""
 
-    def score(call: Call) -> int:
+    def score(call: RecordedCall) -> int:
         places = [(tensor, axis) for tensor, axes in zip(call.tensors, free, strict=False) for axis in axes if axis]
         sizes = [tensor.shape[axis] for tensor, axis in places]
         return min((largest(size) for size in sizes), default=0)
@@ -93,11 +93,11 @@ def evenest(calls: Sequence[Call], free: Sequence[set[int]]) -> Call:
     return max(calls, key=score)
 
 
-def within(call: Call, steps: Steps) -> bool:
+def within(call: RecordedCall, steps: Steps) -> bool:
     """Whether the sizes of the call are multiples as `steps` says."""
     return all(call.tensors[number].shape[axis] % step == 0 for (number, axis), step in steps.items())
 
 
-def told(steps: Steps) -> str:
+def describe_divisors(steps: Steps) -> str:
     """For the report; empty without units."""
     return f"for sizes that are multiples of {max(steps.values())}" if steps else ""

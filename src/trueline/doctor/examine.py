@@ -28,8 +28,16 @@ from trueline.capture.patches import nonzero_loops as places
 from trueline.capture.patches import size_lists, size_tensors
 from trueline.capture.patches.lru_cache import uncached
 from trueline.doctor import divisible_sizes
-from trueline.doctor.recorded_calls import Answer, Call, Flat, agree, asked, base_call, free_dims
-from trueline.doctor.stateful import Memory, remembered, shapes
+from trueline.doctor.recorded_calls import (
+    FlatModule,
+    RecordedAnswer,
+    RecordedCall,
+    agree,
+    answer_of,
+    base_call,
+    free_dims,
+)
+from trueline.doctor.stateful import Memory, make_state_explicit, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +64,21 @@ class Finding:
 class Oracle:
     """A module's calls with the answers of the original, asked in order of a fresh copy."""
 
-    calls: tuple[Call, ...]
-    answers: tuple[Answer, ...]
+    calls: tuple[RecordedCall, ...]
+    answers: tuple[RecordedAnswer, ...]
     forgetful: bool
     """True when the same call is answered the same again: no state."""
     written: tuple[str, ...] = ()
     """Buffers that the calls changed."""
 
     @property
-    def answered(self) -> Sequence[Call]:
+    def answered(self) -> Sequence[RecordedCall]:
         """The calls that the original answers; all where it answers none."""
         found = [call for call, answer in zip(self.calls, self.answers, strict=True) if answer.arrays is not None]
         return found or self.calls
 
     @property
-    def base(self) -> Call:
+    def base(self) -> RecordedCall:
         """The call to export with: one that the original answers."""
         return base_call(self.answered, free_dims(self.calls))
 
@@ -90,18 +98,18 @@ class Oracle:
         return tuple(seen)
 
 
-def ask_original(module: torch.nn.Module, calls: Sequence[Call]) -> Oracle:
+def ask_original(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Oracle:
     """Asks a copy of `module` each call, watching its way, and the first one again at the end."""
-    twin = copied(module)
+    twin = copy_without_hooks(module)
     before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-    answers = [asked(twin, call, watch=True) for call in calls]
-    again = asked(twin, calls[0])
+    answers = [answer_of(twin, call, watch=True) for call in calls]
+    again = answer_of(twin, calls[0])
     reason, _ = agree(answers[0], again)
     written = tuple(n for n, b in twin.named_buffers() if n not in before or not torch.equal(b, before[n]))
     return Oracle(calls=tuple(calls), answers=tuple(answers), forgetful=not reason, written=written)
 
 
-def copied(module: torch.nn.Module) -> torch.nn.Module:
+def copy_without_hooks(module: torch.nn.Module) -> torch.nn.Module:
     """A copy whose hooks are gone: they watch the original. What they compute of the parameters (torch's weight_norm
     keeps the product as a plain attribute) is copied as it is."""
     computed = [
@@ -126,11 +134,11 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     """
     free = free_dims(oracle.calls)
     base = divisible_sizes.evenest(oracle.answered, free) if in_units else oracle.base
-    flat: torch.nn.Module = Flat(copied(module), base)
+    flat: torch.nn.Module = FlatModule(copy_without_hooks(module), base)
     tensors, memory, steps = base.tensors, None, divisible_sizes.NONE
     if not oracle.forgetful:
         try:
-            held = remembered(copied(module), base)
+            held = make_state_explicit(copy_without_hooks(module), base)
         except Exception as error:  # noqa: BLE001 (blind except): a rewrite that cannot be called is no rewrite
             return _loud(error, oracle, {})
         if isinstance(held, str):
@@ -142,16 +150,18 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     try:
         with specialization.watched() as fixed:
             if in_units and memory is None:
-                program, steps = divisible_sizes.exported(partial(_program, flat, tensors), free, oracle.calls, base)
+                program, steps = divisible_sizes.export_with_divisors(
+                    partial(_program, flat, tensors), free, oracle.calls, base
+                )
             else:
-                program = _followed(flat, tensors, shapes(free), oracle)
+                program = _trace_like_capture(flat, tensors, shapes(free), oracle)
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _loud(error, oracle, fixed)
-    with torch.no_grad(), hushed():
+    with torch.no_grad(), silence_exporters():
         run: Callable[..., Any] = _without_ranges(program).module(check_guards=False)
         writes = oracle.written and memory is None
         kept = program.run_decompositions({}).graph_signature.buffers_to_mutate if writes else {}
-        run = memory.threaded(run) if memory is not None else run
+        run = memory.thread_state(run) if memory is not None else run
         for steps in [*divisible_sizes.guesses(base, free, steps)] if in_units else [steps]:  # noqa: B020 (one after the other)
             reason, worst, compared = compared_with(run, oracle, steps)
             if not reason:
@@ -174,7 +184,7 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
 def of_other_ranks(oracle: Oracle) -> Finding | None:
     """A model whose output has more dimensions on one call than on another: it can be exported, and no bundle holds
     what it answers. None for any other."""
-    seen: dict[str, tuple[Call, Answer]] = {}
+    seen: dict[str, tuple[RecordedCall, RecordedAnswer]] = {}
     for call, answer in zip(oracle.calls, oracle.answers, strict=True):
         for name, array in (answer.arrays or {}).items():
             first, earlier = seen.setdefault(name, (call, answer))
@@ -190,7 +200,7 @@ def of_other_ranks(oracle: Oracle) -> Finding | None:
 
 
 def _program(flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), hushed(), followable(), uncached(flat):
+    with torch.no_grad(), silence_exporters(), followable(), uncached(flat):
         return torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
 
 
@@ -215,7 +225,7 @@ def _without_ranges(program: torch.export.ExportedProgram) -> torch.export.Expor
     return free
 
 
-def _followed(
+def _trace_like_capture(
     flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Any, oracle: Oracle
 ) -> torch.export.ExportedProgram:
     """As capture traces it: once more where a size was fixed or a loop goes over places that values choose."""
@@ -249,7 +259,7 @@ def compared_with(
     for call, expected in zip(oracle.calls, oracle.answers, strict=True):
         if expected.arrays is None or not divisible_sizes.within(call, steps):
             continue
-        found = asked(run, _flat(call))
+        found = answer_of(run, _flat(call))
         reason, error = agree(expected, found)
         if reason:
             sizes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
@@ -262,11 +272,11 @@ def compared_with(
     return ("" if compared else "no call could be compared: the original raises on each"), worst, compared
 
 
-def _flat(call: Call) -> Call:
+def _flat(call: RecordedCall) -> RecordedCall:
     from torch.utils import _pytree as pytree
 
     leaves, spec = pytree.tree_flatten((call.tensors, {}))
-    return Call(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
+    return RecordedCall(tensors=call.tensors, leaves=tuple(... for _ in leaves), spec=spec)
 
 
 _CONSTANT = re.compile(r"to be a constant \((\d+)\)")
@@ -290,18 +300,18 @@ def traces(module: torch.nn.Module, oracle: Oracle) -> bool:
     base = oracle.base
 
     def make() -> Any:
-        return torch.jit.trace(Flat(copied(module), base), base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
+        return torch.jit.trace(FlatModule(copy_without_hooks(module), base), base.tensors, check_trace=False)  # type: ignore[no-untyped-call]
 
     return _scripted_right(make, oracle, flat=True)
 
 
 def scripts(module: torch.nn.Module, oracle: Oracle) -> bool:
     """Whether torch.jit.script gives a program that is right on every call."""
-    return _scripted_right(lambda: torch.jit.script(copied(module)), oracle, flat=False)
+    return _scripted_right(lambda: torch.jit.script(copy_without_hooks(module)), oracle, flat=False)
 
 
 def _scripted_right(make: Callable[[], Any], oracle: Oracle, *, flat: bool) -> bool:
-    with hushed(), torch.no_grad():
+    with silence_exporters(), torch.no_grad():
         try:
             program = make()
         except Exception:  # noqa: BLE001 (blind except): a refusal is the answer, its reason is torch's own
@@ -309,11 +319,11 @@ def _scripted_right(make: Callable[[], Any], oracle: Oracle, *, flat: bool) -> b
         if flat:
             return not compared_with(program, oracle)[0]
         answered = [(c, a) for c, a in zip(oracle.calls, oracle.answers, strict=True) if a.arrays is not None]
-        return all(not agree(expected, asked(program, call))[0] for call, expected in answered)
+        return all(not agree(expected, answer_of(program, call))[0] for call, expected in answered)
 
 
 @contextlib.contextmanager
-def hushed() -> Iterator[None]:
+def silence_exporters() -> Iterator[None]:
     """torch's exporters and TorchScript keep their talk to themselves: what matters is in the finding."""
     with quiet(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from trueline.doctor.diagnosis import Diagnosis, Rewrite, Row
-from trueline.doctor.report import STATUS, proof, shown, summary
+from trueline.doctor.report import STATUS, proof, shorten_path, summary
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; --faint: #8881; }
@@ -72,7 +72,7 @@ def _row(row: Row) -> str:
 def _cause(row: Row) -> str:
     parts = []
     if row.cause is not None:
-        place = f"{shown(row.cause.file)}:{row.cause.line}"
+        place = f"{shorten_path(row.cause.file)}:{row.cause.line}"
         parts.append(
             f"{escape(row.cause.words)}<br><code>{escape(place)}</code>: <code>{escape(row.cause.source)}</code>"
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trueline.doctor.examine import copied
+from trueline.doctor.examine import copy_without_hooks
 from trueline.doctor.rewrites.state.attributes import as_buffer, buffers_of
 
 MARK = "#rewritten-"
@@ -44,9 +44,9 @@ def class_node(tree: ast.Module, owner: type) -> ast.ClassDef | None:
     return min(found, key=lambda node: abs(node.lineno - line))
 
 
-def patched(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Module:
+def patch_module(module: torch.nn.Module, texts: Mapping[str, str]) -> torch.nn.Module:
     """A copy of `module` that runs `texts` (file -> edited text) wherever a class of it comes from such a file."""
-    twin = copied(module)
+    twin = copy_without_hooks(module)
     compiled: dict[type, dict[str, Any]] = {}
     for part in twin.modules():
         owner = owner_of(part) if _has_forward(part) else None
@@ -103,7 +103,7 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
         for n in node.body
         if isinstance(n, ast.FunctionDef)
         and n.name != "__init__"
-        and (not n.decorator_list or _reached(n, owner, same, changed))
+        and (not n.decorator_list or _edit_reaches(n, owner, same, changed))
     ]
     free = _free(owner)
     names = ", ".join(["__class__", *free])
@@ -117,7 +117,7 @@ def _functions(owner: type, text: str) -> dict[str, Any]:
     return made
 
 
-def _reached(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
+def _edit_reaches(method: ast.FunctionDef, owner: type, same: set[str], changed: set[str]) -> bool:
     """Whether the edit is in a method with decorators, or in a function that it calls, and it is no property."""
     calls = {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}
     edited = ast.dump(method) not in same or bool(calls & changed)

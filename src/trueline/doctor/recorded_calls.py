@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class RecordedCall:
     """One call: flat tensors, and what else belongs to it. Calls with equal `form` differ in tensors only."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -45,18 +45,18 @@ class Call:
         return args, kwargs
 
 
-def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
     """The call with copies of its tensors."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor))
     rest = tuple(... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return Call(tensors=tensors, leaves=rest, spec=spec)
+    return RecordedCall(tensors=tensors, leaves=rest, spec=spec)
 
 
-class Flat(torch.nn.Module):
+class FlatModule(torch.nn.Module):
     """`module` with a call's tensors in and the tensors of its answer out."""
 
-    def __init__(self, module: torch.nn.Module, like: Call) -> None:
+    def __init__(self, module: torch.nn.Module, like: RecordedCall) -> None:
         super().__init__()
         self.module = module
         self.like = like
@@ -71,7 +71,7 @@ def flat_answer(found: Any) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RecordedAnswer:
     """What a module answered: arrays by position, or why it did not; and the way its code took."""
 
     arrays: dict[str, Array] | None
@@ -79,7 +79,7 @@ class Answer:
     way: Sequence[Event] = field(default=(), repr=False)
 
 
-def asked(function: Callable[..., Any], call: Call, *, watch: bool = False) -> Answer:
+def answer_of(function: Callable[..., Any], call: RecordedCall, *, watch: bool = False) -> RecordedAnswer:
     """Asks `function` with copies of the call's tensors; an exception is an answer too. With `watch`, so is a loop that
     never ends."""
     tensors = tuple(tensor.clone() for tensor in call.tensors)
@@ -92,10 +92,10 @@ def asked(function: Callable[..., Any], call: Call, *, watch: bool = False) -> A
                     found = function(*args, **kwargs)
             else:
                 found = function(*args, **kwargs)
-        return Answer(arrays=arrays_of(flat_answer(found)), error="", way=way)
+        return RecordedAnswer(arrays=arrays_of(flat_answer(found)), error="", way=way)
     except Exception as error:  # noqa: BLE001 (blind except): the user's forward on made-up values may raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        return Answer(arrays=None, error=f"{type(error).__name__}: {first}", way=way)
+        return RecordedAnswer(arrays=None, error=f"{type(error).__name__}: {first}", way=way)
 
 
 def arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
@@ -108,7 +108,7 @@ def arrays_of(tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
     return found
 
 
-def agree(expected: Answer, found: Answer) -> tuple[str, float]:
+def agree(expected: RecordedAnswer, found: RecordedAnswer) -> tuple[str, float]:
     """Why two answers disagree (empty when they agree), and the largest difference.
 
     Where the original raises, nothing is compared: there is no answer to keep.
@@ -126,9 +126,9 @@ MAX_NOTED = 1000
 
 
 @contextmanager
-def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Call]]]:
+def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[RecordedCall]]]:
     """Notes the calls of each of `modules`, the first MAX_NOTED of them."""
-    calls: dict[str, list[Call]] = {path: [] for path in modules}
+    calls: dict[str, list[RecordedCall]] = {path: [] for path in modules}
     handles = []
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -146,15 +146,15 @@ def recording(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Ca
             handle.remove()
 
 
-def alike(calls: Sequence[Call]) -> list[Call]:
+def alike(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The calls of the form that is asked most."""
-    forms: dict[tuple[object, ...], list[Call]] = {}
+    forms: dict[tuple[object, ...], list[RecordedCall]] = {}
     for call in calls:
         forms.setdefault(call.form, []).append(call)
     return max(forms.values(), key=len, default=[])
 
 
-def free_dims(calls: Sequence[Call]) -> list[set[int]]:
+def free_dims(calls: Sequence[RecordedCall]) -> list[set[int]]:
     """For each tensor of calls that are alike: the dimensions whose sizes differ between calls."""
     shapes = [[tensor.shape for tensor in call.tensors] for call in calls]
     found: list[set[int]] = []
@@ -164,10 +164,10 @@ def free_dims(calls: Sequence[Call]) -> list[set[int]]:
     return found
 
 
-def base_call(calls: Sequence[Call], free: Sequence[set[int]]) -> Call:
+def base_call(calls: Sequence[RecordedCall], free: Sequence[set[int]]) -> RecordedCall:
     """The call to export with: free sizes of at least 2 (0 and 1 are taken for constants), as unlike as can be."""
 
-    def score(call: Call) -> tuple[int, int]:
+    def score(call: RecordedCall) -> tuple[int, int]:
         sizes = [tensor.shape[axis] for tensor, axes in zip(call.tensors, free, strict=True) for axis in axes]
         return (-sum(size < 2 for size in sizes), len(set(sizes)))
 

@@ -47,7 +47,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _cause(row: Row) -> list[str]:
     if row.cause is None:
         return ["", f"{row.path}: {row.why_not}"] if row.why_not else []
-    lines = ["", f"{row.path}: {row.cause.words}", f"  {shown(row.cause.file)}:{row.cause.line}: {row.cause.source}"]
+    lines = [
+        "",
+        f"{row.path}: {row.cause.words}",
+        f"  {shorten_path(row.cause.file)}:{row.cause.line}: {row.cause.source}",
+    ]
     return [*lines, f"  no rewrite: {row.why_not}"] if row.why_not else lines
 
 
@@ -66,7 +70,7 @@ def proof(rewrite: Rewrite) -> str:
     )
 
 
-def shown(file: str) -> str:
+def shorten_path(file: str) -> str:
     """A path from here, where that is shorter."""
     try:
         return str(Path(file).relative_to(Path.cwd()))

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from trueline.capture.model.code_paths import Place
-from trueline.doctor.examine import Finding, Oracle, copied, examine, hushed
-from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patched
-from trueline.doctor.recorded_calls import agree, asked
+from trueline.doctor.examine import Finding, Oracle, copy_without_hooks, examine, silence_exporters
+from trueline.doctor.patch import MARK, class_node, file_of, name_of, owner_of, patch_module
+from trueline.doctor.recorded_calls import agree, answer_of
 from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.state.unused_state import writes_state
@@ -67,7 +67,7 @@ class _Search:
         return any(text.count(word) > own.count(word) for word in ("torch.cond(", "_higher_order_ops"))
 
     def with_text(self, text: str) -> torch.nn.Module:
-        return patched(self.module, {**self.texts, self.file: text})
+        return patch_module(self.module, {**self.texts, self.file: text})
 
 
 def heal(module: torch.nn.Module, oracle: Oracle, texts: Mapping[str, str], finding: Finding) -> Healed | str:
@@ -95,7 +95,7 @@ def _deeper(
 ) -> Healed | None:
     if len(steps) >= MAX_DEPTH:
         return None
-    for candidate, held in _proposed(search, text, finding, seen):
+    for candidate, held in _propose(search, text, finding, seen):
         if candidate.text in search.tried or search.left <= 0:
             continue
         search.tried.add(candidate.text)
@@ -103,7 +103,7 @@ def _deeper(
         if candidate.both is not None and not _both_ways(search, text, *candidate.both):
             search.refusals.append(f"{candidate.words}: the probes do not go both ways")
             continue
-        module = _compiled(search, candidate)
+        module = _compile(search, candidate)
         if module is None or not _same(search, module, candidate):
             continue
         search.left -= 1
@@ -139,27 +139,27 @@ def _both_ways(search: _Search, text: str, test: int, body: int) -> bool:
     there = {at: line for line in counts for at in _nearest(own, lines[line - 1].strip(), line)}
     numbers = {name_of(search.file, text): {line: line for line in counts}, search.file: there}
 
-    def entered(frame: FrameType, event: str, arg: Any) -> Any:
-        return stepped if frame.f_code.co_filename in numbers else None
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_line if frame.f_code.co_filename in numbers else None
 
-    def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
         line = numbers[frame.f_code.co_filename].get(frame.f_lineno) if event == "line" else None
         if line is not None:
             counts[line] += 1
-        return stepped
+        return on_line
 
     module = search.with_text(text)
     before = sys.gettrace()
-    sys.settrace(entered)
+    sys.settrace(on_call)
     try:
         for call in search.oracle.answered:
-            asked(module, call)
+            answer_of(module, call)
     finally:
         sys.settrace(before)
     return 0 < counts[body] < counts[test]
 
 
-def _compiled(search: _Search, candidate: Candidate) -> torch.nn.Module | None:
+def _compile(search: _Search, candidate: Candidate) -> torch.nn.Module | None:
     try:
         return search.with_text(candidate.text)
     except (SyntaxError, NameError) as error:
@@ -176,11 +176,11 @@ def _same(search: _Search, module: torch.nn.Module, candidate: Candidate) -> boo
 
 
 def _same_in_order(search: _Search, module: torch.nn.Module, candidate: Candidate) -> bool:
-    module = copied(module)  # what it remembers of these calls stays here
+    module = copy_without_hooks(module)  # what it remembers of these calls stays here
     for call, expected in zip(search.oracle.calls, search.oracle.answers, strict=True):
         if expected.arrays is None and search.oracle.forgetful:
             continue  # there is no answer to keep, and a loop may be without end
-        reason, _ = agree(expected, asked(module, call))
+        reason, _ = agree(expected, answer_of(module, call))
         if reason:
             search.refusals.append(f"{candidate.words}: {reason}")
             return False
@@ -191,21 +191,21 @@ def _same_where_it_matters(search: _Search, module: torch.nn.Module, candidate: 
     """The eager rewrite on the call that was exported and on the smallest: of size 1 torch checks more. One that
     remembers is asked all calls, in their order."""
     if not search.oracle.forgetful:
-        with hushed():
+        with silence_exporters():
             return _same_in_order(search, module, candidate)
     answered = [(c, a) for c, a in zip(search.oracle.calls, search.oracle.answers, strict=True) if a.arrays is not None]
     smallest, _ = min(answered, key=lambda pair: sum(tensor.numel() for tensor in pair[0].tensors))
     for call, expected in answered:
         if call is search.oracle.base or call is smallest:
-            with hushed():
-                reason, _ = agree(expected, asked(module, call))
+            with silence_exporters():
+                reason, _ = agree(expected, answer_of(module, call))
             if reason:
                 search.refusals.append(f"{candidate.words}: {reason}")
                 return False
     return True
 
 
-def _proposed(
+def _propose(
     search: _Search, text: str, finding: Finding, seen: Mapping[str, Any]
 ) -> Iterator[tuple[Candidate, Mapping[str, Any]]]:
     done: set[int] = set()
@@ -299,23 +299,23 @@ def locals_of(module: torch.nn.Module, oracle: Oracle, file: str, function: ast.
     held: dict[str, Any] = {}
     inner: dict[str, Any] = {}
     names = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
-    module = copied(module)
+    module = copy_without_hooks(module)
     files = (file, file.partition(MARK)[0])  # what no edit has reached runs from the user's own
 
-    def entered(frame: FrameType, event: str, arg: Any) -> Any:
-        return left if frame.f_code.co_name in names and frame.f_code.co_filename in files else None
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_return if frame.f_code.co_name in names and frame.f_code.co_filename in files else None
 
-    def left(frame: FrameType, event: str, arg: Any) -> Any:
+    def on_return(frame: FrameType, event: str, arg: Any) -> Any:
         if event == "return":
             into = held if frame.f_code.co_name == function.name else inner
             into.update({name: value for name, value in frame.f_locals.items() if value is not None})
-        return left
+        return on_return
 
     before = sys.gettrace()
-    sys.settrace(entered)
+    sys.settrace(on_call)
     try:
         for call in dict.fromkeys((oracle.answered[0], oracle.answered[-1], oracle.base)):
-            asked(module, call)
+            answer_of(module, call)
     finally:
         sys.settrace(before)
     return {**inner, **held}

@@ -14,7 +14,7 @@ import torch
 
 from trueline.capture.model import explicit_state
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Asked, Explicit
-from trueline.doctor.recorded_calls import Call, flat_answer
+from trueline.doctor.recorded_calls import RecordedCall, flat_answer
 from trueline.errors import CaptureError
 
 
@@ -25,16 +25,16 @@ class Memory:
     names: tuple[str, ...]
     initial: tuple[torch.Tensor, ...]
 
-    def threaded(self, run: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def thread_state(self, run: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         """`run`, which takes a state after its inputs and gives one after its answers, as what remembers."""
         held = list(self.initial)
 
-        def asked(*tensors: Any) -> tuple[Any, ...]:
+        def run_once(*tensors: Any) -> tuple[Any, ...]:
             found = tuple(run(*tensors, *held))
             held[:] = found[len(found) - len(held) :]
             return found[: len(found) - len(held)]
 
-        return asked
+        return run_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Remembered:
     memory: Memory
 
 
-def remembered(module: torch.nn.Module, base: Call) -> Remembered | str | None:
+def make_state_explicit(module: torch.nn.Module, base: RecordedCall) -> Remembered | str | None:
     """`module` (a copy that may be changed) with the buffers explicit that the call `base` writes; None where it writes
     none, and why where they keep no form."""
     asked = Asked(*base.arguments(base.tensors))
@@ -61,17 +61,17 @@ def remembered(module: torch.nn.Module, base: Call) -> Remembered | str | None:
     given = explicit_state.asked(found, asked).kwargs
     axes = [(found.records.get(name), found.grows.get(name)) for name in found.names]
     return Remembered(
-        module=Flat(found, base),
+        module=FlatStateModule(found, base),
         state=tuple(given[GIVEN + name].clone() for name in found.names),
         free=tuple({axis for axis in pair if axis is not None} for pair in axes),
         memory=Memory(names=found.names, initial=tuple(value.clone() for value in found.initial.values())),
     )
 
 
-class Flat(torch.nn.Module):
+class FlatStateModule(torch.nn.Module):
     """An Explicit with a call's tensors and then the state in, and the tensors of its answer and then the state out."""
 
-    def __init__(self, module: Explicit, like: Call) -> None:
+    def __init__(self, module: Explicit, like: RecordedCall) -> None:
         super().__init__()
         self.module = module
         self.like = like

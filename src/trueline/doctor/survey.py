@@ -18,20 +18,20 @@ import torch
 from trueline import events
 from trueline.capture.model import code_paths
 from trueline.doctor import divisible_sizes
-from trueline.doctor.causes import cause_of, dropped
+from trueline.doctor.causes import cause_of, cause_of_lost_dimension
 from trueline.doctor.diagnosis import Cause, Rewrite, Row, Status
 from trueline.doctor.examine import (
     Finding,
     Oracle,
     ask_original,
-    copied,
+    copy_without_hooks,
     examine,
     of_other_ranks,
     scripts,
     traces,
 )
-from trueline.doctor.patch import file_of, owner_of, patched
-from trueline.doctor.recorded_calls import Call, alike, asked, recording
+from trueline.doctor.patch import file_of, owner_of, patch_module
+from trueline.doctor.recorded_calls import RecordedCall, alike, answer_of, recording
 from trueline.doctor.search import Healed, diff, heal
 from trueline.errors import listed
 
@@ -55,24 +55,24 @@ class Survey:
 OnnxCheck = Callable[[Finding, Oracle], str]
 
 
-def survey(model: torch.nn.Module, calls: Iterable[Call], *, onnx: OnnxCheck | None, base: Path) -> Survey:
+def survey(model: torch.nn.Module, calls: Iterable[RecordedCall], *, onnx: OnnxCheck | None, base: Path) -> Survey:
     """Examines `model` (in evaluation mode) and its submodules on `calls` of the whole.
 
     `onnx` says of a rewrite's program whether it is right as ONNX too; paths in diffs are relative to `base`.
     """
-    watched = copied(model)
+    watched = copy_without_hooks(model)
     modules = {path or WHOLE: part for path, part in watched.named_modules() if is_own(part)}
     modules.setdefault(WHOLE, watched)
     with recording(modules) as noted:
         for call in calls:
-            asked(watched, call, watch=True)
+            answer_of(watched, call, watch=True)
     originals = dict(model.named_modules())
     done = Survey()
     for path in sorted(modules, key=_depth, reverse=True):
         events.emit("doctor.examining", submodule=path)
         part = originals["" if path == WHOLE else path]
         if not noted[path]:
-            done.rows[path] = _unasked(path, part)
+            done.rows[path] = _row_of_unreached(path, part)
             continue
         done.rows[path] = _row(path, part, _spread(alike(noted[path])), done, onnx, base)
     done.rows = {path: done.rows[path] for path in modules}
@@ -91,7 +91,7 @@ def is_own(module: torch.nn.Module) -> bool:
         return False
 
 
-def _spread(calls: list[Call]) -> list[Call]:
+def _spread(calls: list[RecordedCall]) -> list[RecordedCall]:
     """At most MAX_CALLS of the calls, of as many shapes and as many kinds of values as can be, in the order in which
     they were made."""
     if len(calls) <= MAX_CALLS:
@@ -112,11 +112,13 @@ def _spread(calls: list[Call]) -> list[Call]:
     return [calls[index] for index in sorted(chosen[:MAX_CALLS])]
 
 
-def _unasked(path: str, part: torch.nn.Module) -> Row:
-    return _made(path, part, "blocked", Finding(reason="never called"), why="no probe of the model reached it")
+def _row_of_unreached(path: str, part: torch.nn.Module) -> Row:
+    return _make_row(path, part, "blocked", Finding(reason="never called"), why="no probe of the model reached it")
 
 
-def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx: OnnxCheck | None, base: Path) -> Row:
+def _row(
+    path: str, part: torch.nn.Module, calls: list[RecordedCall], done: Survey, onnx: OnnxCheck | None, base: Path
+) -> Row:
     key = _key(part, calls)
     if key in done.known:
         return _again(path, done.known[key])
@@ -124,9 +126,9 @@ def _row(path: str, part: torch.nn.Module, calls: list[Call], done: Survey, onnx
     finding = examine(part, oracle)
     ranks = of_other_ranks(oracle) if path == WHOLE and not finding.reason else None
     if ranks is not None:
-        row = _made(path, part, "blocked", ranks, part, oracle, dropped(ranks), why=ranks.reason)
+        row = _make_row(path, part, "blocked", ranks, part, oracle, cause_of_lost_dimension(ranks), why=ranks.reason)
     elif not finding.reason:
-        row = _made(path, part, "ready", finding, part, oracle, why=_to_hand_on(finding))
+        row = _make_row(path, part, "ready", finding, part, oracle, why=_to_hand_on(finding))
     else:
         row = _unready(path, part, oracle, finding, done, onnx, base)
     done.known[key] = row
@@ -139,7 +141,7 @@ def _to_hand_on(finding: Finding) -> str:
     return f"it keeps a state in its buffers ({listed(finding.memory.names)}): capture it with --state explicit"
 
 
-def _key(part: torch.nn.Module, calls: list[Call]) -> object:
+def _key(part: torch.nn.Module, calls: list[RecordedCall]) -> object:
     """Equal for modules that differ in their parameters' values only."""
     plain = {name: repr(value) for name, value in vars(part).items() if isinstance(value, int | float | str | tuple)}
     shapes = [(name, tuple(value.shape)) for name, value in part.state_dict().items()]
@@ -162,11 +164,11 @@ def _unready(
     cause = cause_of(part, oracle, finding)
     owner, after = owner_of(part), finding
     if done.texts:
-        after = examine(patched(part, done.texts), oracle)
-        found = examine(patched(part, done.texts), oracle, in_units=True) if after.reason and done.freed else after
+        after = examine(patch_module(part, done.texts), oracle)
+        found = examine(patch_module(part, done.texts), oracle, in_units=True) if after.reason and done.freed else after
         if not found.reason:
             status: Status = "rewritten" if owner in done.rewrites else "waits"
-            return _made(path, part, status, finding, part, oracle, cause, done.rewrites.get(owner))
+            return _make_row(path, part, status, finding, part, oracle, cause, done.rewrites.get(owner))
     # a part that no probe reached has no cause, and nothing waits for it
     inside = [row for row in done.rows.values() if _inside(row.path, path)]
     blocked = [row.path for row in inside if row.status == "blocked" and row.cause is not None]
@@ -174,16 +176,16 @@ def _unready(
     healed = heal(part, oracle, done.texts, after) if own or not blocked else "its submodule has to be healed first"
     if isinstance(healed, str):
         why = f"waits for {', '.join(blocked)}" if blocked and not own else healed
-        return _made(path, part, "blocked", finding, part, oracle, cause, None, why)
-    rewrite = _kept(healed, part, oracle, done, onnx, base)
-    return _made(path, part, "rewritten", finding, part, oracle, cause, rewrite)
+        return _make_row(path, part, "blocked", finding, part, oracle, cause, None, why)
+    rewrite = _keep_rewrite(healed, part, oracle, done, onnx, base)
+    return _make_row(path, part, "rewritten", finding, part, oracle, cause, rewrite)
 
 
 def _inside(inner: str, outer: str) -> bool:
     return outer == WHOLE or inner.startswith(f"{outer}.")
 
 
-def _kept(
+def _keep_rewrite(
     found: Healed, part: torch.nn.Module, oracle: Oracle, done: Survey, onnx: OnnxCheck | None, base: Path
 ) -> Rewrite:
     owner = owner_of(part)
@@ -194,7 +196,10 @@ def _kept(
     rewrite = Rewrite(
         class_name=owner.__name__,
         file=file,
-        steps=(*found.steps, *([divisible_sizes.told(found.finding.steps)] if found.finding.steps else ())),
+        steps=(
+            *found.steps,
+            *([divisible_sizes.describe_divisors(found.finding.steps)] if found.finding.steps else ()),
+        ),
         diff=diff(before, found.text, _relative(file, base)),
         probes=found.finding.compared,
         max_abs_error=found.finding.max_abs_error,
@@ -211,7 +216,7 @@ def _relative(file: str, base: Path) -> str:
     return Path(file).name if relative.startswith("..") else Path(relative).as_posix()
 
 
-def _made(
+def _make_row(
     path: str,
     part: torch.nn.Module,
     status: Status,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
-from trueline.doctor.patch import patched
+from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import Survey, survey
 
 pytestmark = pytest.mark.slow
@@ -238,7 +238,7 @@ def test_a_rewrite_answers_as_the_model_does_where_nobody_asked_it(
     found = surveyed(model.eval(), *example)
     row = found.rows["(model)"]
     assert row.rewrite is not None, row.why_not
-    edited = patched(model, found.texts)
+    edited = patch_module(model, found.texts)
     for inputs in (example, fresh):
         torch.testing.assert_close(edited(*inputs), model(*inputs))
 

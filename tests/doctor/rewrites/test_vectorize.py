@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trueline.capture.model.eager import EagerSession
 from trueline.doctor import onnx_proof
 from trueline.doctor.api import calls_of
-from trueline.doctor.patch import patched
+from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import survey
 from worlds import TESTS, loops
 
@@ -27,7 +27,7 @@ def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> s
     row = done.rows["(model)"]
     assert row.rewrite is not None, row.why_not
     assert row.rewrite.onnx in (("proven",) if onnx else ("",))
-    edited = patched(model, done.texts)
+    edited = patch_module(model, done.texts)
     with torch.no_grad():
         for one in fresh:
             torch.testing.assert_close(edited(one), model(one))

@@ -14,7 +14,7 @@ import torch
 
 from trueline.doctor.rewrites.loops.recurrences import full, whole
 from trueline.doctor.rewrites.scope import Scope, expression, statements, value_of
-from trueline.doctor.rewrites.tensors.masking import written
+from trueline.doctor.rewrites.tensors.masking import mask_store
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
 
@@ -24,7 +24,7 @@ def pure(scope: Scope, statement: ast.stmt) -> ast.stmt:
     if isinstance(statement, ast.Expr):
         return _method(scope, statement) or copy.deepcopy(statement)
     if isinstance(statement, ast.Assign | ast.AugAssign):
-        return written(scope, statement) or _element(scope, statement) or copy.deepcopy(statement)
+        return mask_store(scope, statement) or _element(scope, statement) or copy.deepcopy(statement)
     return copy.deepcopy(statement)
 
 

@@ -63,7 +63,7 @@ class Scope:
         """The innermost statement that holds `line`."""
         return _find(self.function.body, line, ())
 
-    def replaced(self, block: Sequence[ast.stmt], new: Sequence[ast.stmt]) -> str | None:
+    def replace(self, block: Sequence[ast.stmt], new: Sequence[ast.stmt]) -> str | None:
         """The file with the lines of `block` replaced; None when they share a line with other code."""
         lines = self.text.splitlines(keepends=True)
         first, last = block[0].lineno - 1, block[-1].end_lineno or block[-1].lineno
@@ -134,13 +134,13 @@ def assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     for part in ast.walk(node):
         if isinstance(part, ast.Assign):
             for target, its in (pair for one in part.targets for pair in _pairs(one, part.value)):
-                yield from ((name, its) for name in stored(target))
+                yield from ((name, its) for name in stored_names(target))
         elif isinstance(part, ast.AugAssign) or (isinstance(part, ast.AnnAssign) and part.value is not None):
             value = part.value
             if value is not None:
-                yield from ((name, value) for name in stored(part.target))
+                yield from ((name, value) for name in stored_names(part.target))
         elif isinstance(part, ast.For):
-            yield from ((name, part.iter) for name in stored(part.target))
+            yield from ((name, part.iter) for name in stored_names(part.target))
         elif isinstance(part, ast.NamedExpr):
             yield part.target.id, part.value
 
@@ -152,14 +152,14 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
     return [(target, value)]
 
 
-def stored(node: ast.AST | Sequence[ast.stmt]) -> list[str]:
+def stored_names(node: ast.AST | Sequence[ast.stmt]) -> list[str]:
     """Names that are assigned in `node`, in order, each once."""
     nodes = node if isinstance(node, Sequence) else [node]
     names = [n.id for one in nodes for n in walk(one) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     return list(dict.fromkeys(names))
 
 
-def loaded(node: ast.AST | Sequence[ast.AST]) -> list[str]:
+def loaded_names(node: ast.AST | Sequence[ast.AST]) -> list[str]:
     """Names that are read in `node`, in order, each once; `x += 1` reads x."""
     nodes = node if isinstance(node, Sequence) else [node]
     names: list[str] = []
@@ -182,11 +182,11 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 def read_later(spot: Spot, end: int | None = None) -> set[str]:
     """Names that may be read after the statements of `spot.block` up to `end` (that of the spot when left out)."""
     after = spot.index + 1 if end is None else end
-    names = set(loaded(spot.block[after:]))
+    names = set(loaded_names(spot.block[after:]))
     for outer in spot.outer:
-        names |= set(loaded(outer.block[outer.index + 1 :]))
+        names |= set(loaded_names(outer.block[outer.index + 1 :]))
         if isinstance(outer.statement, ast.For | ast.While):
-            names |= set(loaded(outer.statement))
+            names |= set(loaded_names(outer.statement))
     return names
 
 
@@ -195,9 +195,9 @@ def bound_before(spot: Spot, function: ast.FunctionDef) -> set[str]:
     arguments = function.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     for outer in (*spot.outer, spot):
-        names |= set(stored(outer.block[: outer.index]))
+        names |= set(stored_names(outer.block[: outer.index]))
         if isinstance(outer.statement, ast.For) and outer is not spot:
-            names |= set(stored(outer.statement.target))
+            names |= set(stored_names(outer.statement.target))
     return names
 
 

@@ -21,10 +21,10 @@ from trueline.doctor.rewrites.scope import (
     Spot,
     bound_before,
     expression,
-    loaded,
+    loaded_names,
     read_later,
     statements,
-    stored,
+    stored_names,
 )
 
 
@@ -33,7 +33,7 @@ class NotStraight(Exception):
 
 
 @dataclass(slots=True)
-class Way:
+class Branch:
     """One branch as straight code: its statements with renamed targets, the values of its names, what it returns."""
 
     lines: list[ast.stmt] = field(default_factory=list)
@@ -53,7 +53,11 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     for one in (_one_place(scope, statement), _one_item(scope, statement)):
         if one is not None:
             yield one
-    choices = [_chosen(scope, spot, body, other, end), _run_always(scope, spot), *_taken(scope, spot, body, other, end)]
+    choices = [
+        _select_by_where(scope, spot, body, other, end),
+        _run_always(scope, spot),
+        *_run_one_branch(scope, spot, body, other, end),
+    ]
     order = (2, 0, 1) if heavy and len(choices) > 2 else range(len(choices))
     yield from (one for one in (choices[i] for i in order) if one is not None)
 
@@ -71,7 +75,7 @@ def _one_place(scope: Scope, statement: ast.If) -> Candidate | None:
     place = places.pop()
     values = [without_numbers(value, scope) for _, value in found] + ([] if statement.orelse else [expression(place)])
     new = statements(f"{place} = {ast.unparse(_select(predicate(statement.test, scope), values[0], values[1]))}")
-    text = scope.replaced([statement], new)
+    text = scope.replace([statement], new)
     return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
 
 
@@ -83,7 +87,7 @@ def _one_item(scope: Scope, statement: ast.If) -> Candidate | None:
         return None
     values = [without_numbers(value, scope) for _, value in (one, two)]
     chosen = ast.unparse(_select(predicate(statement.test, scope), *values))
-    text = scope.replaced([statement], statements(f"{one[0]}.append({chosen})"))
+    text = scope.replace([statement], statements(f"{one[0]}.append({chosen})"))
     return Candidate(text=text, words=f"`if {ast.unparse(statement.test)}` chooses with torch.where") if text else None
 
 
@@ -119,7 +123,9 @@ def _returns(block: Sequence[ast.stmt]) -> bool:
     )
 
 
-def _chosen(scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int) -> Candidate | None:
+def _select_by_where(
+    scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int
+) -> Candidate | None:
     """Both ways computed, `torch.where` chooses."""
     test = spot.statement.test  # type: ignore[attr-defined]
     known = bound_before(spot, scope.function)
@@ -127,7 +133,7 @@ def _chosen(scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt
         new = _where(scope, test, body, other, known, read_later(spot, end))
     except NotStraight:
         return None
-    text = scope.replaced(spot.block[spot.index : end], new)
+    text = scope.replace(spot.block[spot.index : end], new)
     return (text and Candidate(text=text, words=f"`if {ast.unparse(test)}` chooses with torch.where")) or None
 
 
@@ -144,9 +150,9 @@ def _where(
         assert one.returns is not None
         assert two.returns is not None
         uses = 2 if isinstance(one.returns, ast.Tuple | ast.Dict) else 1
-        named, pred = _named(scope, pred, uses)
+        named, pred = _name_predicate(scope, pred, uses)
         return [*named, *one.lines, *two.lines, ast.Return(value=_select(pred, one.returns, two.returns))]
-    named, pred = _named(scope, pred, len(names))
+    named, pred = _name_predicate(scope, pred, len(names))
     chosen: list[ast.stmt] = []
     for name in names:
         values = [way.values.get(name) or (expression(name) if name in known else None) for way in (one, two)]
@@ -159,7 +165,7 @@ def _where(
     return [*named, *one.lines, *two.lines, *chosen]
 
 
-def _named(scope: Scope, pred: ast.expr, uses: int) -> tuple[list[ast.stmt], ast.expr]:
+def _name_predicate(scope: Scope, pred: ast.expr, uses: int) -> tuple[list[ast.stmt], ast.expr]:
     """The predicate under a name of its own where it is used more than once."""
     if uses < 2 or isinstance(pred, ast.Name):
         return [], pred
@@ -182,27 +188,27 @@ def _keys(node: ast.Dict) -> list[str]:
     return ["" if key is None else ast.dump(key) for key in node.keys]
 
 
-def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str], later: set[str]) -> Way:
-    way, current = Way(), dict[str, ast.expr]()
+def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str], later: set[str]) -> Branch:
+    way, current = Branch(), dict[str, ast.expr]()
     known = set(known)
     for index, statement in enumerate(block):
         if isinstance(statement, ast.If):
             rest = block[index + 1 :]
             body, other, done = _inner_ways(statement, rest)
-            inner_later = later | set(loaded(rest))
+            inner_later = later | set(loaded_names(rest))
             nested = _where(scope, statement.test, body, other, known, inner_later)
             tail = nested if done else [*nested, *rest]
             found = _straight(scope, tail, suffix, known, later)
-            return _joined(way, found, current)
+            return _join_branches(way, found, current)
         if isinstance(statement, ast.Return):
             if statement.value is None:
                 raise NotStraight("a bare return")
-            way.returns, way.ends = _renamed(statement.value, current, scope), True
+            way.returns, way.ends = _substitute(statement.value, current, scope), True
             break
         if isinstance(statement, ast.Pass) or _is_words(statement):
             continue
         last = index == len(block) - 1
-        pairs = [(name, _renamed(value, current, scope)) for name, value in _assigned(pure(scope, statement))]
+        pairs = [(name, _substitute(value, current, scope)) for name, value in _assignments(pure(scope, statement))]
         for name, value in pairs:
             if last and len(pairs) == 1:
                 current[name] = value
@@ -215,14 +221,14 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
     return way
 
 
-def _joined(way: Way, rest: Way, current: dict[str, ast.expr]) -> Way:
+def _join_branches(way: Branch, rest: Branch, current: dict[str, ast.expr]) -> Branch:
     """`way` up to a nested `if`, then what that became."""
     for line in rest.lines:
         assert isinstance(line, ast.Assign)
         line.value = _Renaming(current).visit(line.value)
     values = {**current, **{name: _Renaming(current).visit(value) for name, value in rest.values.items()}}
     returns = None if rest.returns is None else _Renaming(current).visit(rest.returns)
-    return Way(lines=[*way.lines, *rest.lines], values=values, returns=returns, ends=rest.ends)
+    return Branch(lines=[*way.lines, *rest.lines], values=values, returns=returns, ends=rest.ends)
 
 
 def _inner_ways(statement: ast.If, rest: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt], bool]:
@@ -235,7 +241,7 @@ def _is_words(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
+def _assignments(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
     """Names and their values, all of which are computed before the first name changes."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -251,7 +257,7 @@ def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
     raise NotStraight(f"`{ast.unparse(statement).splitlines()[0]}` is no assignment to a name")
 
 
-def _renamed(value: ast.expr, current: dict[str, ast.expr], scope: Scope) -> ast.expr:
+def _substitute(value: ast.expr, current: dict[str, ast.expr], scope: Scope) -> ast.expr:
     return _Renaming(current).visit(without_numbers(value, scope))  # type: ignore[no-any-return]
 
 
@@ -270,7 +276,7 @@ def _run_always(scope: Scope, spot: Spot) -> Candidate | None:
     if statement.orelse or _returns(statement.body):
         return None
     body = [copy.deepcopy(one) for one in statement.body]
-    text = scope.replaced([statement], [_Padding().visit(one) for one in body])
+    text = scope.replace([statement], [_Padding().visit(one) for one in body])
     words = f"what stands under `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
     both = (statement.test.lineno, statement.body[0].lineno)
     return Candidate(text=text, words=words, both=both) if text and both[0] != both[1] else None
@@ -290,7 +296,9 @@ class _Padding(ast.NodeTransformer):
         return node
 
 
-def _taken(scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int) -> Iterator[Candidate]:
+def _run_one_branch(
+    scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt], end: int
+) -> Iterator[Candidate]:
     """One way run: torch.cond over two functions of the names that they read."""
     test = spot.statement.test  # type: ignore[attr-defined]
     known, later = bound_before(spot, scope.function), read_later(spot, end)
@@ -301,19 +309,20 @@ def _taken(scope: Scope, spot: Spot, body: list[ast.stmt], other: list[ast.stmt]
         for node in _nodes(part)
     ):
         return
-    names = [name for name in dict.fromkeys([*stored(body), *stored(other)]) if name in later]
+    names = [name for name in dict.fromkeys([*stored_names(body), *stored_names(other)]) if name in later]
     if not ends and (
-        not names or any(name not in known and not (name in stored(body) and name in stored(other)) for name in names)
+        not names
+        or any(name not in known and not (name in stored_names(body) and name in stored_names(other)) for name in names)
     ):
         return
-    read = [name for name in dict.fromkeys([*loaded(body), *loaded(other), *names]) if name in known]
+    read = [name for name in dict.fromkeys([*loaded_names(body), *loaded_names(other), *names]) if name in known]
     operands = [name for name in read if scope.is_tensor(expression(name))]
     one, two = scope.fresh("one_way"), scope.fresh("other_way")
     ways = [_way(name, operands, part, names, ends) for name, part in ((one, body), (two, other))]
     tail = ", ".join(operands) + ("," if operands else "")
     call = f"torch.cond({ast.unparse(predicate(test, scope))}, {one}, {two}, ({tail}))"
     head = "return " if ends else f"{', '.join(names)} = "
-    text = scope.replaced(spot.block[spot.index : end], [*ways, *statements(head + call)])
+    text = scope.replace(spot.block[spot.index : end], [*ways, *statements(head + call)])
     if text:
         yield Candidate(text=text, words=f"`if {ast.unparse(test)}` runs one way with torch.cond", cheap=False)
 
@@ -325,7 +334,7 @@ def _way(name: str, operands: list[str], block: list[ast.stmt], names: list[str]
         if isinstance(last, ast.Return) and isinstance(last.value, ast.Name):
             last.value = expression(f"{last.value.id}.clone()")
     else:
-        assigned = stored(block)
+        assigned = stored_names(block)
         values = ", ".join(one if one in assigned else f"{one}.clone()" for one in names)
         body += statements(f"def _():\n    return {values}")[0].body  # type: ignore[attr-defined]
     function = statements(f"def {name}({', '.join(operands)}):\n    pass")[0]
@@ -351,6 +360,6 @@ def _ternaries(scope: Scope, spot: Spot) -> Iterator[Candidate]:
 
     new = Choose().visit(statement)
     if found:
-        text = scope.replaced([spot.statement], [new])
+        text = scope.replace([spot.statement], [new])
         if text:
             yield Candidate(text=text, words=f"`… if {found[0]} else …` chooses with torch.where")

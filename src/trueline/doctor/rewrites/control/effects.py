@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 
 from trueline.doctor.rewrites.control.exceptions import is_caught
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded, stored
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, loaded_names, stored_names
 
 _SAYING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _SPEAKERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -24,33 +24,33 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     text: str | None = None
     both: tuple[int, int] | None = None
     if _says(statement):
-        text = scope.replaced([statement], _instead(spot))
+        text = scope.replace([statement], _instead(spot))
         words = f"`{_first(statement)}` says something and changes no answer: it is left out"
     elif _checks(statement) and not is_caught(scope.text, scope.function, statement):
-        text = scope.replaced([statement], _instead(spot))
+        text = scope.replace([statement], _instead(spot))
         words = f"the check `{_first(statement)}` is left out: a program raises nothing, check requests before it"
     elif _skips(statement):
-        text = scope.replaced([statement], _instead(spot))
+        text = scope.replace([statement], _instead(spot))
         words = f"`{_first(statement)}: continue` is left out: the rest of the step changes nothing there"
         if isinstance(statement, ast.If) and not _selects_nothing(statement.test):
             both = (statement.test.lineno, statement.body[0].lineno)
             text = text if both[0] != both[1] else None
     elif isinstance(statement, ast.If) and _drops(scope, statement):
-        text = scope.replaced([statement], _instead(spot))
+        text = scope.replace([statement], _instead(spot))
         both = (statement.test.lineno, statement.body[0].lineno)
         name = ast.unparse(statement.body[0]).partition(" ")[0]
         words = f"`{_first(statement)}: {name} = None` is left out: `{name}` changes nothing there"
         text = text if both[0] != both[1] else None
     elif isinstance(statement, ast.If):
-        new = _uncached(scope, spot)
-        text = scope.replaced(spot.block[spot.index :], new) if new else None
+        new = _without_cache(scope, spot)
+        text = scope.replace(spot.block[spot.index :], new) if new else None
         words = f"`{_first(statement)}` is left out: what it keeps is computed at every call"
     if text:
         yield Candidate(text=text, words=words, both=both)
     rest = spot.block[spot.index + 1 :]
     if isinstance(statement, ast.If) and _skips(statement) and rest:
         test = ast.UnaryOp(op=ast.Not(), operand=statement.test)
-        text = scope.replaced([statement, *rest], [ast.If(test=test, body=copy.deepcopy(rest), orelse=[])])
+        text = scope.replace([statement, *rest], [ast.If(test=test, body=copy.deepcopy(rest), orelse=[])])
         if text:
             yield Candidate(text=text, words=f"`{_first(statement)}: continue` is a condition of the rest of the step")
 
@@ -123,11 +123,11 @@ def _drops(scope: Scope, statement: ast.If) -> bool:
         return False
     match statement.body[0]:
         case ast.Assign(targets=[ast.Name() as name], value=ast.Constant(value=None)):
-            return name.id in loaded(statement.test)
+            return name.id in loaded_names(statement.test)
     return False
 
 
-def _uncached(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
+def _without_cache(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     """From `if key not in self.kept: self.kept[key] = value` on: the value under a name of its own.
 
     And of `if key in self.kept: return self.kept[key]` what follows.
@@ -155,7 +155,9 @@ def _keeps(scope: Scope, node: ast.expr) -> bool:
     """Whether it is where something may be kept from call to call: an attribute, or a name of the file."""
     if isinstance(node, ast.Name):
         given = scope.function.args
-        own = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)} | set(stored(scope.function))
+        own = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)} | set(
+            stored_names(scope.function)
+        )
         return node.id not in own
     return isinstance(node, ast.Attribute)
 

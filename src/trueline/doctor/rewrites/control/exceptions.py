@@ -38,7 +38,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if not isinstance(statement, ast.Try) or len(statement.handlers) != 1 or statement.finalbody:
         return
     new = _as_branch(scope, statement)
-    text = scope.replaced([statement], new) if new else None
+    text = scope.replace([statement], new) if new else None
     if text:
         yield Candidate(text=text, words=f"what `{_head(statement)}` catches is the condition of an `if`")
 
@@ -53,7 +53,7 @@ def _as_branch(scope: Scope, statement: ast.Try) -> list[ast.stmt] | None:
     if _ends_so(handler.body, ast.Raise):
         return None
     for index, one in enumerate(statement.body):
-        told = _told(scope, one, handler)
+        told = _test_before_raise(scope, one, handler)
         if told is None:
             continue
         before, test, instead = told
@@ -73,7 +73,7 @@ def _ends_so(block: Sequence[ast.stmt], kind: type[ast.stmt]) -> bool:
 Told = tuple[list[ast.stmt], ast.expr, list[ast.stmt]]
 
 
-def _told(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
+def _test_before_raise(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
     """What runs before it is known whether `statement` raises, when it does, and what runs if it does not."""
     match statement:
         case ast.If(test=test, body=[ast.Raise(exc=ast.expr() as raised)], orelse=other):
@@ -83,13 +83,13 @@ def _told(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told
             found = ast.UnaryOp(op=ast.Not(), operand=copy.deepcopy(test))
             return ([], found, []) if _catches(handler, "AssertionError") else None
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign() | ast.Return():
-            return _factorised(scope, statement, handler)
+            return _test_factorization(scope, statement, handler)
     return None
 
 
-def _factorised(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
+def _test_factorization(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -> Told | None:
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) in _TELLING]
-    caught = [ast.unparse(one) for one in _caught(handler)]
+    caught = [ast.unparse(one) for one in _exception_types(handler)]
     if len(calls) != 1 or (caught and not {*caught} & {*_RAISED}):
         return None
     (call,) = calls
@@ -105,7 +105,7 @@ def _factorised(scope: Scope, statement: ast.stmt, handler: ast.ExceptHandler) -
     return before, expression(f"({failed} != 0).any()"), [Found().visit(copy.deepcopy(statement))]
 
 
-def _caught(handler: ast.ExceptHandler) -> list[ast.expr]:
+def _exception_types(handler: ast.ExceptHandler) -> list[ast.expr]:
     if handler.type is None:
         return []
     return handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -113,7 +113,7 @@ def _caught(handler: ast.ExceptHandler) -> list[ast.expr]:
 
 def _catches(handler: ast.ExceptHandler, name: str) -> bool:
     """Whether an error of this name is one that the handler is for."""
-    names = [ast.unparse(one) for one in _caught(handler)]
+    names = [ast.unparse(one) for one in _exception_types(handler)]
     kind = getattr(builtins, name, None)
     wide = [getattr(builtins, one, None) for one in names]
     is_one = isinstance(kind, type) and any(isinstance(one, type) and issubclass(kind, one) for one in wide)
@@ -125,12 +125,12 @@ def is_caught(text: str, function: ast.FunctionDef, statement: ast.stmt) -> bool
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Try) and node.handlers:
             inside = any(one.lineno <= statement.lineno <= (one.end_lineno or one.lineno) for one in node.body)
-            if inside or function.name in _reached(text, node.body):
+            if inside or function.name in _reachable_functions(text, node.body):
                 return True
     return False
 
 
-def _reached(text: str, block: Sequence[ast.stmt]) -> set[str]:
+def _reachable_functions(text: str, block: Sequence[ast.stmt]) -> set[str]:
     """Names of functions that running the block may run; `forward` stands for whatever is not defined in the file."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for one in ast.walk(ast.parse(text)):

@@ -16,7 +16,7 @@ import torch
 from trueline.doctor.rewrites.control.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.loops.appends import appended_by
 from trueline.doctor.rewrites.loops.loop_steps import has_effects
-from trueline.doctor.rewrites.loops.scan import IN_ROWS, imported
+from trueline.doctor.rewrites.loops.scan import IN_ROWS, add_import
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -24,10 +24,10 @@ from trueline.doctor.rewrites.scope import (
     Spot,
     bound_before,
     expression,
-    loaded,
+    loaded_names,
     read_later,
     statements,
-    stored,
+    stored_names,
     value_of,
 )
 
@@ -44,8 +44,8 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
 
 
 def _masked_break(scope: Scope, spot: Spot) -> Candidate | None:
-    new = _masked(scope, spot)
-    text = scope.replaced([spot.statement], new) if new else None
+    new = _mask_after_break(scope, spot)
+    text = scope.replace([spot.statement], new) if new else None
     return Candidate(text=text, words="`break` becomes a mask: what is done stays as it is") if text else None
 
 
@@ -70,12 +70,12 @@ def _early_return(scope: Scope, spot: Spot) -> Candidate | None:
     rest = [*tail[:-1], *statements(f"return torch.where({done}, {found}, {ast.unparse(last)})")]
     changed = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=loop.orelse)
     block = [*spot.block[: spot.index], *first, ast.copy_location(changed, loop), *rest]
-    new = _masked(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
-    text = scope.replaced(spot.block[spot.index :], [*first, *new, *rest]) if new else None
+    new = _mask_after_break(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
+    text = scope.replace(spot.block[spot.index :], [*first, *new, *rest]) if new else None
     return Candidate(text=text, words="`return` in the loop becomes a mask: what is found is kept") if text else None
 
 
-def _masked(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
+def _mask_after_break(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     """`if p: break` in a loop of a fixed number of steps: what is done is kept by a mask, the steps go on.
 
     What is done appends zeros: whoever breaks off and needs as many steps fills up with those, and the proof sees it.
@@ -92,7 +92,7 @@ def _masked(scope: Scope, spot: Spot) -> list[ast.stmt] | None:
     if has_effects([one for one in (*whole[: at[0]], *last, *whole[at[0] + 1 :]) if appended_by(one) is None]):
         return None
     known = bound_before(spot, scope.function)
-    later = read_later(spot) | set(loaded(loop.body))
+    later = read_later(spot) | set(loaded_names(loop.body))
     done = scope.fresh("done")
     masking = _Masking(scope, done, known & later)
     body = masking.steps(whole[: at[0]])
@@ -118,9 +118,13 @@ def _asked_for(scope: Scope, spot: Spot) -> Candidate | None:
             start, end = ("0", given[0]) if len(given) == 1 else (ast.unparse(given[0]), given[1])
         case _:
             return None
-    if len(given) > 2 or scope.worth(end) not in ("number", "tensor") or index in read_later(spot) - set(loaded(loop)):
+    if (
+        len(given) > 2
+        or scope.worth(end) not in ("number", "tensor")
+        or index in read_later(spot) - set(loaded_names(loop))
+    ):
         return None
-    steps, index = scope.fresh("steps"), index if index in loaded(loop.body) else scope.fresh("done")
+    steps, index = scope.fresh("steps"), index if index in loaded_names(loop.body) else scope.fresh("done")
     lines = (
         f"{index} = {start}\n{steps} = {ast.unparse(without_numbers(end, scope))}\nwhile {index} < {steps}:\n    pass"
     )
@@ -155,7 +159,7 @@ class _Masking:
                 found += statements(f"{name}.append(torch.where({self.mask}, torch.zeros_like({value}), {value}))")
                 continue
             found.append(statement)
-            for name in stored(statement):
+            for name in stored_names(statement):
                 if name in self.names:
                     found[-1:] = _kept_when(self.mask, name, found[-1], self.scope)
         return found
@@ -196,8 +200,8 @@ def _while(scope: Scope, spot: Spot, before: Sequence[ast.stmt] = ()) -> Candida
     known, later = bound_before(spot, scope.function), read_later(spot)
     always = isinstance(test, ast.Constant) and bool(test.value)
     first: list[ast.stmt] = []
-    if always and stop is not None and not after and any(n in later and n not in known for n in stored(body)):
-        first, known = body, known | (set(stored(body)) & later)  # it runs once at least
+    if always and stop is not None and not after and any(n in later and n not in known for n in stored_names(body)):
+        first, known = body, known | (set(stored_names(body)) & later)  # it runs once at least
     if after:
         assert stop is not None
         stopped = scope.fresh("stops")
@@ -206,7 +210,11 @@ def _while(scope: Scope, spot: Spot, before: Sequence[ast.stmt] = ()) -> Candida
         body += _Masking(scope, stopped, known).steps(after)
         stop = expression(stopped)
     inside = [*body, *([ast.Expr(value=stop)] if stop is not None else [])]
-    carried = [n for n in stored(body) if n in known and (n in later or n in loaded(inside) or n in loaded(test))]
+    carried = [
+        n
+        for n in stored_names(body)
+        if n in known and (n in later or n in loaded_names(inside) or n in loaded_names(test))
+    ]
     if not carried:
         return None
     condition = None if always else predicate(test, scope)
@@ -247,9 +255,11 @@ def _while_text(
     first = ", ".join([*starts, *flags])
     call = f"{arguments}{',' if len(names) == 1 else ''} = while_loop({going}, {step}, ({first},))"
     before = [copy.deepcopy(one) for one in (*ahead, *once)]
-    new = scope.replaced([spot.statement], [*before, *functions, *statements(call)])
+    new = scope.replace([spot.statement], [*before, *functions, *statements(call)])
     head = ast.unparse(spot.statement).splitlines()[0]
-    return (new and Candidate(text=imported(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)) or None
+    return (
+        new and Candidate(text=add_import(new, "while_loop"), words=f"`{head}` is a while_loop", cheap=False)
+    ) or None
 
 
 def _start(scope: Scope, spot: Spot, name: str) -> str:
@@ -266,12 +276,12 @@ def _is_number(scope: Scope, spot: Spot, name: str) -> bool:
         match statement:
             case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
                 return _says_number(value)
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if name in stored(
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if name in stored_names(
                 statement
             ):
                 pairs = zip(targets, values, strict=False)
-                return any(stored(target) == [name] and _says_number(value) for target, value in pairs)
-        if name in stored(statement):
+                return any(stored_names(target) == [name] and _says_number(value) for target, value in pairs)
+        if name in stored_names(statement):
             return False
     return False
 

@@ -10,7 +10,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.scope import Scope, Spot, expression, statements, stored, walk
+from trueline.doctor.rewrites.scope import Scope, Spot, expression, statements, stored_names, walk
 
 
 def appended_by(statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -23,7 +23,7 @@ def appended_by(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
-def joined(spot: Spot, name: str, stacked: str) -> tuple[ast.expr, ast.Call] | None:
+def find_join(spot: Spot, name: str, stacked: str) -> tuple[ast.expr, ast.Call] | None:
     """How the list `name` is joined after the loop, as an expression on `stacked` (time first), and the call that
     joins."""
     for node in _after(spot):
@@ -72,7 +72,7 @@ def uses(spot: Spot, name: str) -> dict[int, ast.expr | ast.stmt] | None:
         if other is not None:
             found[id(node)] = other
             known |= {id(one) for one in ast.walk(node)}
-        known |= _understood(node, name)
+        known |= _uses_like_a_tensor(node, name)
     names = [node for node in _after(spot) if isinstance(node, ast.Name) and node.id == name]
     return found if all(id(node) in known for node in names) else None
 
@@ -86,7 +86,7 @@ def _use(node: ast.expr, name: str) -> ast.expr | None:
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
 
 
-def _understood(node: ast.AST, name: str) -> set[int]:
+def _uses_like_a_tensor(node: ast.AST, name: str) -> set[int]:
     """Uses that mean the same of a list and of a tensor: an element by its place, going through it, one more."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not isinstance(node.slice, ast.Slice):
         return {id(node.value)}
@@ -99,7 +99,7 @@ def begins(spot: Spot, name: str) -> list[ast.expr] | None:
     """What the list holds when the loop begins, where it is made in the loop's own block; None where that is not
     seen."""
     for statement in reversed(spot.block[: spot.index]):
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored(statement):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored_names(statement):
             one = isinstance(statement, ast.AnnAssign) or isinstance(statement.targets[0], ast.Name)
             return list(statement.value.elts) if one and isinstance(statement.value, ast.List) else None
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
@@ -116,23 +116,23 @@ def without_list(
     start = spot.index
     for index in range(spot.index - 1, -1, -1):
         statement = block[index]
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and set(stored(statement)) & set(names):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and set(stored_names(statement)) & set(names):
             start = index
     kept = [
         one
         for one in block[start : spot.index]
-        if not (isinstance(one, ast.Assign | ast.AnnAssign) and set(stored(one)) & set(names))
+        if not (isinstance(one, ast.Assign | ast.AnnAssign) and set(stored_names(one)) & set(names))
     ]
     end = spot.index + 1
     tail: list[ast.stmt] = []
     for index in range(spot.index + 1, len(block)):
         if any(id(node) in swaps for node in ast.walk(block[index])):
-            tail += [*block[end:index], _swapped(block[index], swaps)]
+            tail += [*block[end:index], _swap_nodes(block[index], swaps)]
             end = index + 1
-    return scope.replaced(block[start:end], [*kept, *new, *tail])
+    return scope.replace(block[start:end], [*kept, *new, *tail])
 
 
-def _swapped(statement: ast.stmt, swaps: dict[int, ast.expr | ast.stmt]) -> ast.stmt:
+def _swap_nodes(statement: ast.stmt, swaps: dict[int, ast.expr | ast.stmt]) -> ast.stmt:
     """A copy of `statement` with other forms in the place of its nodes."""
     twin = copy.deepcopy(statement)
     pairs = zip(ast.walk(statement), ast.walk(twin), strict=True)

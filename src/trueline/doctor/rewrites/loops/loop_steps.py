@@ -21,8 +21,8 @@ from trueline.doctor.rewrites.loops.recurrences import (
     filled_again,
     full,
     like_row,
+    locate,
     parts_of,
-    placed,
     shift_of,
     tables,
     under_mask,
@@ -34,10 +34,10 @@ from trueline.doctor.rewrites.scope import (
     Spot,
     bound_before,
     expression,
-    loaded,
+    loaded_names,
     read_later,
     statements,
-    stored,
+    stored_names,
     value_of,
 )
 
@@ -135,24 +135,24 @@ def _plus(number: str, shift: int) -> str:
     return f"{number} {'+' if shift > 0 else '-'} {abs(shift)}" if shift else number
 
 
-def kept(name: str) -> str:
+def element_name(name: str) -> str:
     """What a step appends to the list `name`, as a name in the step."""
     return f"{name}_t"
 
 
-def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
+def split_loop(scope: Scope, loop: ast.For) -> Steps | None:
     """The steps of `for t in range(n)` (from a start, or down to one), of `for x_t in x`, `x.unbind(1)`, `zip(x, y)`,
     or of these with enumerate; else None."""
-    steps = headed(scope, loop.target, loop.iter)
+    steps = steps_of_header(scope, loop.target, loop.iter)
     if steps is None or loop.orelse:
         return None
     loop, known = _with_tables(scope, steps, loop)
     scope = _knowing(scope, known.values())
     if steps.numbers:
         scope, loop = _with_numbers(scope, steps, loop)
-    slicing = _Slicing(scope, steps, set(stored([pure(scope, one) for one in loop.body])), known)
+    slicing = _Slicing(scope, steps, set(stored_names([pure(scope, one) for one in loop.body])), known)
     for statement in loop.body:
-        fills = _filled(scope, steps, statement, loop)
+        fills = _filled_output(scope, steps, statement, loop)
         if fills is None:
             if known:
                 new = _pure_rows(scope, slicing.visit(copy.deepcopy(statement)), known)
@@ -168,14 +168,16 @@ def taken_apart(scope: Scope, loop: ast.For) -> Steps | None:
             return None
         else:
             steps.lists[appended[0]] = appended[1]
-            steps.body.append(ast.Assign(targets=[ast.Name(id=kept(appended[0]), ctx=ast.Store())], value=appended[1]))
+            steps.body.append(
+                ast.Assign(targets=[ast.Name(id=element_name(appended[0]), ctx=ast.Store())], value=appended[1])
+            )
     if has_effects(steps.body) or set(steps.lists) & set(_values(steps.body)):
         return None
-    if set(loaded(loop.iter)) & set(stored(steps.body)):
+    if set(loaded_names(loop.iter)) & set(stored_names(steps.body)):
         return None
     for name, table in known.items():
-        _collected(scope, steps, name, table)
-    steps.uses_index = steps.index is not None and steps.index in loaded(steps.body)
+        _collect_rows(scope, steps, name, table)
+    steps.uses_index = steps.index is not None and steps.index in loaded_names(steps.body)
     return steps
 
 
@@ -189,7 +191,7 @@ class _LastOf(ast.NodeTransformer):
         self.generic_visit(node)
         name = ast.unparse(node.value)
         last = name in self.lists and ast.unparse(node.slice) == "-1" and isinstance(node.ctx, ast.Load)
-        return ast.Name(id=kept(name), ctx=ast.Load()) if last else node
+        return ast.Name(id=element_name(name), ctx=ast.Load()) if last else node
 
 
 def _with_tables(scope: Scope, steps: Steps, loop: ast.For) -> tuple[ast.For, dict[str, Table]]:
@@ -248,13 +250,13 @@ def _as_row(scope: Scope, value: ast.expr, row: str) -> str:
     return f"torch.as_tensor({ast.unparse(value)}, dtype={row}.dtype).expand_as({row})"
 
 
-def _collected(scope: Scope, steps: Steps, name: str, table: Table) -> None:
+def _collect_rows(scope: Scope, steps: Steps, name: str, table: Table) -> None:
     """Each step gives row t, and hands on the rows that the next ones read."""
     new = scope.fresh(f"{name}_new")
     steps.tables[new] = table
     steps.lists[new] = ast.Name(id=table.row, ctx=ast.Load())
     steps.slices.setdefault(table.row, (table.place.base, table.place.axis))
-    steps.body += statements(f"{kept(new)} = {table.row}")
+    steps.body += statements(f"{element_name(new)} = {table.row}")
     for by in range(table.depth, 0, -1):
         before = table.earlier(by - 1) if by > 1 else table.row
         steps.body += statements(f"{table.earlier(by)} = {before}")
@@ -271,7 +273,7 @@ def put_back(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.
     return found
 
 
-def _filled(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> tuple[str, int, ast.expr] | None:
+def _filled_output(scope: Scope, steps: Steps, statement: ast.stmt, loop: ast.For) -> tuple[str, int, ast.expr] | None:
     """Name, dimension of time and value of `out[:, t] = value`."""
     if (
         steps.index is None
@@ -302,36 +304,40 @@ def _values(block: Sequence[ast.stmt]) -> list[str]:
 def has_effects(block: list[ast.stmt]) -> bool:
     """Whether `block` does more than compute names: jumps, writes into objects that it has not made, calls for their
     effect."""
-    own = set(stored(block))
+    own = set(stored_names(block))
     for node in (node for statement in block for node in _run(statement)):
         if isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Yield | ast.Global | ast.Nonlocal | ast.Delete):
             return True
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             return True
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _made(node, block) not in own:
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _created_in(node, block) not in own:
             return True
         if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
             appended = appended_by(node)
-            if appended is None or not _begun(appended[0], block):
+            if appended is None or not _starts_list(appended[0], block):
                 return True
     return False
 
 
-def _made(node: ast.Subscript, block: list[ast.stmt]) -> str:
+def _created_in(node: ast.Subscript, block: list[ast.stmt]) -> str:
     """The name of what is written into, where the block itself has made that before; else no name."""
     root, _ = parts_of(node)
     name = root.id if isinstance(root, ast.Name) else ""
     for statement in block:
         if node in ast.walk(statement):
             return ""
-        if isinstance(statement, ast.Assign) and stored(statement) == [name] and isinstance(statement.value, ast.Call):
+        if (
+            isinstance(statement, ast.Assign)
+            and stored_names(statement) == [name]
+            and isinstance(statement.value, ast.Call)
+        ):
             return name
     return ""
 
 
-def _begun(name: str, block: list[ast.stmt]) -> bool:
+def _starts_list(name: str, block: list[ast.stmt]) -> bool:
     """Whether the block makes the list itself, anew in each step."""
-    first = next((one for one in block if name in (*stored(one), *loaded(one))), None)
+    first = next((one for one in block if name in (*stored_names(one), *loaded_names(one))), None)
     return isinstance(first, ast.Assign) and ast.unparse(first.value) in ("[]", "list()")
 
 
@@ -343,12 +349,12 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
             yield from _run(child)
 
 
-def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
+def steps_of_header(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
     """The steps that `for target in source` takes, without their body."""
     index: str | None = None
     if isinstance(source, ast.Call) and isinstance(source.func, ast.Name):
         if source.func.id in ("range", "reversed"):
-            return _counted(target, source)
+            return _steps_of_range(target, source)
         if source.func.id == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
             first, target = target.elts
             index, source = (first.id if isinstance(first, ast.Name) else None), source.args[0]
@@ -360,7 +366,7 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
         pairs = [*zip(target.elts, source.args, strict=True)]
     steps = Steps(index=index, length=None, enumerated=index is not None)
     for name, given in pairs:
-        axis, tensor = 0, _listed(given)
+        axis, tensor = 0, _tensor_of_list(given)
         steps.numbers = steps.numbers or tensor is not given
         if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "unbind":
             said = [*given.args, *(keyword.value for keyword in given.keywords)]
@@ -374,17 +380,17 @@ def headed(scope: Scope, target: ast.expr, source: ast.expr) -> Steps | None:
     return steps
 
 
-def _listed(node: ast.expr) -> ast.expr:
+def _tensor_of_list(node: ast.expr) -> ast.expr:
     """Of `lengths.tolist()` the tensor, whose numbers stay in it."""
     match node:
         case ast.Call(func=ast.Attribute(value=tensor, attr="tolist"), args=[]):
             return tensor
         case ast.Call(func=ast.Attribute(value=tensor, attr="cpu" | "detach" | "numpy"), args=[]):
-            return _listed(tensor)
+            return _tensor_of_list(tensor)
     return node
 
 
-def _counted(target: ast.expr, source: ast.Call) -> Steps | None:
+def _steps_of_range(target: ast.expr, source: ast.Call) -> Steps | None:
     """`range(n)`, `range(a, n)`, `reversed(range(n))`, `range(n - 1, -1, -1)`, `range(n - 2, a, -1)`, and
     `range(a, n, 3)`."""
     backwards = ast.unparse(source.func) == "reversed"
@@ -432,7 +438,7 @@ class _Slicing(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         index = self.steps.index
-        place = placed(self.scope, node, index, self.moving) if index is not None else None
+        place = locate(self.scope, node, index, self.moving) if index is not None else None
         if place is None or index is None:
             return self.generic_visit(node)
         table = self.known.get(place.root)
@@ -458,14 +464,14 @@ class _Slicing(ast.NodeTransformer):
         return self.scope.worth(part) == "static" or (self.steps.numbers and whole(self.scope, part))
 
 
-def carried(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
+def carried_names(scope: Scope, spot: Spot, steps: Steps) -> list[str]:
     """Names that a step leaves for the next one or for what follows the loop."""
     known, later = bound_before(spot, scope.function), read_later(spot)
     names: list[str] = []
     before: set[str] = set()
     for statement in steps.body:
-        read = [name for name in loaded(statement) if name not in before]
-        names += [name for name in read if name in stored(steps.body) and name in known]
-        before |= set(stored(statement))
-    names += [name for name in stored(steps.body) if name in later and name in known]
+        read = [name for name in loaded_names(statement) if name not in before]
+        names += [name for name in read if name in stored_names(steps.body) and name in known]
+        before |= set(stored_names(statement))
+    names += [name for name in stored_names(steps.body) if name in later and name in known]
     return [name for name in dict.fromkeys([*names, *steps.rows]) if name not in steps.slices]

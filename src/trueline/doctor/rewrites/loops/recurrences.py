@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trueline.doctor.rewrites.scope import Scope, expression, loaded, statements, value_of, walk
+from trueline.doctor.rewrites.scope import Scope, expression, loaded_names, statements, value_of, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AffineIndex:
     """What a subscript names, seen from the counter of a loop: row `t + shift` of `base`, and of that row `rest`."""
 
     root: str
@@ -39,7 +39,7 @@ class Place:
     def base(self) -> str:
         """The tensor without its fixed dimensions.
 
-        >>> Place(root="d", fixed=((1, "i - 1"),), axis=1, shift=0, rest=()).base
+        >>> AffineIndex(root="d", fixed=((1, "i - 1"),), axis=1, shift=0, rest=()).base
         'd[:, i - 1]'
         """
         if not self.fixed:
@@ -67,7 +67,7 @@ class Place:
 class Table:
     """A tensor of which each step fills one row."""
 
-    place: Place
+    place: AffineIndex
     """That of row t, without what is named inside the row."""
     row: str
     """Row t, as a name in the step."""
@@ -104,7 +104,7 @@ def full(part: ast.expr) -> bool:
     return isinstance(part, ast.Slice) and part.lower is None and part.upper is None and part.step is None
 
 
-def placed(scope: Scope, node: ast.Subscript, index: str, moving: set[str]) -> Place | None:
+def locate(scope: Scope, node: ast.Subscript, index: str, moving: set[str]) -> AffineIndex | None:
     """Where `node` lies, seen from the counter `index`, while the loop changes the names `moving`; None where that
     cannot be said: of masks, of tensors as indices, of more dimensions that follow the counter."""
     root, parts = parts_of(node)
@@ -116,7 +116,7 @@ def placed(scope: Scope, node: ast.Subscript, index: str, moving: set[str]) -> P
     axis = -1
     for part in parts:
         shift = shift_of(part, index)
-        names = set(loaded(part))
+        names = set(loaded_names(part))
         if ast.unparse(part) == "None":
             rest.append(part)
             continue
@@ -138,7 +138,7 @@ def placed(scope: Scope, node: ast.Subscript, index: str, moving: set[str]) -> P
     while rest and full(rest[-1]):
         rest.pop()
     (axis, shift), *_ = at
-    return Place(root=ast.unparse(root), fixed=tuple(fixed), axis=axis, shift=shift, rest=tuple(rest))
+    return AffineIndex(root=ast.unparse(root), fixed=tuple(fixed), axis=axis, shift=shift, rest=tuple(rest))
 
 
 def whole(scope: Scope, node: ast.expr) -> bool:
@@ -166,7 +166,7 @@ def tables(scope: Scope, loop: ast.For, index: str, *, start: str, backwards: bo
     """The tensors that the loop fills row by row, by their names."""
     moving = {index, *(node.id for node in _nodes(loop) if isinstance(node, ast.Name) and _is_stored(node))}
     found: dict[str, Table] = {}
-    for name in dict.fromkeys(_written(loop)):
+    for name in dict.fromkeys(_written_tensors(loop)):
         places = _places(scope, loop, name, index, moving)
         if places is not None and not (len(places) == 1 and not start and not places[0][0].fixed and not _adds(loop)):
             table = _table(scope, name, places, index, backwards=backwards)
@@ -188,7 +188,7 @@ def _adds(loop: ast.For) -> bool:
     return any(isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript) for node in _nodes(loop))
 
 
-def _written(loop: ast.For) -> Iterator[str]:
+def _written_tensors(loop: ast.For) -> Iterator[str]:
     """Names of the tensors into which the loop writes by an index."""
     for node in _nodes(loop):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -199,16 +199,16 @@ def _written(loop: ast.For) -> Iterator[str]:
 
 def _places(
     scope: Scope, loop: ast.For, name: str, index: str, moving: set[str]
-) -> list[tuple[Place, ast.expr_context]] | None:
+) -> list[tuple[AffineIndex, ast.expr_context]] | None:
     """Every mention of the tensor in the loop; None where one of them is not a row of it."""
-    found: list[tuple[Place, ast.expr_context]] = []
+    found: list[tuple[AffineIndex, ast.expr_context]] = []
     covered: set[int] = set()
     for node in _nodes(loop):
         if not isinstance(node, ast.Subscript) or id(node) in covered:
             continue
         root, _ = parts_of(node)
         if isinstance(root, ast.Name) and root.id == name:
-            place = placed(scope, node, index, moving)
+            place = locate(scope, node, index, moving)
             if place is None:
                 return None
             found.append((place, node.ctx))
@@ -222,7 +222,7 @@ def _places(
 
 
 def _table(
-    scope: Scope, name: str, places: Sequence[tuple[Place, ast.expr_context]], index: str, *, backwards: bool
+    scope: Scope, name: str, places: Sequence[tuple[AffineIndex, ast.expr_context]], index: str, *, backwards: bool
 ) -> Table | None:
     stores = [place for place, context in places if isinstance(context, ast.Store)]
     first = stores[0]
@@ -235,17 +235,17 @@ def _table(
             depth = max(depth, ago)
         elif not _apart(place, first):
             return None
-    plain = Place(root=name, fixed=first.fixed, axis=first.axis, shift=0, rest=())
+    plain = AffineIndex(root=name, fixed=first.fixed, axis=first.axis, shift=0, rest=())
     return Table(place=plain, row=scope.fresh(plain.row(index)), depth=depth)
 
 
-def _apart(one: Place, other: Place) -> bool:
+def _apart(one: AffineIndex, other: AffineIndex) -> bool:
     """Whether they are of rows of the tensor that have nothing in common: `d[:, i]` and `d[:, i - 1]`."""
     if [axis for axis, _ in one.fixed] != [axis for axis, _ in other.fixed]:
         return False
     for (_, a), (_, b) in zip(one.fixed, other.fixed, strict=True):
-        names = loaded(expression(a))
-        if len(names) == 1 and loaded(expression(b)) == names:
+        names = loaded_names(expression(a))
+        if len(names) == 1 and loaded_names(expression(b)) == names:
             shifts = shift_of(expression(a), names[0]), shift_of(expression(b), names[0])
             if None not in shifts and shifts[0] != shifts[1]:
                 return True

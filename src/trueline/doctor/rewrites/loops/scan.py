@@ -12,9 +12,18 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops.loop_steps import Steps, kept
+from trueline.doctor.rewrites.loops.loop_steps import Steps, element_name
 from trueline.doctor.rewrites.loops.recurrences import shift_of, size_of
-from trueline.doctor.rewrites.scope import Scope, Spot, bound_before, expression, loaded, statements, stored, walk
+from trueline.doctor.rewrites.scope import (
+    Scope,
+    Spot,
+    bound_before,
+    expression,
+    loaded_names,
+    statements,
+    stored_names,
+    walk,
+)
 
 HOPS = "from torch._higher_order_ops import"
 IN_ROWS = "clone(memory_format=torch.contiguous_format)"
@@ -22,7 +31,7 @@ IN_ROWS = "clone(memory_format=torch.contiguous_format)"
 have equal strides, and of a dimension of size 1 a slice, and what is made like it, keeps the stride of the whole."""
 
 
-def imported(text: str, name: str) -> str:
+def add_import(text: str, name: str) -> str:
     """The file with the import of a structured operator, once."""
     line = f"{HOPS} {name}"
     if line in text:
@@ -54,7 +63,7 @@ def _device(steps: Steps) -> str:
 
 def body_of(scope: Scope, steps: Steps, *, idle: bool = False) -> list[ast.stmt]:
     """What a step does, with numbers that are tensors now: the counter, and what indices were computed."""
-    least: dict[str, int] = {name: 0 for name in stored(steps.body) if _is_number(scope.seen.get(name))}
+    least: dict[str, int] = {name: 0 for name in stored_names(steps.body) if _is_number(scope.seen.get(name))}
     given = set(steps.slices) if steps.numbers else set()  # as an index each is a number still
     least |= dict.fromkeys(given, 0)
     if steps.index is not None and (steps.uses_index or not steps.slices):
@@ -82,8 +91,10 @@ def _rebound(statement: ast.stmt) -> ast.stmt:
 def copies(scope: Scope, spot: Spot, steps: Steps, state: list[str]) -> list[ast.stmt]:
     """Copies of what a step reads from around it and what lies in one memory (`a, b = self.pair`): torch takes no two
     of those into a scan."""
-    given = {*steps.slices, *state, *stored(steps.body)}
-    around = [name for name in loaded(steps.body) if name not in given and name in bound_before(spot, scope.function)]
+    given = {*steps.slices, *state, *stored_names(steps.body)}
+    around = [
+        name for name in loaded_names(steps.body) if name not in given and name in bound_before(spot, scope.function)
+    ]
     memory: dict[int, list[str]] = {}
     for name in around:
         held = scope.seen.get(name)
@@ -101,10 +112,10 @@ def scan(
     sources, body = sources_of(steps), body_of(scope, steps, idle=idle)
     state = carries or [scope.fresh("idle")]
     first = [_initial(scope, one, steps) for one in carries] or ["torch.zeros(())"]
-    back = [one if one in stored(body) else f"{one}.clone()" for one in state]
+    back = [one if one in stored_names(body) else f"{one}.clone()" for one in state]
     if in_rows or idle:
         back = [f"{one}.{IN_ROWS}" for one in state]
-    outs = [f"{kept(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
+    outs = [f"{element_name(one)}.clone()" for one in steps.lists] or [f"{state[0]}.clone()"]
     ahead: list[ast.stmt] = []
     if idle and steps.fills_only:
         ahead, sources = _over_all_rows(scope, steps)
@@ -165,9 +176,9 @@ def _idle_in_rows(
     kept_rows = {table.row: scope.fresh(f"{table.row}_before") for table in steps.tables.values()}
     saved = {name: scope.fresh(f"{name}_before") for name in carries if name not in steps.rows} | kept_rows
     found = [one for name, old in saved.items() for one in statements(f"{old} = {name}")]
-    given = {kept(new): table.row for new, table in steps.tables.items()}
+    given = {element_name(new): table.row for new, table in steps.tables.items()}
     for statement in body:
-        row = next((given[name] for name in stored(statement) if name in given), None)
+        row = next((given[name] for name in stored_names(statement) if name in given), None)
         if row is not None:
             found += statements(f"{row} = torch.where({going}, {row}, {kept_rows[row]})")
         found.append(statement)
@@ -249,9 +260,9 @@ def _starts(scope: Scope, name: str) -> Iterator[tuple[str, ast.expr]]:
 
 def _updates(steps: Steps, name: str) -> Iterator[tuple[str, ast.expr]]:
     for statement in steps.body:
-        if isinstance(statement, ast.Assign) and stored(statement) == [name]:
+        if isinstance(statement, ast.Assign) and stored_names(statement) == [name]:
             yield name, statement.value
-        if isinstance(statement, ast.AugAssign) and stored(statement) == [name]:
+        if isinstance(statement, ast.AugAssign) and stored_names(statement) == [name]:
             yield name, ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=statement.op, right=statement.value)
 
 
@@ -270,7 +281,7 @@ class Picked(ast.NodeTransformer):
         if ast.unparse(node.func) != "torch.full_like" or len(node.args) != 2 or node.keywords:
             return node
         like, value = (ast.unparse(one) for one in node.args)
-        if self.index not in loaded(node.args[1]):
+        if self.index not in loaded_names(node.args[1]):
             return node
         return expression(f"torch.as_tensor({value}).to({like}.dtype).expand_as({like})")
 

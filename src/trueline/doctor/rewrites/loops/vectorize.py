@@ -10,9 +10,9 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from trueline.doctor.rewrites.loops.appends import begins, join, joined, uses, without_list
-from trueline.doctor.rewrites.loops.loop_steps import Steps, carried, kept, put_back, taken_apart
-from trueline.doctor.rewrites.loops.scan import body_of, copies, imported, one_or_all, scan, sources_of
+from trueline.doctor.rewrites.loops.appends import begins, find_join, join, uses, without_list
+from trueline.doctor.rewrites.loops.loop_steps import Steps, carried_names, element_name, put_back, split_loop
+from trueline.doctor.rewrites.loops.scan import add_import, body_of, copies, one_or_all, scan, sources_of
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -28,32 +28,32 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if isinstance(spot.statement, ast.For):
         for inner in _filling(scope, spot.statement):
             yield from rewrites(scope, inner)
-        found = [_vectorised(scope, spot), _mapped(scope, spot), _scanned(scope, spot)]
-        found += [_scanned(scope, spot, idle=True), _scanned(scope, spot, in_rows=True)]
+        found = [_vectorize(scope, spot), _map_steps(scope, spot), _scan_steps(scope, spot)]
+        found += [_scan_steps(scope, spot, idle=True), _scan_steps(scope, spot, in_rows=True)]
     else:
-        found = [_listed(scope, spot), _named_list(scope, spot)]
+        found = [_map_comprehension(scope, spot), _named_list(scope, spot)]
     yield from (one for one in found if one is not None)
 
 
 def _filling(scope: Scope, loop: ast.For) -> Iterator[Spot]:
     """The loops in the loop that fill a tensor row by row: of two that fill a table the inner one goes first."""
     for one in loop.body:
-        steps = taken_apart(scope, one) if isinstance(one, ast.For) and scope.worth(one.iter) != "static" else None
+        steps = split_loop(scope, one) if isinstance(one, ast.For) and scope.worth(one.iter) != "static" else None
         inner = scope.spot(one.lineno) if steps is not None and steps.tables else None
         if inner is not None:
             yield inner
 
 
-def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
+def _vectorize(scope: Scope, spot: Spot) -> Candidate | None:
     """`for t: outs.append(f(x[:, t]))` as `f(x)`: for an f that treats every step alike and by itself."""
     assert isinstance(spot.statement, ast.For)
-    steps = taken_apart(scope, spot.statement)
-    if steps is None or len(steps.lists) != 1 or carried(scope, spot, steps):
+    steps = split_loop(scope, spot.statement)
+    if steps is None or len(steps.lists) != 1 or carried_names(scope, spot, steps):
         return None
     ((name, _),) = steps.lists.items()
     if steps.uses_index or steps.start or steps.shifts or steps.filled or steps.tables or begins(spot, name):
         return None
-    found = joined(spot, name, name)
+    found = find_join(spot, name, name)
     if found is None:
         return None
     _, join = found
@@ -66,7 +66,7 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
 
     class Whole(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
-            if node.id == kept(name):
+            if node.id == element_name(name):
                 return ast.Name(id=name, ctx=node.ctx)
             return copy.deepcopy(whole[node.id]) if node.id in whole and isinstance(node.ctx, ast.Load) else node
 
@@ -76,11 +76,16 @@ def _vectorised(scope: Scope, spot: Spot) -> Candidate | None:
     return Candidate(text=text, words=f"`{head}` treats every step alike: all at once") if text else None
 
 
-def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
+def _map_steps(scope: Scope, spot: Spot) -> Candidate | None:
     """`for x_i in x: outs.append(f(x_i))` as `torch.vmap(f)(x)`: for steps that know nothing of each other."""
     assert isinstance(spot.statement, ast.For)
-    steps = taken_apart(scope, spot.statement)
-    if steps is None or not steps.lists or carried(scope, spot, steps) or (steps.uses_index and steps.length is None):
+    steps = split_loop(scope, spot.statement)
+    if (
+        steps is None
+        or not steps.lists
+        or carried_names(scope, spot, steps)
+        or (steps.uses_index and steps.length is None)
+    ):
         return None
     swaps = _swaps(spot, steps)
     if swaps is None or any(begins(spot, name) for name in steps.listed):
@@ -88,7 +93,7 @@ def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
     function, sources, body = scope.fresh("each"), sources_of(steps), body_of(scope, steps)
     if not sources:
         return None
-    answers = one_or_all([kept(name) for name in steps.lists])
+    answers = one_or_all([element_name(name) for name in steps.lists])
     made = statements(f"def {function}({', '.join(sources)}):\n    return {answers}")[0]
     assert isinstance(made, ast.FunctionDef)
     made.body[:0] = body
@@ -99,7 +104,7 @@ def _mapped(scope: Scope, spot: Spot) -> Candidate | None:
     return Candidate(text=text, words=f"`{head}` treats every step by itself: torch.vmap") if text else None
 
 
-def _listed(scope: Scope, spot: Spot) -> Candidate | None:
+def _map_comprehension(scope: Scope, spot: Spot) -> Candidate | None:
     """`torch.stack([f(a, b) for a, b in zip(x, y)])` as `torch.vmap(f)(x, y)`."""
     changed: list[str] = []
 
@@ -113,7 +118,7 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
             rows = listing.generators[0]
             loop = ast.For(target=rows.target, iter=rows.iter, body=[], orelse=[], lineno=0)
             loop.body = statements(f"listed.append({ast.unparse(listing.elt)})")
-            steps = taken_apart(scope, loop) if not rows.ifs else None
+            steps = split_loop(scope, loop) if not rows.ifs else None
             if steps is None or not (steps.slices or steps.uses_index) or (steps.uses_index and steps.length is None):
                 return node
             sources = sources_of(steps)
@@ -126,7 +131,7 @@ def _listed(scope: Scope, spot: Spot) -> Candidate | None:
     if isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try | ast.FunctionDef):
         return None
     new = Map().visit(copy.deepcopy(spot.statement))
-    text = scope.replaced([spot.statement], [new]) if changed else None
+    text = scope.replace([spot.statement], [new]) if changed else None
     return Candidate(text=text, words=f"`{changed[0]}` treats every step by itself: torch.vmap") if text else None
 
 
@@ -143,7 +148,7 @@ def _named_list(scope: Scope, spot: Spot) -> Candidate | None:
     loop.body = statements(f"{name}.append({ast.unparse(element)})")
     written = [ast.copy_location(one, spot.statement) for one in (*statements(f"{name} = []"), loop)]
     block = [*spot.block[: spot.index], *written, *spot.block[spot.index + 1 :]]
-    return _mapped(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
+    return _map_steps(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer))
 
 
 def _swaps(spot: Spot, steps: Steps) -> dict[int, ast.expr | ast.stmt] | None:
@@ -165,14 +170,14 @@ def _places(scope: Scope, steps: Steps, *, all_rows: bool = False) -> list[ast.s
     return whole + put_back(scope, steps, all_rows=all_rows)
 
 
-def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = False) -> Candidate | None:
+def _scan_steps(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = False) -> Candidate | None:
     """A loop over time as torch's scan; `in_rows` where what a step hands on has other strides than what it got; `idle`
     with a step before the first that changes nothing, where there may be no step at all."""
     assert isinstance(spot.statement, ast.For)
-    steps = taken_apart(scope, spot.statement)
+    steps = split_loop(scope, spot.statement)
     if steps is None or not (steps.slices or steps.length is not None):
         return None
-    state = carried(scope, spot, steps)
+    state = carried_names(scope, spot, steps)
     if (steps.uses_index and steps.length is None) or (not steps.slices and not steps.uses_index and not state):
         return None
     if any(_chooses(scope, node, steps.index) for statement in steps.body for node in walk(statement)):
@@ -194,7 +199,7 @@ def _scanned(scope: Scope, spot: Spot, *, in_rows: bool = False, idle: bool = Fa
     )
     head = ast.unparse(spot.statement).splitlines()[0]
     words = f"`{head}` is a scan" + (" that may have no step" if idle else "")
-    return (text and Candidate(text=imported(text, "scan"), words=words, cheap=False)) or None
+    return (text and Candidate(text=add_import(text, "scan"), words=words, cheap=False)) or None
 
 
 def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:

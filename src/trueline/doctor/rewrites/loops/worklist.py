@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 from trueline.doctor.rewrites.loops.appends import appended_by, without_list
 from trueline.doctor.rewrites.loops.loop_steps import has_effects
-from trueline.doctor.rewrites.loops.scan import IN_ROWS, Picked, imported
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored, walk
+from trueline.doctor.rewrites.loops.scan import IN_ROWS, Picked, add_import
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, stored_names, walk
 
 _COUNTED = ("{}.numel()", "len({})", "{}.shape[0]", "{}.size(0)", "{}.nelement()")
 _MADE = ("torch.stack", "torch.tensor", "torch.as_tensor", "torch.LongTensor")
@@ -32,7 +32,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     order = _worked_off(loop) if isinstance(loop, ast.While) and not loop.orelse else None
     if order is None or not isinstance(loop, ast.While):
         return
-    found = _scanned(scope, spot, loop, order)
+    found = _scan_worklist(scope, spot, loop, order)
     if found is not None:
         yield found
 
@@ -48,7 +48,7 @@ def _worked_off(loop: ast.While) -> str | None:
     return None
 
 
-def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate | None:
+def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate | None:
     head: str | None = None
     rest: str | None = None
     kept: str | None = None
@@ -62,17 +62,24 @@ def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate
         elif isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Break) and len(statement.body) == 1:
             continue  # of one element nothing is left, and the loop ends by itself
         elif isinstance(statement, ast.Assign) and text.endswith((f"= {order}[0]", f"= {order}[0].item()")):
-            head = stored(statement)[0]
+            head = stored_names(statement)[0]
         elif isinstance(statement, ast.Assign) and text.endswith(f"= {order}[1:]"):
-            rest = stored(statement)[0]
+            rest = stored_names(statement)[0]
             if rest != order:
                 body += statements(f"{rest} = {order}")
-        elif isinstance(statement, ast.Assign) and stored(statement) == [order]:
+        elif isinstance(statement, ast.Assign) and stored_names(statement) == [order]:
             mask = _mask(statement.value, rest or order)
         else:
             body.append(copy.deepcopy(statement))
     swaps = _swaps(spot, kept) if kept is not None else None
-    if head is None or mask is None or kept is None or swaps is None or has_effects(body) or order in stored(body):
+    if (
+        head is None
+        or mask is None
+        or kept is None
+        or swaps is None
+        or has_effects(body)
+        or order in stored_names(body)
+    ):
         return None
     left, place, step = scope.fresh("left"), scope.fresh("place"), scope.fresh("step")
     picked = f"index_select(0, {place}.reshape(1)).squeeze(0)"
@@ -92,7 +99,7 @@ def _scanned(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate
     new = [function, *statements(call), *statements(f"{kept} = {order}[{left}]")]
     written = without_list(scope, spot, [kept], new, swaps)
     words = f"`{ast.unparse(loop).splitlines()[0]}` is a scan over what is left of `{order}`"
-    return Candidate(text=imported(written, "scan"), words=words, cheap=False) if written else None
+    return Candidate(text=add_import(written, "scan"), words=words, cheap=False) if written else None
 
 
 def _bare(node: ast.expr) -> str:

@@ -45,7 +45,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     found = _attribute(scope, owner, name) if name and owner is not None else None
     if owner is None or found is None:
         return
-    text = _buffered(scope, owner, found)
+    text = _register_buffer(scope, owner, found)
     if text:
         yield Candidate(text=text, words=f"`self.{name}` is a buffer, to be captured with --state explicit")
 
@@ -161,7 +161,7 @@ def _empty(held: Any) -> ast.expr | None:
     return expression(f"torch.zeros({', '.join(map(str, (0, *shape)))}{like})")
 
 
-def _buffered(scope: Scope, owner: ast.ClassDef, found: _Attribute) -> str | None:
+def _register_buffer(scope: Scope, owner: ast.ClassDef, found: _Attribute) -> str | None:
     """The file with the attribute as a buffer; None when an edit would share a line with other code."""
     value = ast.unparse(found.value)
     registered = statements(f"self.register_buffer({found.name!r}, {value}, persistent=False)")
@@ -171,7 +171,7 @@ def _buffered(scope: Scope, owner: ast.ClassDef, found: _Attribute) -> str | Non
             edits += _edits(method.body, found)
     text: str | None = scope.text
     for before, after in sorted(edits, key=lambda pair: -pair[0].lineno):  # what stands above keeps its lines
-        text = replace(scope, text=text).replaced([before], after) if text else None
+        text = replace(scope, text=text).replace([before], after) if text else None
     return text
 
 

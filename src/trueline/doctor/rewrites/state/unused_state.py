@@ -19,7 +19,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if name is None or _is_read(scope, name):
         return
     guarded = ast.If(test=expression("self.training"), body=[copy.deepcopy(spot.statement)], orelse=[])
-    text = scope.replaced([spot.statement], [guarded])
+    text = scope.replace([spot.statement], [guarded])
     if text:
         yield Candidate(text=text, words=f"`{ast.unparse(spot.statement)}` is for training only")
 

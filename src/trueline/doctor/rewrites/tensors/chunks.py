@@ -20,7 +20,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     """The loop or the comprehension at `spot` over bounds."""
     pieces = _Pieces(scope)
     new = pieces.visit(copy.deepcopy(spot.statement))
-    text = scope.replaced([spot.statement], [new]) if pieces.words else None
+    text = scope.replace([spot.statement], [new]) if pieces.words else None
     if text:
         yield Candidate(text=text, words=f"the pieces of `{pieces.words[0]}` lie between moving bounds")
 

@@ -21,7 +21,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         return
     asked = _Asked(scope)
     new = asked.visit(copy.deepcopy(spot.statement))
-    text = scope.replaced([spot.statement], [new]) if asked.words else None
+    text = scope.replace([spot.statement], [new]) if asked.words else None
     if text:
         words = f"`{asked.words[0]}` is named by a value: all parts are asked, and the one is taken"
         yield Candidate(text=text, words=words)

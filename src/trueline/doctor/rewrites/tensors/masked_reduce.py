@@ -26,9 +26,9 @@ from trueline.doctor.rewrites.scope import (
     Spot,
     blocks,
     expression,
-    loaded,
+    loaded_names,
     statements,
-    stored,
+    stored_names,
     value_of,
 )
 from trueline.doctor.rewrites.tensors.scalars import without_numbers_in
@@ -41,7 +41,7 @@ _TESTS = ("eq", "ne", "gt", "lt", "ge", "le", "isnan", "isfinite", "isinf", "boo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MaskedPart:
     """A part of a tensor."""
 
     base: str
@@ -60,7 +60,7 @@ class Part:
     """Dimensions of the whole that are not whole in the part."""
     dtype: torch.dtype
 
-    def under(self, name: str) -> Part:
+    def under(self, name: str) -> MaskedPart:
         """The part whose mask has a name."""
         counts = {at: count.replace(f"{self.mask}.", f"{name}.") for at, count in self.counts.items()}
         return replace(self, mask=name, counts=counts)
@@ -78,7 +78,7 @@ class Part:
         """How many elements the part has."""
         return f"{self.where}.expand_as({self.base}).sum()"
 
-    def reduced(self, how: str, dims: Sequence[int] | None, keep: str) -> str | None:
+    def reduce(self, how: str, dims: Sequence[int] | None, keep: str) -> str | None:
         """A reduction over dimensions of the part, or over all of it; None where it leaves something ragged."""
         axes = {axis for dim in (range(len(self.chosen)) if dims is None else dims) for axis in self.chosen[dim]}
         if not self.narrowed <= axes or (keep and len(axes) > len(dims or ())):
@@ -122,8 +122,8 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
                 words = f"`{ast.unparse(statement)}`: what is asked of it is asked of the whole, with a mask"
                 yield Candidate(text=text, words=words)
     reduced: list[str] = []
-    new = _masked(scope, [spot.statement], reduced)
-    text = scope.replaced([spot.statement], new) if reduced else None
+    new = _mask_block(scope, [spot.statement], reduced)
+    text = scope.replace([spot.statement], new) if reduced else None
     if text:
         yield Candidate(text=text, words=f"`{reduced[0]}` is of the whole, with a mask")
 
@@ -146,19 +146,19 @@ def _counters(scope: Scope) -> dict[str, int]:
     return found
 
 
-def _masked(scope: Scope, block: list[ast.stmt], words: list[str]) -> list[ast.stmt]:
+def _mask_block(scope: Scope, block: list[ast.stmt], words: list[str]) -> list[ast.stmt]:
     """The statements with the parts that they reduce at once as masks, which have names of their own."""
     found: list[ast.stmt] = []
     for statement in block:
         if isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             masked = _Masked(scope, {})
-            new = masked.written(statement) or masked.visit(copy.deepcopy(statement))
+            new = masked.mask_store(statement) or masked.visit(copy.deepcopy(statement))
             words += masked.words
             found += [*masked.before, new]
             continue
         new = copy.deepcopy(statement)
         for name in ("body", "orelse") if isinstance(new, ast.For | ast.If) else ():
-            setattr(new, name, _masked(scope, getattr(statement, name), words))
+            setattr(new, name, _mask_block(scope, getattr(statement, name), words))
         found.append(new)
     return found
 
@@ -181,7 +181,7 @@ def _without(scope: Scope, block: list[ast.stmt], index: int) -> str | None:
         return None
     here = scope.fresh(f"{name}_here")
     given = [without_numbers_in(statements(f"{here} = {part.mask}")[0], scope)]
-    after = [one for one in block[index + 1 :] if name in loaded(one)]
+    after = [one for one in block[index + 1 :] if name in loaded_names(one)]
     masked = _Masked(scope, {name: part.under(here)})
     new = [masked.visit(copy.deepcopy(one)) for one in after]
     everywhere = sum(_reads(one, name) for one in scope.function.body)
@@ -189,7 +189,7 @@ def _without(scope: Scope, block: list[ast.stmt], index: int) -> str | None:
         return None
     text: str | None = scope.text
     for old, one in reversed([*zip([block[index], *after], [given, *([one] for one in new)], strict=True)]):
-        text = replace(scope, text=text).replaced([old], one) if text is not None else None
+        text = replace(scope, text=text).replace([old], one) if text is not None else None
     return text
 
 
@@ -203,7 +203,7 @@ def _reads(statement: ast.stmt, name: str) -> int:
     return sum(isinstance(node.ctx, ast.Load) for node in nodes)
 
 
-def part_of(scope: Scope, node: ast.expr) -> Part | None:
+def part_of(scope: Scope, node: ast.expr) -> MaskedPart | None:
     """What `x[mask]` or `x[:, lo:hi]` is a part of, where values or the steps of a loop say how large it is."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript):
         return None
@@ -223,12 +223,12 @@ def _root(node: ast.expr) -> ast.expr:
     return node
 
 
-def _masked_part(node: ast.Subscript, rank: int, over: int, dtype: torch.dtype) -> Part:
+def _masked_part(node: ast.Subscript, rank: int, over: int, dtype: torch.dtype) -> MaskedPart:
     mask = ast.unparse(node.slice)
     mask = mask if isinstance(node.slice, ast.Name | ast.Attribute) else f"({mask})"
     wide = f"[..., {', '.join(['None'] * (rank - over))}]" if rank > over else ""
     chosen = (tuple(range(over)), *((axis,) for axis in range(over, rank)))
-    return Part(
+    return MaskedPart(
         base=ast.unparse(node.value),
         mask=mask,
         wide=wide,
@@ -240,7 +240,7 @@ def _masked_part(node: ast.Subscript, rank: int, over: int, dtype: torch.dtype) 
     )
 
 
-def _between(scope: Scope, node: ast.Subscript, rank: int, dtype: torch.dtype) -> Part | None:
+def _between(scope: Scope, node: ast.Subscript, rank: int, dtype: torch.dtype) -> MaskedPart | None:
     places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     kept: list[ast.expr] = []
     bounds: dict[int, ast.Slice] = {}
@@ -266,7 +266,7 @@ def _between(scope: Scope, node: ast.Subscript, rank: int, dtype: torch.dtype) -
     within = {at: _within(base, at, place) for at, place in bounds.items()}
     wide = {at: f"[:{', None' * (rank - 1 - at)}]" if at < rank - 1 else "" for at in bounds}
     one = next(iter(bounds)) if len(bounds) == 1 else None
-    return Part(
+    return MaskedPart(
         base=base,
         mask=within[one] if one is not None else f"({' & '.join(within[at] + wide[at] for at in bounds)})",
         wide=wide[one] if one is not None else "",
@@ -299,10 +299,10 @@ def _moves(scope: Scope, place: ast.Slice) -> bool:
     if not bounds:
         return False
     loops = [node for node in ast.walk(scope.function) if isinstance(node, ast.For)]
-    moving = {name for loop in loops for name in (*stored(loop.target), *stored(loop.body))}
+    moving = {name for loop in loops for name in (*stored_names(loop.target), *stored_names(loop.body))}
     listed = [one for node in ast.walk(scope.function) if isinstance(node, ast.ListComp) for one in node.generators]
-    moving |= {name for one in listed for name in stored(one.target)}
-    return any(scope.worth(one) in ("number", "tensor") or moving & set(loaded(one)) for one in bounds)
+    moving |= {name for one in listed for name in stored_names(one.target)}
+    return any(scope.worth(one) in ("number", "tensor") or moving & set(loaded_names(one)) for one in bounds)
 
 
 def rank_of(scope: Scope, node: ast.expr) -> int | None:
@@ -339,14 +339,14 @@ def mask_rank(scope: Scope, node: ast.expr) -> int | None:
 class _Masked(ast.NodeTransformer):
     """Reductions and sizes of parts, by the names that some have or as they are written, as those of the whole."""
 
-    def __init__(self, scope: Scope, named: dict[str, Part]) -> None:
+    def __init__(self, scope: Scope, named: dict[str, MaskedPart]) -> None:
         self.scope, self.named = scope, named
         self.words: list[str] = []
         self.before: list[ast.stmt] = []
         """What gives masks their names, ahead of the statement."""
         self._listed: set[str] = set()
 
-    def written(self, statement: ast.stmt) -> ast.stmt | None:
+    def mask_store(self, statement: ast.stmt) -> ast.stmt | None:
         """`y[i, n:] = v` as `y[i] = torch.where(here, v, y[i])`, of what is written between moving bounds."""
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         if not isinstance(statement, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Subscript):
@@ -356,7 +356,7 @@ class _Masked(ast.NodeTransformer):
             return None
         mask, shown = part.mask, ast.unparse(target)
         value = _Whole(self.scope, mask, part.base).visit(copy.deepcopy(statement.value))
-        part = self._called(part)
+        part = self._name_mask(part)
         if isinstance(statement, ast.AugAssign):
             value = ast.BinOp(left=expression(part.base), op=statement.op, right=value)
         self.words.append(shown)
@@ -364,20 +364,20 @@ class _Masked(ast.NodeTransformer):
         return without_numbers_in(statements(whole)[0], self.scope)
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> ast.AST:
-        self._listed |= {name for one in node.generators for name in stored(one.target)}
+        self._listed |= {name for one in node.generators for name in stored_names(one.target)}
         return self.generic_visit(node)
 
     def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
         return self.visit_ListComp(node)
 
-    def _part(self, node: ast.expr) -> Part | None:
+    def _part(self, node: ast.expr) -> MaskedPart | None:
         if isinstance(node, ast.Name):
             return self.named.get(node.id)
         return None if self.named else part_of(self.scope, node)
 
-    def _called(self, part: Part) -> Part:
+    def _name_mask(self, part: MaskedPart) -> MaskedPart:
         """The part with a name for its mask, where the mask can be given one ahead of the statement."""
-        if self.named or self._listed & set(loaded(expression(part.mask))):
+        if self.named or self._listed & set(loaded_names(expression(part.mask))):
             return part
         here = self.scope.fresh(f"here_{len(self.before)}" if self.before else "here")
         self.before.append(without_numbers_in(statements(f"{here} = {part.mask}")[0], self.scope))
@@ -413,7 +413,7 @@ class _Masked(ast.NodeTransformer):
                     return expression(self.named[name].number)
                 if asked == "size" and given and isinstance(given[0], ast.Constant):
                     return expression(self.named[name].size(int(str(given[0].value))))
-        if _extreme(node) and _dims(node, _given(node)) is not None:
+        if _extreme(node) and _dims(node, _arguments_of(node)) is not None:
             return self.generic_visit(node)  # a pair: only its values are known of the whole
         return self._reduction(node, node) or self.generic_visit(node)
 
@@ -432,9 +432,9 @@ class _Masked(ast.NodeTransformer):
         if dims is not None and not all(-len(part.chosen) <= dim < len(part.chosen) for dim in dims):
             return None
         kept = f"keepdim={ast.unparse(keep[0].value)}" if keep else ""
-        if part.reduced(node.func.attr, dims, kept) is None:
+        if part.reduce(node.func.attr, dims, kept) is None:
             return None
-        text = self._called(part).reduced(node.func.attr, dims, kept)
+        text = self._name_mask(part).reduce(node.func.attr, dims, kept)
         assert text is not None
         self.words.append(ast.unparse(shown))
         return without_numbers(expression(text), self.scope)
@@ -453,7 +453,7 @@ class _Whole(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _given(node: ast.Call) -> list[ast.expr]:
+def _arguments_of(node: ast.Call) -> list[ast.expr]:
     of_torch = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch"
     return node.args[1:] if of_torch else node.args
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trueline.doctor.rewrites.loops.appends import appended_by, joined, without_list
+from trueline.doctor.rewrites.loops.appends import appended_by, find_join, without_list
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, expression, statements, value_of
 
 _NEUTRAL = {
@@ -35,9 +35,9 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         return
     if isinstance(statement, ast.While | ast.If | ast.With | ast.Try):
         return
-    for new in (written(scope, statement), _reduced(scope, statement), _ragged(scope, statement)):
+    for new in (mask_store(scope, statement), _mask_reduction(scope, statement), _mask_ragged(scope, statement)):
         if new is not None:
-            text = scope.replaced([statement], [new])
+            text = scope.replace([statement], [new])
             if text:
                 yield Candidate(text=text, words=f"`{ast.unparse(statement)}` weighs with the mask")
 
@@ -52,7 +52,7 @@ def _mask_of(scope: Scope, node: ast.expr) -> ast.expr | None:
     return node.slice if boolean or compared else None
 
 
-def _widened(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
+def _widen(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
     """The mask with the dimensions that `like` has and it has not."""
     text = ast.unparse(mask) if isinstance(mask, ast.Name | ast.Attribute) else f"({ast.unparse(mask)})"
     mask_rank = scope.rank(mask) if not isinstance(mask, ast.Compare) else scope.rank(mask.left)
@@ -61,7 +61,7 @@ def _widened(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
     return text + f"[..., {', '.join(['None'] * missing)}]" if missing > 0 else text
 
 
-def written(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+def mask_store(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     """`y[mask] = f(x[mask])` as `y = torch.where(mask, f(x), y)`; also `+=`."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
     if not isinstance(statement, ast.Assign | ast.AugAssign) or not isinstance(target, ast.Subscript):
@@ -80,10 +80,10 @@ def written(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     name = target.value.id
     if isinstance(statement, ast.AugAssign):
         value = ast.BinOp(left=ast.Name(id=name, ctx=ast.Load()), op=statement.op, right=value)
-    return statements(f"{name} = torch.where({_widened(scope, mask, target.value)}, {ast.unparse(value)}, {name})")[0]
+    return statements(f"{name} = torch.where({_widen(scope, mask, target.value)}, {ast.unparse(value)}, {name})")[0]
 
 
-def _reduced(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+def _mask_reduction(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     """`x[mask].sum()` and its kin."""
     changed = False
 
@@ -97,7 +97,7 @@ def _reduced(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
             mask = _mask_of(scope, function.value)
             if mask is None or not isinstance(function.value, ast.Subscript):
                 return node
-            text = _weighed(scope, function.value.value, mask, function.attr, node)
+            text = _weighted(scope, function.value.value, mask, function.attr, node)
             changed = changed or text is not None
             return expression(text) if text else node
 
@@ -105,8 +105,8 @@ def _reduced(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     return new if changed and isinstance(new, ast.stmt) else None
 
 
-def _weighed(scope: Scope, tensor: ast.expr, mask: ast.expr, reduce: str, call: ast.Call) -> str | None:
-    x, wide = ast.unparse(tensor), _widened(scope, mask, tensor)
+def _weighted(scope: Scope, tensor: ast.expr, mask: ast.expr, reduce: str, call: ast.Call) -> str | None:
+    x, wide = ast.unparse(tensor), _widen(scope, mask, tensor)
     whole = not call.args and not call.keywords
     rank = scope.rank(mask) if not isinstance(mask, ast.Compare) else scope.rank(mask.left)
     over = ", ".join(str(i) for i in range(rank or 1))
@@ -120,7 +120,7 @@ def _weighed(scope: Scope, tensor: ast.expr, mask: ast.expr, reduce: str, call: 
     return f"torch.where({wide}, {x}, {_NEUTRAL[reduce]}).{name}({dims})"
 
 
-def _ragged(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
+def _mask_ragged(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
     """`torch.stack([x[i, :n].mean(0) for i, n in enumerate(lengths)])` with a mask of the first n steps."""
     changed = False
 
@@ -148,12 +148,12 @@ def _ragged_loop(scope: Scope, spot: Spot) -> Candidate | None:
     for one in loop.body[:-1]:
         if not (isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)):
             return None
-        local[one.targets[0].id] = _put(one.value, local)
+        local[one.targets[0].id] = _replace_names(one.value, local)
     appended = appended_by(loop.body[-1])
     if appended is None:
         return None
-    found = _rows(_put(appended[1], local), loop.target, loop.iter)
-    join = joined(spot, appended[0], appended[0])
+    found = _rows(_replace_names(appended[1], local), loop.target, loop.iter)
+    join = find_join(spot, appended[0], appended[0])
     if found is None or join is None:
         return None
     new = statements(f"{appended[0]} = {found}")
@@ -162,7 +162,7 @@ def _ragged_loop(scope: Scope, spot: Spot) -> Candidate | None:
     return Candidate(text=text, words=words) if text else None
 
 
-def _put(node: ast.expr, values: dict[str, ast.expr]) -> ast.expr:
+def _replace_names(node: ast.expr, values: dict[str, ast.expr]) -> ast.expr:
     class Put(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.AST:
             return copy.deepcopy(values[name.id]) if name.id in values else name

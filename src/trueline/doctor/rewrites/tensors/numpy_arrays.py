@@ -47,7 +47,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     for statement in sorted(found, key=lambda one: -one.lineno):  # the last first: lines above it stay where they are
         new = arrays.visit(copy.deepcopy(statement))
         if text is not None and ast.dump(new) != ast.dump(statement):
-            text = replace(scope, text=text).replaced([statement], [new])
+            text = replace(scope, text=text).replace([statement], [new])
     if text and arrays.met:
         yield Candidate(text=text, words="arrays of numpy stay tensors")
 

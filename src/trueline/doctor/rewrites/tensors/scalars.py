@@ -14,14 +14,14 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
     if not isinstance(spot.statement, ast.For | ast.While | ast.If | ast.With | ast.Try):
         new = without_numbers_in(spot.statement, scope)
         if ast.unparse(new) != ast.unparse(spot.statement):
-            text = scope.replaced([spot.statement], [new])
+            text = scope.replace([spot.statement], [new])
             if text:
                 yield Candidate(text=text, words=f"`{ast.unparse(spot.statement)}` stays a tensor")
     for statement in ast.walk(scope.function):
         if isinstance(statement, ast.Assign | ast.AugAssign) and statement is not spot.statement:
             new = without_numbers_in(statement, scope)
             if ast.unparse(new) != ast.unparse(statement):
-                text = scope.replaced([statement], [new])
+                text = scope.replace([statement], [new])
                 if text:
                     yield Candidate(text=text, words=f"`{ast.unparse(statement)}` stays a tensor")
 

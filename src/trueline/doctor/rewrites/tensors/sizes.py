@@ -26,7 +26,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate]:
         seen.add(statement.lineno)
         kept = _Kept(scope)
         new = kept.visit(copy.deepcopy(statement))
-        text = scope.replaced([statement], [new]) if kept.words else None
+        text = scope.replace([statement], [new]) if kept.words else None
         if text:
             yield Candidate(text=text, words="; ".join(dict.fromkeys(kept.words)), frees=True)
 
