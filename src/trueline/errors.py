@@ -159,7 +159,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Names for a message, `none` when there are none.
 
     >>> listed(["a", "b"])

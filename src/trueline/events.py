@@ -42,7 +42,7 @@ def emit(name: str, /, **fields: Field) -> None:
         logger.info("%s", render(name, fields))
 
 
-def heard() -> bool:
+def has_listener() -> bool:
     """Whether anybody hears what is emitted: a listener of this process, or its log."""
     return bool(_listeners) or logger.isEnabledFor(logging.INFO)
 

@@ -25,7 +25,7 @@ from trueline.bundle import schema, unpack
 from trueline.bundle.golden import Golden
 from trueline.bundle.schema import BundleManifest, Evidence, ProgramEntry
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, listed
+from trueline.errors import BundleError, join_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -56,7 +56,7 @@ class Bundle:
         for entry in self.manifest.programs:
             if entry.format == wanted:
                 return entry
-        found = listed(entry.format for entry in self.manifest.programs)
+        found = join_names(entry.format for entry in self.manifest.programs)
         raise BundleError(f"bundle {self.path} has no program in format '{wanted}' (has: {found})")
 
     def signature_of(self, format: str | None = None) -> Signature:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from trueline.bundle.guards import Guard
-from trueline.errors import RequestError, closest, listed
+from trueline.errors import RequestError, closest, join_names
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -159,10 +159,10 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in sorted(names - wanted):
             near = closest(name, wanted)
             raise RequestError(
-                f"unexpected input '{name}' (the model takes: {listed(sorted(wanted))})",
+                f"unexpected input '{name}' (the model takes: {join_names(sorted(wanted))})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
-        raise RequestError(f"missing input '{min(wanted - names)}' (the model takes: {listed(sorted(wanted))})")
+        raise RequestError(f"missing input '{min(wanted - names)}' (the model takes: {join_names(sorted(wanted))})")
 
     def _check_one(self, spec: TensorSpec, array: Array, sizes: dict[str, tuple[int, str]]) -> None:
         if array.dtype != spec.dtype:

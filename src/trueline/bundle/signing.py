@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trueline import files
-from trueline.errors import BundleError, UsageError, listed
+from trueline.errors import BundleError, UsageError, join_names
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -104,7 +104,7 @@ class Trusted:
         key = self._keys.get(name)
         if form != _FORM or key is None:
             raise BundleError(
-                f"{what} is signed by no key that is trusted here (trusted: {listed(sorted(self._keys))})",
+                f"{what} is signed by no key that is trusted here (trusted: {join_names(sorted(self._keys))})",
                 hint="sign it with one of these keys, or add the public key of who signed it",
             )
         try:

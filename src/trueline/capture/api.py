@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 from trueline import events, files
 from trueline.capture.attempt import Attempt, Captured, State
 from trueline.capture.onnx import opsets
-from trueline.errors import NotProven, UsageError, closest, listed
+from trueline.errors import NotProven, UsageError, closest, join_names
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def capture(
     wanted = _checked(formats)
     opset = opsets.checked(opset)
     if state not in get_args(State):
-        raise UsageError(f"state is {state!r}, expected one of: {listed(get_args(State))}")
+        raise UsageError(f"state is {state!r}, expected one of: {join_names(get_args(State))}")
     out = Path(out)
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
@@ -87,15 +87,15 @@ def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
         if name not in FORMATS:
             near = closest(name, FORMATS)
             raise UsageError(
-                f"there is no program format '{name}' (there are: {listed(FORMATS)})",
+                f"there is no program format '{name}' (there are: {join_names(FORMATS)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
     if not formats:
-        raise UsageError(f"name at least one format (there are: {listed(FORMATS)})")
+        raise UsageError(f"name at least one format (there are: {join_names(FORMATS)})")
     if all(name in NATIVE for name in formats):
         raise UsageError(
-            f"{listed(formats)} is machine code and is never served by itself; ask for another format beside it",
-            hint=f"add one of: {listed(name for name in FORMATS if name not in NATIVE)}",
+            f"{join_names(formats)} is machine code and is never served by itself; ask for another format beside it",
+            hint=f"add one of: {join_names(name for name in FORMATS if name not in NATIVE)}",
         )
     return tuple(name for name in FORMATS if name in formats)
 
@@ -117,7 +117,7 @@ def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
     if not refused or (not every and any(format not in NATIVE for format in proven)):
         return
     first = refused[0].attempt
-    others = "" if len(refused) == 1 else f" (refused too: {listed(one.attempt.format for one in refused[1:])})"
+    others = "" if len(refused) == 1 else f" (refused too: {join_names(one.attempt.format for one in refused[1:])})"
     place = f"; see {first.line}" if first.line else ""
     raise NotProven(
         f"{first.format} program of '{name}' is not proven: {first.reason}{place}{others}", hint=_advice(rungs, first)
@@ -133,4 +133,4 @@ def _advice(rungs: Sequence[Rung], first: Attempt) -> str:
             "torch.cond"
         )
     proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
-    return f"these formats are proven, ask for them alone: {listed(proven)}" if proven else ""
+    return f"these formats are proven, ask for them alone: {join_names(proven)}" if proven else ""

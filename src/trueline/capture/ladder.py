@@ -34,7 +34,7 @@ from trueline.capture.proof.shrink import shrink
 from trueline.capture.subject import Subject
 from trueline.capture.torchscript_rung import DEPRECATED, climb_scripted
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, listed
+from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
 from trueline.runtime.session import Format, open_session
 
@@ -89,7 +89,7 @@ def climb(
         raise NotProven(found.why + (f"; see {found.place}" if found.place else ""), hint=found.hint)
     if found is not None and subject.eager.signature.state:
         raise NotProven(
-            f"{found.why}; and it keeps a state ({listed(subject.eager.signature.state)})",
+            f"{found.why}; and it keeps a state ({join_names(subject.eager.signature.state)})",
             hint="what random answers do to a state cannot be compared: take the random numbers as an input",
         )
     exported, observations = _observed(subject, random=found is not None)
@@ -230,7 +230,7 @@ def _unopened(error: BundleError, path: Path, exported: Exported) -> CaptureErro
     node = diagnostics.named(error.message)
     kinds = diagnostics.dtypes(path, node) if node else []
     place = diagnostics.line_of(exported.program, node) if node else None
-    computes = f"; it computes in {listed(kinds)} there" if kinds else ""
+    computes = f"; it computes in {join_names(kinds)} there" if kinds else ""
     return CaptureError(error.message + computes, hint=f"{place}" if place else error.hint)
 
 

@@ -18,7 +18,7 @@ from trueline.capture.model import dataclasses as structures
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import as_trained
 from trueline.checkpoint.checkpoint import load_model
-from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, listed
+from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
 from trueline.storage.place import Where
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _on_this_machine(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     try:
         return module.cpu()
     except (NotImplementedError, RuntimeError) as error:
-        devices = listed(sorted({str(one.device) for one in (*module.parameters(), *module.buffers())}))
+        devices = join_names(sorted({str(one.device) for one in (*module.parameters(), *module.buffers())}))
         raise RecipeError(
             f"recipe '{recipe.name}': the model lies on {devices} and cannot be brought to the CPU: "
             f"{str(error).strip().splitlines()[0]}",
@@ -115,7 +115,7 @@ def with_state(module: torch.nn.Module, batches: Sequence[Any]) -> tuple[torch.n
     if weights:
         place = first_call.writing_line(module, tuple(weights))
         raise CaptureError(
-            f"the model writes its own parameters when it is called ({listed(weights)})"
+            f"the model writes its own parameters when it is called ({join_names(weights)})"
             + (f"; see {place}" if place else ""),
             hint="a state is made of buffers; call the model on its data once and capture what it then is",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trueline.data.records import FileRecords, Format, OnBad, Records
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
-from trueline.errors import DataError, closest, listed
+from trueline.errors import DataError, closest, join_names
 from trueline.storage.listing import Uri, is_remote, list_files, local_path, visible
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
                 return found
     chosen = format or _format_of(given)
     if chosen not in FORMATS:
-        raise DataError(f"'{chosen}' is no format of records (there are: {listed(FORMATS)})")
+        raise DataError(f"'{chosen}' is no format of records (there are: {join_names(FORMATS)})")
     suffixes = FORMATS[chosen][0]
     return FileRecords(format_named(chosen), list_files(given, suffixes, whole=on_bad == "stop"), on_bad=on_bad)
 
@@ -133,7 +133,7 @@ def _format_of(uris: Sequence[Uri]) -> str:
             found.setdefault(kind, os.fspath(uri))
     if len(found) > 1:
         raise DataError(
-            f"{named(uris)} holds several formats: {listed(found)}", hint="name files of one format, or a pattern"
+            f"{named(uris)} holds several formats: {join_names(found)}", hint="name files of one format, or a pattern"
         )
     return next(iter(found))
 
@@ -158,13 +158,13 @@ def _formats_at(uri: Uri) -> list[str]:
         kinds = _formats_in(path)
         if kinds:
             return kinds
-        every_suffix = listed(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
+        every_suffix = join_names(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
         raise DataError(f"no records at '{uri}': the folder has no {every_suffix} files")
     if path.exists() or "." in path.name:
         ending = path.suffix or path.name
         near = closest(ending, [suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes])
         raise DataError(
             f"'{uri}' has an ending that says no format" + (f"; did you mean {near}?" if near else ""),
-            hint=f"name the format: {listed(FORMATS)}",
+            hint=f"name the format: {join_names(FORMATS)}",
         )
     raise DataError(f"no records at '{uri}': the file does not exist", hint="paths are relative to the current folder")

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from trueline import files
-from trueline.errors import DataError, UsageError, listed
+from trueline.errors import DataError, UsageError, join_names
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,7 +37,7 @@ def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
     tiles = [tile for number, row in enumerate(rows, 1) for tile in _tiles(number, row)]
     if not tiles:
         raise DataError(
-            f"none of the columns {listed(samples.column_names)} is pictures in {len(rows)} samples",
+            f"none of the columns {join_names(samples.column_names)} is pictures in {len(rows)} samples",
             hint="pictures are encoded images (PNG, JPEG, ...) or nested lists of grey values",
         )
     across = min(WIDE, len(tiles))

@@ -33,7 +33,7 @@ from trueline.doctor.examine import (
 from trueline.doctor.patch import file_of, owner_of, patch_module
 from trueline.doctor.recorded_calls import RecordedCall, alike, answer_of, recording
 from trueline.doctor.search import Healed, diff, heal
-from trueline.errors import listed
+from trueline.errors import join_names
 
 MAX_CALLS = 32
 """Calls that one submodule is compared on."""
@@ -138,7 +138,7 @@ def _row(
 def _to_hand_on(finding: Finding) -> str:
     if finding.memory is None:
         return ""
-    return f"it keeps a state in its buffers ({listed(finding.memory.names)}): capture it with --state explicit"
+    return f"it keeps a state in its buffers ({join_names(finding.memory.names)}): capture it with --state explicit"
 
 
 def _key(part: torch.nn.Module, calls: list[RecordedCall]) -> object:

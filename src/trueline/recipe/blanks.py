@@ -22,7 +22,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from trueline import files
-from trueline.errors import RecipeError, listed
+from trueline.errors import RecipeError, join_names
 from trueline.recipe import elasticdl
 from trueline.recipe.contract import BLANKS, Blank, Defaults, Recipe
 
@@ -116,7 +116,7 @@ def _absent(blank: Blank, found: Found) -> Iterator[Problem]:
         text = f"blank '{blank.name}' is not defined, but '{near}'{at} is; expected {want}"
         yield Problem(text, f"rename '{near}' to '{blank.name}', or to '_{near}' if it is a helper")
     elif blank.required:
-        text = f"blank '{blank.name}' is missing; expected {want}; found {listed(sorted(candidates))}"
+        text = f"blank '{blank.name}' is missing; expected {want}; found {join_names(sorted(candidates))}"
         yield Problem(text, "")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trueline import files
-from trueline.errors import RecipeError, closest, listed
+from trueline.errors import RecipeError, closest, join_names
 from trueline.recipe import blanks
 from trueline.recipe.blanks import Found
 from trueline.recipe.contract import Recipe
@@ -156,7 +156,7 @@ def _imported(text: str) -> object:
         if not hasattr(found, part):
             names = [name for name in dir(found) if not name.startswith("_")]
             near = closest(part, names)
-            hint = f"did you mean '{near}'?" if near else f"it has: {listed(names)}"
+            hint = f"did you mean '{near}'?" if near else f"it has: {join_names(names)}"
             raise RecipeError(f"'{module_name}' has no '{attribute}'", hint=hint)
         found = getattr(found, part)
     return found

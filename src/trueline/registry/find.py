@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from trueline import files
 from trueline.bundle.read import open_bundle
-from trueline.errors import BundleError, RegistryError, StorageError, UsageError, closest, listed
+from trueline.errors import BundleError, RegistryError, StorageError, UsageError, closest, join_names
 from trueline.registry import store
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
         names = [model.name for model in client.search_registered_models()]
         near = closest(name, names)
         raise RegistryError(
-            f"no model '{name}' is registered in {client.tracking_uri} (has: {listed(names)})",
+            f"no model '{name}' is registered in {client.tracking_uri} (has: {join_names(names)})",
             hint=f"did you mean '{near}'?" if near else "`trueline register BUNDLE` adds one",
         ) from error
     quoted = name.replace("'", "\\'")
@@ -141,12 +141,12 @@ def _pick(found: list[ModelVersion], alias: str | None, number: str | None) -> M
         raise RegistryError("the model is registered but has no versions", hint="`trueline register BUNDLE` adds one")
     name = found[0].name
     if alias is None:
-        has = listed(str(version.version) for version in reversed(found))
+        has = join_names(str(version.version) for version in reversed(found))
         raise RegistryError(f"model '{name}' has no version {number} (has: {has})", hint="ask for one of these")
     aliases = sorted(one for version in found for one in version.aliases)
     near = closest(alias, aliases)
     raise RegistryError(
-        f"model '{name}' has no alias '{alias}' (has: {listed(aliases)})",
+        f"model '{name}' has no alias '{alias}' (has: {join_names(aliases)})",
         hint=f"did you mean '{near}'?" if near else f"`trueline register --alias {alias}` sets it",
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from trueline import __version__
 from trueline.bundle.read import Bundle, open_bundle
-from trueline.errors import RequestError, listed
+from trueline.errors import RequestError, join_names
 from trueline.registry import store
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BundleModel:
         to int.
         """
         if params:
-            raise RequestError(f"the model takes no parameters, got: {listed(params)}")
+            raise RequestError(f"the model takes no parameters, got: {join_names(params)}")
         outputs = self._session.run(self._named(model_input))
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -79,7 +79,7 @@ class BundleModel:
         specs = self._session.signature.inputs
         if not isinstance(found, Mapping):
             if len(specs) != 1:
-                names = listed(spec.name for spec in specs)
+                names = join_names(spec.name for spec in specs)
                 raise RequestError(f"the model takes {len(specs)} inputs ({names}); pass a dict of arrays")
             found = {specs[0].name: found}
         dtypes = {spec.name: spec.dtype for spec in specs}

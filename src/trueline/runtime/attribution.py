@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from trueline.bundle.signature import Signature
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import to_tensors
-from trueline.errors import RequestError, UsageError, listed
+from trueline.errors import RequestError, UsageError, join_names
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -59,7 +59,7 @@ class Explainer:
         if not self._explained or self._output is None:
             raise UsageError(
                 "integrated gradients need a float input and a float output; this model takes "
-                f"{listed(spec.datatype for spec in signature.inputs)}"
+                f"{join_names(spec.datatype for spec in signature.inputs)}"
             )
         self._method: Any = IntegratedGradients(self._forward)
 

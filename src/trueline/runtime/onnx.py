@@ -22,7 +22,7 @@ import onnxruntime
 
 from trueline import events
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
+from trueline.errors import BundleError, RequestError, TruelineError, UsageError, join_names
 from trueline.runtime import shared_weights
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -183,7 +183,7 @@ def _providers(settings: Settings) -> _Providers:
         raise UsageError(f"ONNX Runtime runs on cpu or cuda[:n] here, not on '{settings.device}'")
     if _CUDA not in has:
         raise UsageError(
-            f"this ONNX Runtime has nothing for the device '{settings.device}' (has: {listed(has)})",
+            f"this ONNX Runtime has nothing for the device '{settings.device}' (has: {join_names(has)})",
             hint="install onnxruntime-gpu, or leave the device out to run on the CPU",
         )
     return [(_CUDA, {"device_id": settings.cuda}), _CPU]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import BundleError, RequestError, TruelineError, UsageError, listed
+from trueline.errors import BundleError, RequestError, TruelineError, UsageError, join_names
 from trueline.runtime.settings import DEFAULTS, Settings
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _device(core: Any, settings: Settings) -> str:
     has = list(core.available_devices)
     wanted = settings.device.upper() or "CPU"
     if wanted not in has:
-        raise UsageError(f"OpenVINO has no device '{settings.device}' here (has: {listed(has)})")
+        raise UsageError(f"OpenVINO has no device '{settings.device}' here (has: {join_names(has)})")
     if settings.threads and wanted != "CPU":
         raise UsageError(
             f"threads is a setting of OpenVINO's CPU device, and '{wanted}' is asked for", hint="leave the threads out"

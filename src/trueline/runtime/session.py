@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, NotProven, UsageError, closest, listed
+from trueline.errors import BundleError, NotProven, UsageError, closest, join_names
 from trueline.runtime.settings import Settings
 from trueline.runtime.shared_weights import Place
 
@@ -61,7 +61,7 @@ def formats_for(targets: Iterable[str]) -> tuple[Format, ...]:
         if name not in TARGETS:
             near = closest(name, TARGETS)
             raise UsageError(
-                f"there is no target '{name}' (there are: {listed(TARGETS)})",
+                f"there is no target '{name}' (there are: {join_names(TARGETS)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
         wanted.update(TARGETS[name])
@@ -116,7 +116,7 @@ def open_session(
     """
     settings = Settings(threads=threads, device=device, precision=precision, place=place)
     if format not in FORMATS:
-        raise UsageError(f"no runtime here runs format '{format}' (there are: {listed(FORMATS)})")
+        raise UsageError(f"no runtime here runs format '{format}' (there are: {join_names(FORMATS)})")
     if not Path(path).is_file():
         raise BundleError(f"there is no program at {path}")
     if format in NATIVE and not native:

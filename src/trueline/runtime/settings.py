@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 from trueline.runtime.shared_weights import Place
 
 _CUDA = re.compile(r"cuda(:(\d+))?")
@@ -37,7 +37,7 @@ class Settings:
     def precise(self, runtime: str, known: Sequence[str], *, otherwise: str) -> str:
         """The precision if `runtime` knows it. Raises UsageError that says what else to do."""
         if self.precision and self.precision not in known:
-            has = f"knows: {listed(known)}" if known else "knows none: it computes as the program says"
+            has = f"knows: {join_names(known)}" if known else "knows none: it computes as the program says"
             raise UsageError(f"{runtime} has no precision '{self.precision}' ({has})", hint=otherwise)
         return self.precision
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from trueline.bundle.signature import Signature, TensorSpec
-from trueline.errors import RequestError, listed
+from trueline.errors import RequestError, join_names
 from trueline.serve.protocols.oip import json_tensors
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def _decode(decoder: msgspec.json.Decoder[Any], text: msgspec.Raw | bytes | byte
 def _values(given: Mapping[str, msgspec.Raw], signature: Signature) -> Records:
     specs = {spec.name: spec for spec in signature.inputs}
     if given.keys() != specs.keys():
-        found = listed(sorted(name[:64] for name in given)[:8])
-        raise RequestError(f"the body names: {found}; the model takes: {listed(sorted(specs))}")
+        found = join_names(sorted(name[:64] for name in given)[:8])
+        raise RequestError(f"the body names: {found}; the model takes: {join_names(sorted(specs))}")
     arrays, single = {}, set()
     for name, text in given.items():
         arrays[name] = _read(text, specs[name])
@@ -114,7 +114,7 @@ def _joined(name: str, arrays: list[Array]) -> Array:
 
 def _only(signature: Signature) -> TensorSpec:
     if len(signature.inputs) != 1:
-        names = listed(spec.name for spec in signature.inputs)
+        names = join_names(spec.name for spec in signature.inputs)
         raise RequestError(f"the model takes several inputs ({names}): send an object of values by name")
     return signature.inputs[0]
 

@@ -21,7 +21,7 @@ from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signing import Trusted
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models import desired_state, download
@@ -312,7 +312,7 @@ def _named(load: str, store: Store) -> list[Entry]:
         elif asked in names:
             found += store.of(asked)
         else:
-            raise UsageError(f"the model store has no '{asked}' (it has: {listed(names)})")
+            raise UsageError(f"the model store has no '{asked}' (it has: {join_names(names)})")
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
-from trueline.errors import DataError, listed
+from trueline.errors import DataError, join_names
 from trueline.storage.completeness import PLAN, check_whole
 from trueline.storage.concurrent import all_together
 
@@ -145,7 +145,7 @@ def _paths(uri: str, suffixes: Sequence[str]) -> list[Path]:
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
     if not found:
-        kind = f"folder has no {listed(suffixes)} files" if path.is_dir() else "file does not exist"
+        kind = f"folder has no {join_names(suffixes)} files" if path.is_dir() else "file does not exist"
         raise DataError(f"no records at '{uri}': the {kind}", hint="paths are relative to the current folder")
     return found
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from trueline.errors import DataError, listed
+from trueline.errors import DataError, join_names
 from trueline.storage.block_cache import BlockCache
 from trueline.storage.blocks import StoredFile
 from trueline.storage.completeness import check_whole
@@ -45,7 +45,7 @@ def list_store(uri: str, suffixes: Sequence[str], *, store: Store | None = None,
     else:
         chosen = {key: one for key, one in infos.items() if key.endswith(tuple(suffixes)) and visible(key)}
     if not chosen:
-        kind = f"folder has no {listed(suffixes)} files" if infos and not pattern else "object does not exist"
+        kind = f"folder has no {join_names(suffixes)} files" if infos and not pattern else "object does not exist"
         raise DataError(f"no records at '{where}': the {kind}", hint="look at the name, and at the credentials")
     host, place = f"{scheme}://", Place(where, top, len(infos))
     return [

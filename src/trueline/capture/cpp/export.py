@@ -18,7 +18,7 @@ from trueline.bundle import Bundle, TensorSpec, schema
 from trueline.bundle.read import open_bundle
 from trueline.capture.cpp import text as cpp_text
 from trueline.capture.cpp.text import Stored
-from trueline.errors import BundleError, UsageError, listed
+from trueline.errors import BundleError, UsageError, join_names
 
 
 def export_cpp(bundle: str | Path | Bundle, folder: str | Path, *, format: str | None = None) -> Path:
@@ -55,12 +55,12 @@ def _chosen(bundle: Bundle, format: str | None) -> str:
     has = [entry.format for entry in bundle.manifest.programs]
     loadable = [name for name in cpp_text.PROGRAMS if name in has]
     if format is not None and format not in cpp_text.PROGRAMS:
-        raise UsageError(f"libtorch cannot load format '{format}' (it loads: {listed(cpp_text.PROGRAMS)})")
+        raise UsageError(f"libtorch cannot load format '{format}' (it loads: {join_names(cpp_text.PROGRAMS)})")
     target = "aotinductor" if format == "aotinductor" else "cpp"
     if not loadable or (format is not None and format not in loadable):
         raise BundleError(
             f"bundle '{bundle.name}' has no {format or 'program'} that C++ can load "
-            f"(has: {listed(has)}; C++ loads: {listed(cpp_text.PROGRAMS)})",
+            f"(has: {join_names(has)}; C++ loads: {join_names(cpp_text.PROGRAMS)})",
             hint=f"capture it again with `--for {target}` beside the others",
         )
     return format or loadable[0]

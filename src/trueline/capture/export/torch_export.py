@@ -40,7 +40,7 @@ from trueline.capture.patches import (
     symbolic_sizes,
 )
 from trueline.capture.patches.decomposition_cache import looked_up_once
-from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, listed
+from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, join_names
 from trueline.runtime import torch_export_archive, torch_settings, torch_weights
 from trueline.runtime.settings import DEFAULTS, Settings
 
@@ -119,7 +119,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
-        names = listed(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
+        names = join_names(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
         raise CaptureError(
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",

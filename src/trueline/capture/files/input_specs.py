@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Dim, Signature, TensorSpec
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -52,7 +52,9 @@ def declared(given: Sequence[str]) -> Declared:
     """
     files = [Path(one) for one in given if one.lower().endswith(_FILES) and "[" not in one]
     if files and len(files) < len(given):
-        raise UsageError(f"--example names files ({listed(map(str, files))}) and declares inputs; do one of the two")
+        raise UsageError(
+            f"--example names files ({join_names(map(str, files))}) and declares inputs; do one of the two"
+        )
     return _shown([_read(path) for path in files], files) if files else _made([_parsed(one) for one in given])
 
 
@@ -67,7 +69,7 @@ def _parsed(text: str) -> _One:
     datatype = found["datatype"].upper() if found else ""
     if found is None or datatype not in NUMPY_DTYPES:
         raise UsageError(
-            f"--example '{text}' is no declaration of an input (datatypes: {listed(NUMPY_DTYPES)})",
+            f"--example '{text}' is no declaration of an input (datatypes: {join_names(NUMPY_DTYPES)})",
             hint="write NAME=FP32[batch,3,size], NAME=INT64[batch,length]<1000, or name an .npz or .safetensors file",
         )
     sizes = [size.strip() for size in found["sizes"].split(",") if size.strip()]
@@ -81,7 +83,7 @@ def _parsed(text: str) -> _One:
 def _made(ones: Sequence[_One]) -> Declared:
     names = [one.spec.name for one in ones]
     if len(set(names)) != len(names):
-        raise UsageError(f"--example declares an input twice ({listed(names)})")
+        raise UsageError(f"--example declares an input twice ({join_names(names)})")
     symbols = dict.fromkeys(size for one in ones for size in one.spec.shape if isinstance(size, str))
     others = [symbol for symbol in symbols if symbol != BATCH]
     random = np.random.default_rng(0)
@@ -115,7 +117,9 @@ def _read(path: Path) -> dict[str, Array]:
         raise UsageError(f"{path} is no file of examples that can be read: {error}") from error
     strange = [name for name, array in found.items() if array.dtype not in DATATYPES or not array.ndim]
     if strange or not found:
-        raise UsageError(f"{path} has to hold a batch of numbers for every input; that is not so of: {listed(strange)}")
+        raise UsageError(
+            f"{path} has to hold a batch of numbers for every input; that is not so of: {join_names(strange)}"
+        )
     return found
 
 
@@ -124,7 +128,9 @@ def _shown(batches: Sequence[Mapping[str, Array]], paths: Sequence[Path]) -> Dec
     first = batches[0]
     for batch, path in zip(batches, paths, strict=True):
         if {n: (a.ndim, a.dtype) for n, a in batch.items()} != {n: (a.ndim, a.dtype) for n, a in first.items()}:
-            raise UsageError(f"{path} holds other inputs than {paths[0]}: {listed(batch)}; sizes and values may differ")
+            raise UsageError(
+                f"{path} holds other inputs than {paths[0]}: {join_names(batch)}; sizes and values may differ"
+            )
     alike = all(len({len(array) for array in batch.values()}) == 1 for batch in batches)
     specs = []
     for name, array in first.items():

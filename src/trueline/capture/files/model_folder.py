@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trueline import files
 from trueline.capture.files.input_specs import Declared
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 from trueline.recipe.contract import Recipe
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def of_folder(folder: Path, declared: Declared | None = None, *, trust: bool = F
     if not weights and not (trust and pickled):
         found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".h5", ".ckpt"))
         raise UsageError(
-            f"{folder} has no {WEIGHTS[0]} (has: {listed(found)}); nothing else is read, because it is a pickle",
+            f"{folder} has no {WEIGHTS[0]} (has: {join_names(found)}); nothing else is read, because it is a pickle",
             hint="convert it once where you trust it: model.save_pretrained(folder, safe_serialization=True)"
             + (", or let it be unpickled: --trust" if pickled else ""),
         )
     if config.get("auto_map"):
         raise UsageError(
-            f"{folder} needs code of its own ({listed(config['auto_map'].values())}), which is not run",
+            f"{folder} needs code of its own ({join_names(config['auto_map'].values())}), which is not run",
             hint="write a recipe whose model() builds it, and capture the recipe",
         )
     _transformers()
@@ -202,8 +202,8 @@ def _built(folder: Path, config: Mapping[str, Any], *, pickled: bool) -> torch.n
         raise UsageError(f"transformers {transformers.__version__} cannot load {folder}: {told}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise UsageError(
-            f"{folder} lacks {len(missing)} weights of {type(model).__name__} ({listed(missing[:3])}, …), which would "
-            "be random",
+            f"{folder} lacks {len(missing)} weights of {type(model).__name__} ({join_names(missing[:3])}, "
+            "…), which would be random",
             hint="train what is missing and save the whole, or correct 'architectures' in its config.json",
         )
     model.config.use_cache = False
@@ -235,7 +235,8 @@ def _batches(folder: Path, config: Mapping[str, Any], model: torch.nn.Module) ->
     found = [_batch(folder, config, inner, taken, at) for at in range(len(BATCHES))]
     if not found[0]:
         raise UsageError(
-            f"{type(inner).__name__} takes {listed(sorted(taken))}, for which no examples can be made from its config",
+            f"{type(inner).__name__} takes {join_names(sorted(taken))}, for which no examples can be made "
+            "from its config",
             hint="declare its inputs: --example NAME=FP32[batch,80,frames]",
         )
     return found

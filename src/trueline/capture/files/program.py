@@ -33,7 +33,7 @@ from trueline.capture.files.input_specs import Declared, declared
 from trueline.capture.proof.probes import Probe
 from trueline.capture.proof.prove import Observation, judge, observe
 from trueline.capture.versions import versions
-from trueline.errors import BundleError, CaptureError, NotProven, UsageError, listed
+from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names
 from trueline.recipe.contract import Recipe
 from trueline.runtime import torchscript_archive
 from trueline.runtime.session import USUAL, Format, Session, open_session
@@ -162,7 +162,7 @@ def kind_of(path: Path) -> Kind:
             return "torch_export"
         if any(name.endswith("data.pkl") for name in names):
             raise _pickled(path)
-        raise UsageError(f"{path} is a zip and no program (it holds {listed(names[:3])}, …)")
+        raise UsageError(f"{path} is a zip and no program (it holds {join_names(names[:3])}, …)")
     with path.open("rb") as file:
         head = file.read(2)
     if head[:1] == b"\x80" or path.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
@@ -199,7 +199,7 @@ def _possible(formats: Sequence[str], wrapped: Wrapped, *, every: bool) -> tuple
     for format in formats:
         if format not in wrapped.emit and (every or not set(formats) & set(wrapped.emit)):
             raise UsageError(
-                f"a {wrapped.kind} file cannot become {format} (it can become: {listed(wrapped.emit)})",
+                f"a {wrapped.kind} file cannot become {format} (it can become: {join_names(wrapped.emit)})",
                 hint="capture the recipe that the file came from",
             )
     return tuple(format for format in wrapped.emit if format in formats)

@@ -28,7 +28,7 @@ from trueline.capture.model.eager import to_tensors
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.output_sizes import seen_signature
 from trueline.capture.proof.probes import make_probes as probes_of
-from trueline.errors import BundleError, CaptureError, UsageError, listed
+from trueline.errors import BundleError, CaptureError, UsageError, join_names
 from trueline.runtime import torch_export_archive, torchscript_archive
 from trueline.runtime.torchscript import FILE as TORCHSCRIPT
 from trueline.runtime.torchscript import first, undeprecated
@@ -49,7 +49,7 @@ def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
     oracle = _Unoptimized(clean, path)
     if known is None:
         raise UsageError(
-            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({listed(oracle.names)})",
+            f"{path.name} is TorchScript, which does not say the shapes of its inputs ({join_names(oracle.names)})",
             hint=f"declare them: --example {oracle.names[0] if oracle.names else 'x'}=FP32[batch,3,size], or "
             "--example batch.npz",
         )
@@ -94,7 +94,7 @@ class _Unoptimized:
         specs = {spec.name: spec for spec in signature.inputs}
         if specs.keys() != set(self.names):
             raise UsageError(
-                f"the program takes {listed(self.names)}, and declared are {listed(specs)}",
+                f"the program takes {join_names(self.names)}, and declared are {join_names(specs)}",
                 hint="give one --example for each input, under its own name",
             )
         self.signature = Signature(inputs=tuple(specs[name] for name in self.names), outputs=(), dims=signature.dims)
@@ -106,7 +106,8 @@ class _Unoptimized:
         leaves = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise CaptureError(
-                f"the program returns {type(found).__name__}s of {listed({type(leaf).__name__ for leaf in leaves})}",
+                f"the program returns {type(found).__name__}s of "
+                f"{join_names({type(leaf).__name__ for leaf in leaves})}",
                 hint="script a module that returns a tensor or a tuple of tensors",
             )
         names = _output_names([""] * len(leaves), set(self.names))

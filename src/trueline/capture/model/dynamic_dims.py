@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trueline.bundle.signature import Dim, TensorSpec
-from trueline.errors import CaptureError, closest, listed
+from trueline.errors import CaptureError, closest, join_names
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def read(specs: Sequence[TensorSpec], declared: Mapping[str, Any]) -> Declared:
             near = closest(str(input_name), ranks)
             raise CaptureError(
                 f"dynamic_shapes declares {input_name!r}: {axes!r}; expected {{input: {{axis: name}}}}, "
-                f"and the inputs are: {listed(ranks)}",
+                f"and the inputs are: {join_names(ranks)}",
                 hint=f"did you mean '{near}'?" if near else "",
             )
         for axis, said in axes.items():

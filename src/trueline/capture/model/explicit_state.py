@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trueline.capture.model.dynamic_dims import resized
-from trueline.errors import CaptureError, listed
+from trueline.errors import CaptureError, join_names
 
 GIVEN, NEXT = "state.", "next."
 """Before the name of a buffer: the input that brings it, the output that takes it on."""
@@ -178,7 +178,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _misfits(module: Explicit, lived: Sequence[Mapping[str, torch.Tensor]]) -> str:
-    return listed(
+    return join_names(
         f"'{name}' is {_form(values[0])} and after a call {_form(values[1])}"
         for name in module.names
         if not _one_form(values := [state[NEXT + name] for state in lived])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 
 FORMAT_VERSIONS = {18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11}
 """Opset -> the version of the file format (ir_version) of the ONNX release that brought it. The exporter writes 18 and
@@ -49,5 +49,5 @@ def _of_release(target: str) -> int:
 def checked(opset: int | None) -> int | None:
     """`opset`, if the exporter writes it. Raises UsageError."""
     if opset is not None and opset not in FORMAT_VERSIONS:
-        raise UsageError(f"opset is {opset!r}, expected one of: {listed(map(str, FORMAT_VERSIONS))}")
+        raise UsageError(f"opset is {opset!r}, expected one of: {join_names(map(str, FORMAT_VERSIONS))}")
     return opset

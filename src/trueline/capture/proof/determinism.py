@@ -25,7 +25,7 @@ from trueline.capture.model import code_paths, explicit_state, first_call
 from trueline.capture.model.code_paths import Event, Place
 from trueline.capture.model.explicit_state import Asked
 from trueline.capture.model.python_state import held
-from trueline.errors import listed
+from trueline.errors import join_names
 from trueline.runtime import compare
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def unsteady(eager: EagerSession) -> Unsteady | None:
 def _changed_itself(eager: EagerSession) -> Unsteady:
     """Of a model that is steady now, and was another before it was called."""
     return Unsteady(
-        why=f"the model changes itself when it is first called ({listed(eager.changed)}): what it answers depends on "
-        "the question that came first",
+        why=f"the model changes itself when it is first called ({join_names(eager.changed)}): what it "
+        "answers depends on the question that came first",
         place=first_call.writing_line(explicit_state.users_own(eager.module), eager.changed),
         hint="call it on its data once and capture what it then is (a checkpoint of it), or write only "
         "`if self.training`",
@@ -166,10 +166,10 @@ def searched(eager: EagerSession, reason: str) -> Unsteady:
         place = next((place for place in watch.writes if place is not None), None) or _stored(
             way, {name.rpartition(".")[2] for name in buffers}
         )
-        why = f"the model keeps a state in its buffers ({listed(buffers)}): {again}"
+        why = f"the model keeps a state in its buffers ({join_names(buffers)}): {again}"
         return Unsteady(why=why, place=place, hint=f"A served program has no memory. {STATE_HINT}")
     attributes = list(dict.fromkeys(name for name, _ in _stores_on(way))) or changed
-    where = f" in the Python attributes it stores ({listed(attributes)})" if attributes else ""
+    where = f" in the Python attributes it stores ({join_names(attributes)})" if attributes else ""
     place = _stored(way) or _named(way, {name.rpartition(".")[2] for name in changed})
     return Unsteady(why=f"the model keeps a state{where}: {again}", place=place, hint=ATTRIBUTE_HINT)
 
@@ -199,7 +199,7 @@ def recalled(eager: EagerSession, observations: Sequence[Observation]) -> Unstea
         found = compare.compare(alone, after)
         if not found.agrees:
             return Unsteady(
-                why=f"the model keeps a state in the Python attributes it stores ({listed(names)}): it answers "
+                why=f"the model keeps a state in the Python attributes it stores ({join_names(names)}): it answers "
                 f"differently after another question of the same sizes ({found.reason})",
                 place=_stored(way) or _named(way, {name.rpartition(".")[2] for name in names}),
                 hint=ATTRIBUTE_HINT,

@@ -83,7 +83,7 @@ def log_of(folder: Path, which: str) -> Path:
 
     Raises UsageError with what there is.
     """
-    from trueline.errors import UsageError, closest, listed
+    from trueline.errors import UsageError, closest, join_names
 
     files = {path.stem: path for path in (folder / "logs").glob("*.log")} | {"events": folder / "events.jsonl"}
     wanted = f"worker-{which}" if which[:1].isdecimal() else which
@@ -92,7 +92,7 @@ def log_of(folder: Path, which: str) -> Path:
     if not found:
         near = closest(wanted, files)
         raise UsageError(
-            f"{folder.name} has no log of '{which}' (has: {listed(sorted(files))})",
+            f"{folder.name} has no log of '{which}' (has: {join_names(sorted(files))})",
             hint=f"did you mean '{near}'?" if near else "",
         )
     return files[found]

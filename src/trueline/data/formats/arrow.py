@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from trueline.data.records import Listed, Part
-from trueline.errors import DataError, listed
+from trueline.errors import DataError, join_names
 from trueline.storage.listing import File, LocalFile, Stamp
 
 SUFFIXES = (".arrow", ".arrows", ".feather", ".ipc")
@@ -104,7 +104,8 @@ def _refuse_dictionaries(schema: pa.Schema, file: File) -> None:
     names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     if names:
         raise DataError(
-            f"{file.uri} is an Arrow stream with dictionary columns ({listed(names)}), which cannot be read by ranges",
+            f"{file.uri} is an Arrow stream with dictionary columns ({join_names(names)}), which cannot be "
+            "read by ranges",
             hint="write it as an Arrow IPC file (pyarrow.ipc.new_file), or as Parquet",
         )
 
@@ -118,7 +119,7 @@ def hugging_face_files(folder: Path) -> list[File]:
     if not (folder / "state.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         raise DataError(
-            f"{folder} holds a DatasetDict of {len(splits)} splits: {listed(map(str, splits))}",
+            f"{folder} holds a DatasetDict of {len(splits)} splits: {join_names(map(str, splits))}",
             hint=f"name one of them: {folder / str(splits[0]) if splits else folder}",
         )
     state = _json(folder / "state.json")
@@ -127,7 +128,7 @@ def hugging_face_files(folder: Path) -> list[File]:
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'state.json'} names no files (expected _data_files with filename)") from error
     if any("/" in name or name.startswith("..") for name in names):
-        raise DataError(f"{folder / 'state.json'} names files outside of its folder: {listed(names)}")
+        raise DataError(f"{folder / 'state.json'} names files outside of its folder: {join_names(names)}")
     return [LocalFile.at(folder / name) for name in names]
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trueline.data.loading.tensors import FEED, is_list, is_number, tensor
-from trueline.errors import DataError, listed
+from trueline.errors import DataError, join_names
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,9 @@ class DefaultFeed:
             self._kind(schema.field(name))
         unused = [name for name in self._words if name not in schema.names]
         if unused:
-            raise DataError(f"the vocabulary is of {listed(unused)}, and the records have {listed(schema.names)}")
+            raise DataError(
+                f"the vocabulary is of {join_names(unused)}, and the records have {join_names(schema.names)}"
+            )
 
     def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
         label, names = split(records.schema, mode)
@@ -130,11 +132,11 @@ def split(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
     """
     found = [name for name in schema.names if name.lower() in LABELS]
     if len(found) > 1:
-        raise DataError(f"{listed(found)} could each be the labels", hint=FEED)
+        raise DataError(f"{join_names(found)} could each be the labels", hint=FEED)
     if not found and mode != "prediction":
         raise DataError(
-            f"no column is the labels: the records have {listed(schema.names)}",
-            hint=f"name one of them {listed(LABELS)}, or " + FEED,
+            f"no column is the labels: the records have {join_names(schema.names)}",
+            hint=f"name one of them {join_names(LABELS)}, or " + FEED,
         )
     label = found[0] if found else None
     inputs = [name for name in schema.names if name != label]

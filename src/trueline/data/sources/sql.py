@@ -20,7 +20,7 @@ from uuid import UUID
 import pyarrow as pa
 
 from trueline.data.source import Unit
-from trueline.errors import DataError, closest, listed
+from trueline.errors import DataError, closest, join_names
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Table
@@ -110,7 +110,7 @@ class SqlRecords:
                 names = inspect(connection).get_table_names()
                 near = closest(name, names)
                 hint = f"did you mean '{near}'?" if near else ""
-                raise DataError(f"{self.where} has no table '{name}' (has: {listed(names)})", hint=hint) from error
+                raise DataError(f"{self.where} has no table '{name}' (has: {join_names(names)})", hint=hint) from error
 
     def _key_name(self, given: str) -> str:
         names = [column.name for column in self._table.columns]
@@ -120,7 +120,7 @@ class SqlRecords:
         if given or len(primary) != 1:
             said = f"no column '{given}'" if given else "no primary key of one column"
             raise DataError(
-                f"{self.where} has {said} (has: {listed(names)})",
+                f"{self.where} has {said} (has: {join_names(names)})",
                 hint="name the column that orders and identifies its rows: &key=COLUMN",
             )
         return primary[0]

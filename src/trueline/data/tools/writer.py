@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from trueline import events, files
 from trueline.data.formats.encode import PACKERS, pack
-from trueline.errors import DataError, StorageError, listed
+from trueline.errors import DataError, StorageError, join_names
 from trueline.storage.completeness import COMMIT, PLAN
 from trueline.storage.listing import Uri, is_remote, local_path
 
@@ -187,7 +187,7 @@ class RangeWriter:
 
     def __init__(self, where: Uri, plan: Plan) -> None:
         if plan.format not in PACKERS:
-            raise DataError(f"'{plan.format}' cannot be written (there are: {listed(PACKERS)})")
+            raise DataError(f"'{plan.format}' cannot be written (there are: {join_names(PACKERS)})")
         if plan.num_records < 1 or plan.range_records < 1:
             raise DataError(f"{plan.num_records} records in ranges of {plan.range_records}; expected 1 or more")
         self.plan, self._where, self._folder = plan, where, folder_at(where)
@@ -196,7 +196,7 @@ class RangeWriter:
         if found is None:
             strangers = sorted(name for name in self._folder.names() if not name.startswith(".") and name != TWICE)
             if strangers:
-                raise DataError(f"{where} is not empty (it has {listed(strangers[:3])})", hint="name a new folder")
+                raise DataError(f"{where} is not empty (it has {join_names(strangers[:3])})", hint="name a new folder")
             self._folder.put(PLAN, mine)
             found = self._folder.get(PLAN)  # of two that begin at the same moment one gives way
         if found != mine:

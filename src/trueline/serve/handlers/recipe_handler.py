@@ -21,7 +21,7 @@ import numpy as np
 
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signature import Check, Signature
-from trueline.errors import RequestError, TruelineError, UsageError, listed
+from trueline.errors import RequestError, TruelineError, UsageError, join_names
 from trueline.recipe.load import load_recipe
 from trueline.serve import json_records
 from trueline.serve.handlers.worker import SHARED_WEIGHTS
@@ -161,13 +161,13 @@ def named(found: Any, signature: Signature) -> dict[str, Array]:
     if isinstance(found, Mapping):
         if found.keys() != set(names):
             raise ValueError(
-                f"preprocess returned the inputs {listed(map(str, found))}; the model takes {listed(names)}"
+                f"preprocess returned the inputs {join_names(map(str, found))}; the model takes {join_names(names)}"
             )
         values = [found[name] for name in names]
     else:
         values = list(found) if isinstance(found, list | tuple) and len(names) > 1 else [found]
         if len(values) != len(names):
-            raise ValueError(f"preprocess returned {len(values)} inputs; the model takes {listed(names)}")
+            raise ValueError(f"preprocess returned {len(values)} inputs; the model takes {join_names(names)}")
     specs = zip(signature.inputs, values, strict=True)
     return {spec.name: _array(value, spec.dtype) for spec, value in specs}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trueline.errors import NotFound, listed
+from trueline.errors import NotFound, join_names
 from trueline.serve.models.split import Split
 from trueline.serve.models.version import Version
 
@@ -16,7 +16,7 @@ class UnknownModel(NotFound):
     """No model of this name is served."""
 
     def __init__(self, model: str, names: list[str]) -> None:
-        super().__init__(f"model '{model[:64]}' is not served here (serving: {listed(names)})")
+        super().__init__(f"model '{model[:64]}' is not served here (serving: {join_names(names)})")
         self.model = model[:64]
 
 
@@ -24,7 +24,7 @@ class UnknownVersion(NotFound):
     """The model is served, this version of it is not."""
 
     def __init__(self, model: str, version: str, versions: list[str]) -> None:
-        super().__init__(f"model '{model}' has no version '{version[:64]}' (has: {listed(versions)})")
+        super().__init__(f"model '{model}' has no version '{version[:64]}' (has: {join_names(versions)})")
         self.model = model
         self.version = version[:64]
 

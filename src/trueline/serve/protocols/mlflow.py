@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trueline.bundle.signature import Signature
-from trueline.errors import RequestError, listed
+from trueline.errors import RequestError, join_names
 from trueline.serve import json_records
 from trueline.serve.protocols.oip import v1
 
@@ -58,7 +58,7 @@ def decode(body: bytes | bytearray, media: bytes, signature: Signature) -> Rows 
         return None
     more = given.keys() - {forms[0]} - _BESIDE
     if more:
-        raise RequestError(f"beside '{forms[0]}' the body names: {listed(sorted(name[:64] for name in more)[:8])}")
+        raise RequestError(f"beside '{forms[0]}' the body names: {join_names(sorted(name[:64] for name in more)[:8])}")
     if bytes(given.get("params", b"null")) not in (b"null", b"{}"):
         raise RequestError("the model takes no params")
     if forms[0] == "dataframe_split":
@@ -127,8 +127,8 @@ def _table(columns: Sequence[str] | None, rows: Sequence[Sequence[Any]], signatu
     elif len(names) == 1:
         text = {names[0]: list(rows)}
     else:
-        found = listed([] if columns is None else [name[:64] for name in columns[:8]])
-        raise RequestError(f"the model takes the inputs {listed(names)}, the table's columns are {found}")
+        found = join_names([] if columns is None else [name[:64] for name in columns[:8]])
+        raise RequestError(f"the model takes the inputs {join_names(names)}, the table's columns are {found}")
     found_rows = json_records.decode(msgspec.json.encode(text), signature)
     if found_rows.single:
         raise RequestError("the table's cells do not nest as the model's inputs do")

@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from trueline.errors import listed
+from trueline.errors import join_names
 from trueline.serve.handlers.archive import ArchiveError
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def _nexts(name: str, told: Any) -> tuple[str, ...]:
 
 def _names(names: Collection[str]) -> str:
     """The first of them, for a message."""
-    shown = listed(name[:64] for name in sorted(names)[:16])
+    shown = join_names(name[:64] for name in sorted(names)[:16])
     return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
 
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import grpc
 
 from trueline import events
-from trueline.errors import TrainError, UsageError, closest, listed
+from trueline.errors import TrainError, UsageError, closest, join_names
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folders
 from trueline.wire import train_pb2 as pb
@@ -61,7 +61,7 @@ def find(given: str | Path, runs: Path = RUNS) -> Path:
     names = [found.name for found in _folders(runs)]
     near = closest(str(given), names)
     raise UsageError(
-        f"there is no job '{given}' (in {runs}: {listed(names)})",
+        f"there is no job '{given}' (in {runs}: {join_names(names)})",
         hint=f"did you mean '{near}'?" if near else "name the job's folder; `trueline jobs` lists those under ./runs",
     )
 

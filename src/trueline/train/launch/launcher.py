@@ -202,7 +202,7 @@ class LocalJob:
 
     def _hear(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the end."""
-        if event.name == "step.applied" and not events.heard():
+        if event.name == "step.applied" and not events.has_listener():
             return None  # they are many
         fields = json.loads(event.fields)
         if event.name == "job.failed":

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trueline import events
 from trueline.data.loading import seeding
-from trueline.errors import listed
+from trueline.errors import join_names
 
 TRY_S, TRIES = 0.1, 5
 """For how long and how often a forward is timed before the first step; one that takes longer, once."""
@@ -56,7 +56,7 @@ def unsynced(model: torch.nn.Module) -> None:
         model.get_submodule(name).__class__ = _ShardNorm
     if layers:
         why = "each shard of a step has statistics of its own, whoever trains it; micro_batch says how large it is"
-        events.emit("normalization.by_shard", layers=listed(layers), why=why)
+        events.emit("normalization.by_shard", layers=join_names(layers), why=why)
 
 
 def known(model: torch.nn.Module) -> Nature:

@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from trueline.checkpoint import tree
-from trueline.errors import RecipeError, listed
+from trueline.errors import RecipeError, join_names
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered_sum import OrderedSum
 from trueline.train import devices
@@ -420,7 +420,7 @@ def _explained(error: RuntimeError) -> Exception:
 
 
 def _unused(names: Sequence[str]) -> RecipeError:
-    which = f" ({listed(names)})" if names else ""
+    which = f" ({join_names(names)})" if names else ""
     return RecipeError(
         f"some parameters of the model took no part in the loss of a step{which}",
         hint="set `find_unused_parameters = True` in the recipe, or use every parameter in every step",

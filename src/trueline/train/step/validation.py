@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trueline.data.order import permutation
-from trueline.errors import UsageError, listed
+from trueline.errors import UsageError, join_names
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.replica import Replica
 from trueline.wire import train_pb2 as pb
@@ -72,7 +72,7 @@ class Validation:
     def __post_init__(self) -> None:
         name = self.rule.monitor.removeprefix("-")
         if name != "loss" and name not in self.names:
-            known = listed(["loss", *self.names])
+            known = join_names(["loss", *self.names])
             raise UsageError(f"monitor is '{self.rule.monitor}', and there is no metric '{name}'; there are {known}")
 
     def chunks(self) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
-from trueline.errors import RequestError, closest, listed
+from trueline.errors import RequestError, closest, join_names
 from trueline.serve.batching.policy import PRIORITIES, USUAL
 from trueline.serve.protocols.oip import binary, json_tensors
 
@@ -195,7 +195,7 @@ def _check_datatype(given: GivenInput, spec: TensorSpec | None) -> None:
     if given.datatype not in NUMPY_DTYPES:
         raise RequestError(
             f"input '{given.name}' has datatype {given.datatype[:32]}, which no model here takes "
-            f"(known: {listed(NUMPY_DTYPES)})"
+            f"(known: {join_names(NUMPY_DTYPES)})"
         )
 
 
@@ -222,13 +222,13 @@ def _wanted(asked: list[_Output] | None, signature: Signature) -> tuple[str, ...
         if output.name not in names:
             near = closest(output.name, names)
             raise RequestError(
-                f"unexpected output '{output.name}' (the model gives: {listed(names)})",
+                f"unexpected output '{output.name}' (the model gives: {join_names(names)})",
                 hint=f"did you mean '{near}'?" if near else "",
             )
         if output.parameters and output.parameters.get("classification"):
             raise RequestError(f"output '{output.name}' is asked for as classification, which is not done here")
     if len(set(wanted)) != len(wanted):
-        raise RequestError(f"an output is asked for twice: {listed(wanted)}")
+        raise RequestError(f"an output is asked for twice: {join_names(wanted)}")
     return wanted
 
 
