@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from trueline.version import __version__
+
 if TYPE_CHECKING:
     from trueline.batch.evaluate import evaluate
     from trueline.batch.predict import predict
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from trueline.train.elastic import Elastic
     from trueline.train.step.options import Options
     from trueline.train.step.validation import Rule, Validation
-
-__version__ = "0.1.0"
 
 _WHERE = {
     "Elastic": "trueline.train.elastic:Elastic",

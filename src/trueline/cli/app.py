@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import click
 
-from trueline import __version__
 from trueline.cli.options import DEBUG
 from trueline.errors import TruelineError, closest
+from trueline.version import __version__
 
 VERBS = {
     **dict.fromkeys(("init", "train", "run"), "line"),

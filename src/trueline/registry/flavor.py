@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trueline import __version__
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.errors import RequestError, join_names
 from trueline.registry import store
+from trueline.version import __version__
 
 if TYPE_CHECKING:
     from trueline.runtime.session import Array, Session

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trueline import __version__, events
+from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
@@ -28,6 +28,7 @@ from trueline.train.faults import Faults
 from trueline.train.link import Link
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.replica import Replica
+from trueline.version import __version__
 
 KEEP = 3
 NICENESS = 10
