@@ -1,4 +1,4 @@
-"""README and docs cite tests as what holds their promises: each of them exists, and `.ci/run` runs it."""
+"""The docs cite tests as what holds their promises: each of them exists, and `.ci/run` runs it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_a_cited_test_exists(page: Path) -> None:
         assert not test or any(name.startswith(test) if more else name == test for name in names), f"{file}::{test}"
 
 
-def test_ci_runs_every_file_that_the_readme_cites() -> None:
+def test_ci_runs_every_file_that_the_promises_cite() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
     assert "\nmake test " in ci
     assert "\n  make test-jobs " in ci
-    cited = {file for file, _, _ in CITED.findall((ROOT / "README.md").read_text())}
+    cited = {file for file, _, _ in CITED.findall((ROOT / "docs" / "promises.md").read_text())}
     assert len(cited) > 15
     for file in cited:
         assert not NOT_IN_CI.search(cited_file(file).read_text()), f"{file} is run by nothing that .ci/run calls"
