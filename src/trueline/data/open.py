@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trueline.data.records import FileRecords, Format, OnBad, Records
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, closest, join_names
-from trueline.storage.listing import Uri, is_remote, list_files, local_path, visible
+from trueline.storage.file import Uri, is_remote, local_path, visible
+from trueline.storage.listing import list_files
 
 if TYPE_CHECKING:
     from trueline.data.source import Mode

@@ -25,7 +25,7 @@ from trueline import events
 from trueline.data.source import Unit
 from trueline.errors import DataError
 from trueline.storage.concurrent import all_together, asked_together
-from trueline.storage.listing import File
+from trueline.storage.file import File
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
 """What decoders raise for bytes that are not what they should be."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from trueline.errors import DataError
 from trueline.storage.concurrent import all_together, asked_together
-from trueline.storage.listing import File, Stamp
+from trueline.storage.file import File, Stamp
 from trueline.storage.object_store import REFUSED, Place, Store, found_below, info_of, stamp_of
 
 _TAIL_BYTES, _GROWTH = 64 << 10, 4

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from trueline import events
 from trueline.errors import DataError
 from trueline.storage.block_cache import BlockCache
-from trueline.storage.listing import Stamp
+from trueline.storage.file import Stamp
 
 Found = TypeVar("Found")
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trueline import events, files
 from trueline.errors import StorageError
-from trueline.storage.listing import File
+from trueline.storage.file import File
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 

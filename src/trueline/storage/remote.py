@@ -16,7 +16,7 @@ from trueline.errors import DataError, join_names
 from trueline.storage.block_cache import BlockCache
 from trueline.storage.blocks import StoredFile
 from trueline.storage.completeness import check_whole
-from trueline.storage.listing import File, visible
+from trueline.storage.file import File, visible
 from trueline.storage.object_store import Patience, Place, Store, found_below, redacted, shown, stamp_of
 from trueline.storage.offset_index import cache_folder
 

@@ -24,7 +24,7 @@ from trueline.data.sources.maxcompute import MaxComputeRecords
 from trueline.data.sources.sql import SqlRecords
 from trueline.errors import DataError
 from trueline.storage import offset_index
-from trueline.storage.listing import LocalFile
+from trueline.storage.file import LocalFile
 from worlds.records import WORLDS, FakeOdps, flat, images, raw, rows_of, samples, write_json, write_sql
 
 pytestmark = pytest.mark.slow  # hundreds of files

@@ -14,7 +14,7 @@ import pyarrow as pa
 from trueline.data.formats.recordio import SCHEMA
 from trueline.data.records import Listed, Part
 from trueline.errors import DataError
-from trueline.storage.listing import File
+from trueline.storage.file import File
 
 SUFFIXES = (".array_record", ".arrayrecord")
 _UNIT_RECORDS = 4096

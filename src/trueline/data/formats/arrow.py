@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from trueline.data.records import Listed, Part
 from trueline.errors import DataError, join_names
-from trueline.storage.listing import File, LocalFile, Stamp
+from trueline.storage.file import File, LocalFile, Stamp
 
 SUFFIXES = (".arrow", ".arrows", ".feather", ".ipc")
 _MAGIC = b"ARROW1"

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trueline.data.source import Unit
 from trueline.errors import DataError
-from trueline.storage.listing import LocalFile, visible
+from trueline.storage.file import LocalFile, visible
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 UNIT_RECORDS = 256

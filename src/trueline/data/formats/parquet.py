@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 from trueline.data.records import FileRecords, Listed, Part, first_line
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError
-from trueline.storage.listing import File, Stamp, Uri, list_files
+from trueline.storage.file import File, Stamp, Uri
+from trueline.storage.listing import list_files
 
 if TYPE_CHECKING:
     from trueline.data.source import Mode

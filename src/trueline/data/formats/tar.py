@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from trueline.data.records import Listed, Part
 from trueline.errors import DataError
-from trueline.storage.listing import File, Stamp
+from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import Arrays, indexed
 
 SUFFIXES = (".tar",)

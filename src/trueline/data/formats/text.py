@@ -18,7 +18,7 @@ import pyarrow.json
 
 from trueline.data.records import Listed, Part, first_line
 from trueline.errors import DataError
-from trueline.storage.listing import File, Stamp
+from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import indexed
 
 CSV_SUFFIXES = (".csv", ".tsv")

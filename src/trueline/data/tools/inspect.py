@@ -19,7 +19,7 @@ from trueline.data.sources.sql import is_sql
 from trueline.data.tools.writer import RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
 from trueline.errors import DataError
 from trueline.storage.completeness import COMMIT, PLAN
-from trueline.storage.listing import Uri, is_remote, local_path, visible
+from trueline.storage.file import Uri, is_remote, local_path, visible
 
 Advanced = Callable[[int, int], None]
 """Told how many records are done, and of how many."""

@@ -27,7 +27,7 @@ from trueline import events, files
 from trueline.data.formats.encode import PACKERS, pack
 from trueline.errors import DataError, StorageError, join_names
 from trueline.storage.completeness import COMMIT, PLAN
-from trueline.storage.listing import Uri, is_remote, local_path
+from trueline.storage.file import Uri, is_remote, local_path
 
 RANGE_RECORDS = 65536
 TWICE = "_twice"
