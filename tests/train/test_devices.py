@@ -6,7 +6,8 @@ import torch
 
 from trueline.batch.evaluate import evaluate
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.source import Batch, as_source
+from trueline.data.open import as_source
+from trueline.data.source import Batch
 from trueline.errors import TrainError, UsageError
 from trueline.train import devices
 from trueline.train.api import prepare

@@ -9,16 +9,19 @@ import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trueline.data.loading.default_feed import DefaultFeed
 from trueline.data.records import FileRecords, Format, OnBad, Records
+from trueline.data.source import Mode, Source
+from trueline.data.sources.map_style import DatasetSource
+from trueline.data.sources.mixture import Drawn, DrawnSource
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
-from trueline.errors import DataError, closest, join_names
+from trueline.errors import DataError, RecipeError, closest, join_names
 from trueline.storage.file import Uri, is_remote, local_path, visible
 from trueline.storage.listing import list_files
-
-if TYPE_CHECKING:
-    from trueline.data.source import Mode
+from trueline.storage.object_store import shown
+from trueline.storage.remote import list_store
 
 FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "parquet": ((".parquet", ".pq"), "parquet", "ParquetFormat"),
@@ -32,6 +35,48 @@ FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
 """Name: endings, module of `formats`, class. A module is imported when it is needed."""
 
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
+
+
+def as_source(
+    found: Any,
+    *,
+    mode: Mode,
+    feed: Callable[..., Any] | None,
+    recipe: str,
+    vocabulary: Callable[[], Any] | None = None,
+    tokenizer: Callable[[], Any] | None = None,
+) -> Source:
+    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, the URI of records, or what is
+    `drawn` from several of them.
+
+    These become tensors by `feed`, or, without it, by their columns (`feeds`), texts by `vocabulary()` or
+    `tokenizer()`. A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot
+    be listed, or whose columns make no tensors.
+    """
+    if isinstance(found, Source):
+        return found
+    if isinstance(found, Drawn):
+        how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
+        how |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
+        return DrawnSource([as_source(part, **how) for part in found.parts], found)
+    uris = _uris(found)
+    if uris:
+        if feed is not None:
+            return open_source(uris, feed, mode=mode)
+        usual = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
+        source = open_source(uris, usual, mode=mode)
+        usual.check(source.records.schema, mode)
+        return source
+    indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    if indexed and not isinstance(found, tuple | dict):
+        return DatasetSource(found, mode=mode)
+    iterable = hasattr(found, "__iter__") and not isinstance(found, tuple | dict)
+    why = ", which can be iterated but not indexed" if iterable else ""
+    raise RecipeError(
+        f"recipe {recipe}: dataset('{mode}') returned {type(found).__name__}{why}; "
+        "expected a map-style Dataset (__len__ and __getitem__), or the URI of records",
+        hint="elastic training reads any record by its index, so that none is lost or trained twice",
+    )
 
 
 def open_source(
@@ -92,9 +137,15 @@ def format_of_name(name: str) -> str:
 
 def named(uris: Sequence[Uri]) -> str:
     """The first of `uris`, for messages: without credentials."""
-    from trueline.storage.object_store import shown
-
     return ", ".join(shown(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
+
+
+def _uris(found: Any) -> list[str]:
+    if isinstance(found, str | os.PathLike):
+        return [os.fspath(found)]
+    if isinstance(found, list | tuple) and all(isinstance(one, str | os.PathLike) for one in found):
+        return [os.fspath(one) for one in found]
+    return []
 
 
 def _given(uris: Uri | Sequence[Uri]) -> list[Uri]:
@@ -150,8 +201,6 @@ def _formats_at(uri: Uri) -> list[str]:
             hint="decompress it, or convert it: a format that compresses in pieces is Parquet",
         )
     if is_remote(uri):
-        from trueline.storage.remote import list_store
-
         every = tuple(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
         return sorted({format_of_name(file.name) for file in list_store(text, every)} - {""})
     path = local_path(uri)

@@ -7,16 +7,17 @@ Source only fetches them. Implementations share one conformance suite, `tests/co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from trueline.errors import DataError, RecipeError
+from trueline.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from trueline.data.order.weighted import RecordOrder
 
     Indices = npt.NDArray[np.int64]
 
@@ -72,54 +73,23 @@ class Prefetching(Protocol):
         ...
 
 
-def as_source(
-    found: Any,
-    *,
-    mode: Mode,
-    feed: Callable[..., Any] | None,
-    recipe: str,
-    vocabulary: Callable[[], Any] | None = None,
-    tokenizer: Callable[[], Any] | None = None,
-) -> Source:
-    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, the URI of records, or what is
-    `drawn` from several of them.
+@runtime_checkable
+class Forkable(Protocol):
+    @property
+    def forks(self) -> bool:
+        """Whether a fork of this process may go on reading, over connections of its own where it needs any."""
+        ...
 
-    These become tensors by `feed`, or, without it, by their columns (`feeds`), texts by `vocabulary()` or
-    `tokenizer()`. A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot
-    be listed, or whose columns make no tensors.
-    """
-    if isinstance(found, Source):
-        return found
-    from trueline.data.sources.mixture import Drawn, DrawnSource
 
-    if isinstance(found, Drawn):
-        how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
-        how |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
-        return DrawnSource([as_source(part, **how) for part in found.parts], found)
-    uris = _uris(found)
-    if uris:
-        from trueline.data.open import open_source
+@runtime_checkable
+class Ordered(Protocol):
+    """A Source with an order of its own: record i of epoch e is record `order.at([i], epoch=e)` of `records`."""
 
-        if feed is not None:
-            return open_source(uris, feed, mode=mode)
-        from trueline.data.loading.default_feed import DefaultFeed
+    @property
+    def records(self) -> Source: ...
 
-        usual = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
-        source = open_source(uris, usual, mode=mode)
-        usual.check(source.records.schema, mode)
-        return source
-    indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
-    if indexed and not isinstance(found, tuple | dict):
-        from trueline.data.sources.map_style import DatasetSource
-
-        return DatasetSource(found, mode=mode)
-    iterable = hasattr(found, "__iter__") and not isinstance(found, tuple | dict)
-    why = ", which can be iterated but not indexed" if iterable else ""
-    raise RecipeError(
-        f"recipe {recipe}: dataset('{mode}') returned {type(found).__name__}{why}; "
-        "expected a map-style Dataset (__len__ and __getitem__), or the URI of records",
-        hint="elastic training reads any record by its index, so that none is lost or trained twice",
-    )
+    @property
+    def order(self) -> RecordOrder: ...
 
 
 def check_indices(indices: Indices, num_records: int, where: str) -> None:
@@ -131,11 +101,3 @@ def check_indices(indices: Indices, num_records: int, where: str) -> None:
         low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= num_records:
         raise DataError(f"{where} has no record {low if low < 0 else high} (it has {num_records})")
-
-
-def _uris(found: Any) -> list[str]:
-    if isinstance(found, str | PathLike):
-        return [fspath(found)]
-    if isinstance(found, list | tuple) and all(isinstance(one, str | PathLike) for one in found):
-        return [fspath(one) for one in found]
-    return []

@@ -203,7 +203,7 @@ class Recipe:
 
     def source(self, mode: Mode) -> Source:
         """The records for `mode` as a Source. Raises RecipeError or DataError."""
-        from trueline.data.source import as_source
+        from trueline.data.open import as_source
 
         return as_source(
             self.dataset(mode),

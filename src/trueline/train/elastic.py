@@ -23,7 +23,8 @@ import torch
 
 from trueline import events
 from trueline.data.loading.worker_pool import reader_of
-from trueline.data.source import Batch, Source, as_source
+from trueline.data.open import as_source
+from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import drawn_by
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector

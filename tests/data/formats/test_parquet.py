@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 
 from conformance.source import COUNT, SourceConformance
 from trueline.data.formats import parquet
-from trueline.data.formats.parquet import ParquetFormat, ParquetSource
+from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.loading.tensors import tensor
-from trueline.data.source import Source, as_source
-from trueline.data.sources.records_source import TableSource
+from trueline.data.open import as_source, open_source
+from trueline.data.source import Mode, Source
+from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError
 
 
@@ -32,6 +34,10 @@ def write(path: Path, start: int = 0, stop: int = COUNT, group: int = 7) -> Path
 def feed(records: pa.Table, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     columns = [torch.from_numpy(records[name].to_numpy().copy()) for name in ("a", "b")]
     return torch.stack(columns, dim=1), torch.from_numpy(records["label"].to_numpy().copy())
+
+
+def parquet_source(uris: Any, feed: Callable[..., Any], *, mode: Mode, cache_bytes: int = CACHE_BYTES) -> TableSource:
+    return open_source(uris, feed, mode=mode, format="parquet", cache_bytes=cache_bytes)
 
 
 class TestOneFile(SourceConformance):
@@ -61,7 +67,7 @@ class TestGlobWithACacheThatHoldsOneGroup(SourceConformance):
     def source(self, tmp_path: Path) -> Source:
         write(tmp_path / "part-0.parquet", 0, 50)
         write(tmp_path / "part-1.parquet", 50, 100)
-        return ParquetSource(str(tmp_path / "part-*.parquet"), feed, mode="training", cache_bytes=1)
+        return parquet_source(str(tmp_path / "part-*.parquet"), feed, mode="training", cache_bytes=1)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -79,7 +85,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_row_group_is_a_unit_and_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = counted(monkeypatch)
-    source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="training")
+    source = parquet_source(write(tmp_path / "one.parquet", group=25), feed, mode="training")
     assert [unit.count for unit in source.units] == [25] * 4
     for _ in range(3):
         source.read(np.array([99, 0, 98, 1, 1]))
@@ -95,7 +101,7 @@ def test_who_reads_in_order_gets_every_record_and_no_row_group_is_held(
     decoded = counted(monkeypatch)
     write(tmp_path / "a.parquet", 0, 52)
     write(tmp_path / "b.parquet", 52, COUNT, group=20)
-    source = ParquetSource(tmp_path, feed, mode="evaluation", cache_bytes=1)
+    source = parquet_source(tmp_path, feed, mode="evaluation", cache_bytes=1)
     for _ in range(2):
         reads = [np.arange(at, min(at + batch, COUNT)) for at in range(0, COUNT, batch)]
         assert [label for read in reads for label in source.read(read).labels.tolist()] == list(range(COUNT))
@@ -106,7 +112,7 @@ def test_what_fits_the_cache_is_kept_when_it_is_read_in_order_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = counted(monkeypatch)
-    source = ParquetSource(write(tmp_path / "one.parquet", group=25), feed, mode="evaluation")
+    source = parquet_source(write(tmp_path / "one.parquet", group=25), feed, mode="evaluation")
     reads = [np.arange(at, at + 10) for at in range(0, COUNT, 10)]
     kept = []
     for _ in range(4):
@@ -116,7 +122,7 @@ def test_what_fits_the_cache_is_kept_when_it_is_read_in_order_a_second_time(
 
 
 def test_a_reader_that_turns_back_or_jumps_gets_what_it_asks_for(tmp_path: Path) -> None:
-    source = ParquetSource(write(tmp_path / "one.parquet", group=20), feed, mode="training", cache_bytes=1)
+    source = parquet_source(write(tmp_path / "one.parquet", group=20), feed, mode="training", cache_bytes=1)
     chance = np.random.default_rng(0)
     at = 0
     for _ in range(200):
@@ -133,7 +139,7 @@ def test_a_tensor_that_is_written_to_changes_no_later_read(tmp_path: Path, cache
     def views(records: pa.Table, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor(records["a"]), tensor(records["label"])
 
-    source = ParquetSource(write(tmp_path / "one.parquet"), views, mode="training", cache_bytes=cache_bytes)
+    source = parquet_source(write(tmp_path / "one.parquet"), views, mode="training", cache_bytes=cache_bytes)
     reads = (
         [np.arange(at, at + 10) for at in range(0, COUNT, 10)] * 3 + [np.array([4, 90, 3])] * 5 + [np.array([8])] * 3
     )
@@ -148,7 +154,7 @@ def test_a_tensor_that_is_written_to_changes_no_later_read(tmp_path: Path, cache
 
 def test_a_file_that_is_cut_short_in_place_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
     path = write(tmp_path / "one.parquet", 0, COUNT, group=20)
-    source = ParquetSource(path, feed, mode="training", cache_bytes=1)
+    source = parquet_source(path, feed, mode="training", cache_bytes=1)
     source.read(np.arange(10))
     with path.open("r+b") as file:
         file.truncate(100)
@@ -164,7 +170,7 @@ def test_damage_that_is_met_in_passing_is_named_and_met_again(tmp_path: Path) ->
     content = bytearray(path.read_bytes())
     content[place] ^= 0xFF
     path.write_bytes(content)
-    source = ParquetSource(path, feed, mode="training", cache_bytes=1)
+    source = parquet_source(path, feed, mode="training", cache_bytes=1)
     for _ in range(2):
         assert source.read(np.arange(50)).labels.tolist() == list(range(50))
         with pytest.raises(DataError, match=r"one\.parquet is torn in row group 1"):
@@ -173,30 +179,30 @@ def test_damage_that_is_met_in_passing_is_named_and_met_again(tmp_path: Path) ->
 
 def test_the_fingerprint_changes_when_a_file_does(tmp_path: Path) -> None:
     path = write(tmp_path / "one.parquet")
-    before = ParquetSource(path, feed, mode="training").fingerprint()
+    before = parquet_source(path, feed, mode="training").fingerprint()
     os.utime(path, ns=(1, 1))
-    assert ParquetSource(path, feed, mode="training").fingerprint() != before
+    assert parquet_source(path, feed, mode="training").fingerprint() != before
 
 
 def test_missing_foreign_and_torn_files_are_errors_that_name_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.parquet': the file does not exist"):
-        ParquetSource(tmp_path / "absent.parquet", feed, mode="training")
+        parquet_source(tmp_path / "absent.parquet", feed, mode="training")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.parquet, \.pq files"):
-        ParquetSource(tmp_path / "empty", feed, mode="training")
+        parquet_source(tmp_path / "empty", feed, mode="training")
     foreign = tmp_path / "foreign.parquet"
     foreign.write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match=r"foreign\.parquet is not a Parquet file"):
-        ParquetSource(foreign, feed, mode="training")
+        parquet_source(foreign, feed, mode="training")
     whole = write(tmp_path / "whole.parquet").read_bytes()
     (tmp_path / "head.parquet").write_bytes(b"NOPE" + whole[4:])
     with pytest.raises(DataError, match=r"head\.parquet is not a Parquet file: it begins with b'NOPE'"):
-        ParquetSource(tmp_path / "head.parquet", feed, mode="training")
+        parquet_source(tmp_path / "head.parquet", feed, mode="training")
     (tmp_path / "torn.parquet").write_bytes(whole[:-20])
     with pytest.raises(DataError, match=r"torn\.parquet is torn"):
-        ParquetSource(tmp_path / "torn.parquet", feed, mode="training")
+        parquet_source(tmp_path / "torn.parquet", feed, mode="training")
     with pytest.raises(DataError, match="holds no records"):
-        ParquetSource(write(tmp_path / "none.parquet", 0, 0), feed, mode="training")
+        parquet_source(write(tmp_path / "none.parquet", 0, 0), feed, mode="training")
 
 
 def test_damaged_pages_and_exchanged_files_are_errors_when_they_are_read(tmp_path: Path) -> None:
@@ -205,8 +211,8 @@ def test_damaged_pages_and_exchanged_files_are_errors_when_they_are_read(tmp_pat
     content[60:64] = bytes(byte ^ 0xFF for byte in content[60:64])
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"one\.parquet is torn in row group 0"):
-        ParquetSource(path, feed, mode="training").read(np.array([0]))
-    source = ParquetSource(write(tmp_path / "two.parquet"), feed, mode="training")
+        parquet_source(path, feed, mode="training").read(np.array([0]))
+    source = parquet_source(write(tmp_path / "two.parquet"), feed, mode="training")
     write(tmp_path / "two.parquet", 0, 90)
     with pytest.raises(DataError, match="was changed while it was in use"):
         source.read(np.array([0]))
@@ -219,7 +225,7 @@ def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [1.5]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet has other columns than"):
-        ParquetSource(tmp_path, feed, mode="training")
+        parquet_source(tmp_path, feed, mode="training")
 
 
 def broken(records: pa.Table, mode: str) -> Any:
@@ -245,20 +251,20 @@ def broken(records: pa.Table, mode: str) -> Any:
     ],
 )
 def test_a_feed_that_gives_the_wrong_thing_is_named(tmp_path: Path, wrong: Any, words: str) -> None:
-    source = ParquetSource(write(tmp_path / "one.parquet"), wrong, mode="training")
+    source = parquet_source(write(tmp_path / "one.parquet"), wrong, mode="training")
     with pytest.raises(DataError, match=words):
         source.read(np.array([3, 4]))
 
 
 def test_prediction_needs_no_labels(tmp_path: Path) -> None:
-    source = ParquetSource(write(tmp_path / "one.parquet"), lambda t, m: (feed(t, m)[0], None), mode="prediction")
+    source = parquet_source(write(tmp_path / "one.parquet"), lambda t, m: (feed(t, m)[0], None), mode="prediction")
     assert source.read(np.array([3])).labels is None
 
 
 def test_strings_and_missing_values_come_back_in_order(tmp_path: Path) -> None:
     words = [None if i % 5 == 0 else f"word {i}" for i in range(40)]
     pq.write_table(pa.table({"w": words}), tmp_path / "w.parquet", row_group_size=6)
-    source = ParquetSource(tmp_path / "w.parquet", feed, mode="training")
+    source = parquet_source(tmp_path / "w.parquet", feed, mode="training")
     indices = np.array([39, 0, 12, 12, 25])
     assert source.table(indices)["w"].to_pylist() == [words[i] for i in indices]
 
@@ -267,8 +273,8 @@ def test_strings_and_missing_values_come_back_in_order(tmp_path: Path) -> None:
 def test_listing_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "one.parquet")
     code = (
-        "import sys; from trueline.data.formats.parquet import ParquetSource;"
-        f"s = ParquetSource({str(path)!r}, None, mode='training'); s.table([1, 2]); s.fingerprint();"
+        "import sys; from trueline.data.open import open_source;"
+        f"s = open_source({str(path)!r}, None, mode='training'); s.table([1, 2]); s.fingerprint();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trueline.data.loading.default_feed import DefaultFeed, split
-from trueline.data.source import as_source
+from trueline.data.open import as_source
 from trueline.errors import DataError
 
 

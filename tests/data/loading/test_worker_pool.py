@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader, kept, mark
 from trueline.data.loading.worker_pool import ReaderLost, Readers, reader_of
-from trueline.data.source import Batch, as_source
+from trueline.data.open import as_source
+from trueline.data.source import Batch
 from trueline.data.sources.maxcompute import MaxComputeRecords
 from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
@@ -288,7 +289,7 @@ STUCK = """
 import os, signal, sys, time
 import numpy as np
 from trueline.data.loading.worker_pool import Readers
-from trueline.data.source import as_source
+from trueline.data.open import as_source
 class Stuck:
     def __len__(self): return 3
     def __getitem__(self, index): time.sleep(3600)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.data.order.permutation import key_of
-from trueline.data.order.weighted import Bucketed, InFileOrder, Mixed, Order, Permuted, Weighted
+from trueline.data.order.weighted import Bucketed, InFileOrder, Mixed, Permuted, RecordOrder, Weighted
 from trueline.data.order.windowed import WindowOrder, blocks_of
 from trueline.data.source import Unit
 from trueline.errors import DataError
@@ -144,7 +144,7 @@ def test_positions_outside_and_orders_of_nothing_are_refused() -> None:
 LENGTHS = np.array([5, 1, 9, 3, 7, 2, 8, 4, 6, 0, 11, 10, 13, 12])
 
 
-def drawn_order(kind: str, seed: int = 7) -> Order:
+def drawn_order(kind: str, seed: int = 7) -> RecordOrder:
     """Of each kind one that is small enough to be written down."""
     if kind == "weighted":
         return Weighted([1, 0, 2, 5, 2], seed=seed, num_draws=12)

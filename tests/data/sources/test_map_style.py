@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from conformance.source import COUNT, SourceConformance
-from trueline.data.source import Source, as_source
+from trueline.data.open import as_source
+from trueline.data.source import Source
 from trueline.data.sources.map_style import DatasetSource
 from trueline.errors import DataError, RecipeError
 

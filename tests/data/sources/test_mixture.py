@@ -15,7 +15,7 @@ import torch
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.tensors import tensor
 from trueline.data.loading.worker_pool import Readers, reader_of
-from trueline.data.source import as_source
+from trueline.data.open import as_source
 from trueline.data.sources.map_style import DatasetSource
 from trueline.data.sources.mixture import Drawn, DrawnSource, Joined, bucketed, drawn_by, mixed, place_of, weighted
 from trueline.errors import DataError, UsageError

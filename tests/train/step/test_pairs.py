@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from trueline.data.source import as_source
+from trueline.data.open import as_source
 from trueline.errors import TrainError, UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step import ledger as books

@@ -75,11 +75,11 @@ def command() -> None:
 @json_option
 def inspect(uris: tuple[str, ...], format_: str, samples: int, pictures: str | None, as_json: bool) -> None:
     """Say what records there are: counts, units, columns, and a few of them, spread over all."""
-    from trueline.data import sheet
+    from trueline.data.tools import contact_sheet
     from trueline.data.tools import inspect as look
 
     found = look.inspect(list(uris), format=format_, samples=samples)
-    drawn = sheet.draw(found.samples, pictures) if pictures is not None else 0
+    drawn = contact_sheet.draw(found.samples, pictures) if pictures is not None else 0
     rows = [{name: _short(value) for name, value in row.items()} for row in found.samples.to_pylist()]
     facts = {
         "records": found.records,
@@ -158,11 +158,11 @@ def _described(found: Looked, rows: list[dict[str, Any]]) -> str:
 def _short(value: object) -> str:
     """One line for a value; bytes by their length and first few."""
     if isinstance(value, bytes):
-        from trueline.data import sheet
+        from trueline.data.tools import contact_sheet
 
-        picture = sheet.image_of(value)
+        picture = contact_sheet.image_of(value)
         if picture is not None:
-            return f"{picture.format} image {sheet.size(picture)}, {len(value)} bytes"
+            return f"{picture.format} image {contact_sheet.size(picture)}, {len(value)} bytes"
         return f"{len(value)} bytes {value[:16]!r}" + ("..." if len(value) > 16 else "")
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 100 else text[:97] + "..."

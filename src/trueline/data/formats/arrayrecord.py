@@ -16,7 +16,6 @@ from trueline.data.records import Listed, Part
 from trueline.errors import DataError
 from trueline.storage.file import File
 
-SUFFIXES = (".array_record", ".arrayrecord")
 _UNIT_RECORDS = 4096
 GROUP_RECORDS = 64
 

@@ -21,7 +21,6 @@ from trueline.data.records import Listed, Part
 from trueline.errors import DataError, join_names
 from trueline.storage.file import File, LocalFile, Stamp
 
-SUFFIXES = (".arrow", ".arrows", ".feather", ".ipc")
 _MAGIC = b"ARROW1"
 _CONTINUATION = b"\xff\xff\xff\xff"
 _END = _CONTINUATION + bytes(4)

@@ -9,9 +9,8 @@ that is cut short meanwhile is an error then, and not the end of the process. Li
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -19,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trueline.data.records import FileRecords, Listed, Part, first_line
-from trueline.data.sources.records_source import CACHE_BYTES, TableSource
+from trueline.data.records import Listed, Part, first_line
 from trueline.errors import DataError
-from trueline.storage.file import File, Stamp, Uri
-from trueline.storage.listing import list_files
+from trueline.storage.file import File, Stamp
 
 if TYPE_CHECKING:
-    from trueline.data.source import Mode
+    pass
 
-SUFFIXES = (".parquet", ".pq")
 _MAGIC = b"PAR1"
 _END = struct.Struct("<I4s")
 _BYTES = (pa.binary(), pa.large_binary())
@@ -175,21 +171,3 @@ def _complaint(file: File) -> str:
     with file.open() as opened:
         start = opened.read(len(_MAGIC))
     return "is torn: its footer is missing or damaged" if start == _MAGIC else "is not a Parquet file"
-
-
-class ParquetSource(TableSource):
-    """A Source over the row groups of `uris`, in the order given (folders and globs in order of name)."""
-
-    def __init__(
-        self,
-        uris: Uri | Sequence[Uri],
-        feed: Callable[..., Any],
-        *,
-        mode: Mode,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        from trueline.data.open import named
-
-        given = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
-        records = FileRecords(ParquetFormat(), list_files(given, SUFFIXES))
-        super().__init__(records, feed, mode=mode, where=named(given), cache_bytes=cache_bytes)

@@ -25,7 +25,6 @@ from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import indexed
 
-SUFFIXES = (".recordio", ".rec")
 SCHEMA = pa.schema([pa.field("record", pa.binary())])
 CHUNK_BYTES = 1 << 20
 MAGIC = 0x01020304

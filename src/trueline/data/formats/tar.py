@@ -24,7 +24,6 @@ from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import Arrays, indexed
 
-SUFFIXES = (".tar",)
 KEY = "__key__"
 _UNIT_BYTES = 4 << 20
 _UNIT_RECORDS = 1024

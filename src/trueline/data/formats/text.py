@@ -21,8 +21,6 @@ from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import indexed
 
-CSV_SUFFIXES = (".csv", ".tsv")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 UNIT_RECORDS = 4096
 _PIECE = 16 << 20
 _SAMPLE = 1 << 20

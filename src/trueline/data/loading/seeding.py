@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trueline.data.source import Batch, Prefetching, Source
-from trueline.data.sources.mixture import DrawnSource
+from trueline.data.source import Batch, Ordered, Prefetching, Source
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -119,8 +118,8 @@ class SeededReader:
 
     def __init__(self, source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch) -> None:
         """`place` brings each batch to where it is computed."""
-        self._order = source.order if isinstance(source, DrawnSource) else None
-        self._source: Source = source.records if isinstance(source, DrawnSource) else source
+        self._order = source.order if isinstance(source, Ordered) else None
+        self._source: Source = source.records if isinstance(source, Ordered) else source
         self._seed, self._place = seed, place
         self._ahead = self._source if isinstance(self._source, Prefetching) else None
         self._here: tuple[int, Indices, Batch] | None = None

@@ -35,10 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.source import Batch, Source
-from trueline.data.sources.map_style import DatasetSource
-from trueline.data.sources.mixture import DrawnSource
-from trueline.data.sources.records_source import TableSource
+from trueline.data.source import Batch, Forkable, Source
 from trueline.errors import DataError, TruelineError
 
 if TYPE_CHECKING:
@@ -61,17 +58,11 @@ def reader_of(
 ) -> SeededReader | Readers:
     """Who reads `source` for a worker: `readers` processes if that can be, else this process.
 
-    It can where a fork may go on with what this process has opened, or opens it again for itself (`Records.forks`).
+    It can where a fork may go on with what this process has opened, or opens it again for itself (`Forkable`).
     """
-    if readers and _forks(source):
+    if readers and isinstance(source, Forkable) and source.forks:
         return Readers(source, seed, place, count=readers)
     return SeededReader(source, seed, place)
-
-
-def _forks(source: Source) -> bool:
-    if isinstance(source, DrawnSource):
-        return all(map(_forks, source.records.parts))
-    return isinstance(source, DatasetSource) or (isinstance(source, TableSource) and source.forks)
 
 
 class Readers:

@@ -26,7 +26,7 @@ from trueline.errors import DataError
 Ints = npt.NDArray[np.signedinteger[Any]]
 
 
-class Order(Protocol):
+class RecordOrder(Protocol):
     @property
     def num_records(self) -> int:
         """Positions in an epoch."""
@@ -79,7 +79,7 @@ class Bucketed:
     batches shuffled. `length_of(records)` gives lengths, e.g. `lengths.__getitem__` of an array."""
 
     def __init__(
-        self, order: Order, length_of: Callable[[Ints], Ints], *, batch: int, seed: int, pool_batches: int = 100
+        self, order: RecordOrder, length_of: Callable[[Ints], Ints], *, batch: int, seed: int, pool_batches: int = 100
     ) -> None:
         if batch < 1 or pool_batches < 1:
             raise DataError(f"pools of {pool_batches} batches of {batch} records; expected 1 or more")
@@ -119,7 +119,9 @@ class Mixed:
 
     _PATTERN = 1000
 
-    def __init__(self, orders: Sequence[Order], weights: Sequence[float], *, seed: int, num_records: int = 0) -> None:
+    def __init__(
+        self, orders: Sequence[RecordOrder], weights: Sequence[float], *, seed: int, num_records: int = 0
+    ) -> None:
         if len(orders) != len(weights) or not orders:
             raise DataError(f"{len(orders)} orders are mixed by {len(weights)} weights; expected one for each")
         sizes = [order.num_records for order in orders]

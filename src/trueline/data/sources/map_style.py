@@ -33,6 +33,8 @@ class MapStyle(Protocol):
 class DatasetSource:
     """A Source over `dataset`, which is asked for its length once."""
 
+    forks = True
+
     def __init__(self, dataset: MapStyle, *, mode: Mode) -> None:
         self._dataset = dataset
         self._mode = mode

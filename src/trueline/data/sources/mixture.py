@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order.permutation import key_of
-from trueline.data.order.weighted import Bucketed, Mixed, Order, Permuted, Weighted
-from trueline.data.source import Batch, Prefetching, Source, Unit, check_indices
+from trueline.data.order.weighted import Bucketed, Mixed, Permuted, RecordOrder, Weighted
+from trueline.data.source import Batch, Forkable, Prefetching, Source, Unit, check_indices
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Drawn:
     """What a recipe's `dataset` returns: parts (URIs, Datasets), and the order over all their records."""
 
     parts: tuple[Any, ...]
-    order: Callable[[Sequence[int]], Order]
+    order: Callable[[Sequence[int]], RecordOrder]
     """From the number of records of each part."""
     words: str
     """The order, for a fingerprint."""
@@ -49,7 +49,7 @@ def weighted(found: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: in
     """Records of `found` by `weights`, one for each: `num_draws` (as many as there are) an epoch, with replacement."""
     values = np.asarray(weights, np.float64)
 
-    def order(sizes: Sequence[int]) -> Order:
+    def order(sizes: Sequence[int]) -> RecordOrder:
         _check_length(values, sizes[0], "weights")
         return Weighted(values, seed=seed, num_draws=num_draws)
 
@@ -60,7 +60,7 @@ def mixed(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_
     """Every thousand records hold each of `parts` in exactly its share of `weights`; `num_records` (the sum) an epoch.
     A part that is used up begins again, in another order, and one that is not goes on in the next epoch."""
 
-    def order(sizes: Sequence[int]) -> Order:
+    def order(sizes: Sequence[int]) -> RecordOrder:
         orders = [Permuted(size, seed=key_of(seed, number)) for number, size in enumerate(sizes)]
         return Mixed(orders, weights, seed=seed, num_records=num_records)
 
@@ -72,7 +72,7 @@ def bucketed(found: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, p
     `global_batch`: another would mix two buckets in a step."""
     values = np.asarray(lengths)
 
-    def order(sizes: Sequence[int]) -> Order:
+    def order(sizes: Sequence[int]) -> RecordOrder:
         _check_length(values, sizes[0], "lengths")
         shuffled = Permuted(sizes[0], seed=seed)
         return Bucketed(shuffled, values.__getitem__, batch=batch, seed=seed, pool_batches=pool_batches)
@@ -95,6 +95,10 @@ class DrawnSource:
     @property
     def units(self) -> Sequence[Unit]:
         return (Unit(uri=self._words.partition(":")[0], offset=0, count=self.num_records),)
+
+    @property
+    def forks(self) -> bool:
+        return all(isinstance(part, Forkable) and part.forks for part in self.records.parts)
 
     def read(self, indices: Indices) -> Batch:
         check_indices(indices, self.num_records, "the order")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order import permutation
-from trueline.data.order.weighted import InFileOrder, Order, Permuted
+from trueline.data.order.weighted import InFileOrder, Permuted, RecordOrder
 from trueline.data.order.windowed import WINDOW_RECORDS, WindowOrder
 from trueline.train.step import ledger
 
@@ -38,7 +38,7 @@ def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
     return permutation.split(count, weights)
 
 
-def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> Order:
+def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrder:
     """The order of a job's records: any of them anywhere; with `blocks`, those within windows of some eight; as they
     lie for `IN_ORDER` and `DRAWN`."""
     if tuple(blocks) in (IN_ORDER, DRAWN):
@@ -92,7 +92,7 @@ class JobPlan:
     """Which records of the source stand at ids of an epoch; None: those of the same number."""
     epoch_steps: int = field(init=False)
     total_steps: int = field(init=False)
-    _order: Order | None = None
+    _order: RecordOrder | None = None
     _first: int = -1
     _records: list[Ints] = field(default_factory=list)
     _left_out: list[ledger.LeftOut] = field(default_factory=list)
