@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trueline.serve.fastpath.header_cache import Heads
+from trueline.web.header_cache import Heads
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
 from trueline.serve.models.model_store import Store

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.serve.fastpath.header_cache import MAX_HEADS, Heads
+from trueline.web.header_cache import MAX_HEADS, Heads
 from trueline.web.limits import Limits, Waits, judge
 from trueline.web.messages import Request, Response, path_of
 from worlds.connections import LIMITS, Wire, get, post, world

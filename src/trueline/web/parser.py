@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import httptools
 
-from trueline.serve.fastpath.header_cache import Heads
+from trueline.web.header_cache import Heads
 from trueline.web.limits import Limits
 from trueline.web.messages import Request
 

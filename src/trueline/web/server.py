@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from trueline.serve.fastpath.header_cache import Heads
+from trueline.web.header_cache import Heads
 from trueline.web.connection import Connection
 from trueline.web.limits import Limits
 from trueline.web.messages import App, date_line
