@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trueline.web.header_cache import Heads
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
 from trueline.serve.models.model_store import Store
+from trueline.web.header_cache import Heads
 from trueline.web.limits import Limits, Waits, judge
 from trueline.web.messages import Request
 from trueline.web.parser import Receiver, Refused

@@ -10,9 +10,9 @@ import pytest
 from trueline import files
 from trueline.errors import StorageError, UsageError
 from trueline.web import tokens
-from trueline.web.auth import Guarded
+from trueline.web.auth import AuthMiddleware
 from trueline.web.messages import Request, Response
-from trueline.web.tokens import Forbidden, Unauthorized
+from trueline.web.tokens import Forbidden, Keys, Kind, Unauthorized
 
 
 class Open:
@@ -29,7 +29,11 @@ class Open:
         return Response(status, message.encode())
 
 
-def asked(app: Guarded, path: str, token: str | None) -> int:
+def guard(app: Open, keys: Keys, kind: Kind) -> AuthMiddleware:
+    return AuthMiddleware(app, keys, kind, lambda path, error: Response(error.status, b""))
+
+
+def asked(app: AuthMiddleware, path: str, token: str | None) -> int:
     headers = {} if token is None else {b"authorization": f"Bearer {token}".encode()}
     found = app.answer(Request("GET", path.encode(), headers, b""))
     assert isinstance(found, Response)
@@ -43,7 +47,7 @@ def test_each_token_opens_its_own_doors(tmp_path: Path) -> None:
     keys = tokens.read(path)
     token = {kind: one["key"] for kind, one in json.loads(path.read_text()).items()}
     inner = Open()
-    data = Guarded(inner, keys, "inference")
+    data = guard(inner, keys, "inference")
     assert asked(data, "/ping", None) == asked(data, "/v2/health/ready", None) == 200
     assert inner.reached == 2
     for path_, kind in (("/predictions/m", "inference"), ("/v2/repository/models/m/load", "management")):
@@ -53,7 +57,7 @@ def test_each_token_opens_its_own_doors(tmp_path: Path) -> None:
     assert asked(data, "/predictions/m", token["inference"][:-1]) == 403
     assert asked(data, "/predictions/m", "") == 401
     assert inner.reached == 4
-    manager = Guarded(inner, keys, "management")
+    manager = guard(inner, keys, "management")
     assert asked(manager, "/token", token["management"]) == 403
     assert asked(manager, "/token", token["API"]) == 200
 
@@ -206,7 +210,7 @@ def test_what_another_process_renewed_is_taken_and_a_torn_file_leaves_the_old_to
                                   "/models", "/dashboard/x", "/"])  # fmt: skip
 def test_only_health_and_the_pages_are_open(tmp_path: Path, path: str) -> None:
     inner = Open()
-    data = Guarded(inner, tokens.read(key_file(tmp_path / "keys.json")), "inference")
+    data = guard(inner, tokens.read(key_file(tmp_path / "keys.json")), "inference")
     assert asked(data, path, None) == 401
     assert inner.reached == 0
     for open_path in ("/ping", "/health", "/dashboard", "/try", "/v2/health/live", "/v2/health/ready"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from trueline.web.header_cache import Heads
 from trueline.web.connection import Connection
+from trueline.web.header_cache import Heads
 from trueline.web.limits import Limits
 from trueline.web.messages import Request, Response
 from trueline.web.server import Server

@@ -21,7 +21,7 @@ from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
 from trueline.bundle.signing import Trusted
-from trueline.errors import UsageError, join_names
+from trueline.errors import RequestError, UsageError, join_names
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models import desired_state, download
@@ -34,6 +34,7 @@ from trueline.serve.models.state_sync import Follower
 from trueline.serve.models.watchers import AliasFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
 from trueline.serve.process.signals import Stop
+from trueline.serve.protocols.errors import face_of
 from trueline.serve.protocols.oip.repository import Repository
 from trueline.serve.protocols.router import Routes
 from trueline.serve.settings import Settings
@@ -42,7 +43,7 @@ from trueline.torchserve.management import Management
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.web import tokens, tracing
 from trueline.web.access_log import AccessLog, Logged
-from trueline.web.auth import Guarded
+from trueline.web.auth import AuthMiddleware
 from trueline.web.cors import Cors, Rule
 from trueline.web.messages import App, Request, Response
 from trueline.web.tokens import Keys, Kind
@@ -204,7 +205,16 @@ def handlers_of(settings: Settings) -> HandlerLimits | None:
 
 
 def _guarded(app: App, keys: Keys | None, kind: Kind, *, strict: bool) -> App:
-    return app if keys is None else Guarded(app, keys, kind, strict=strict)
+    if keys is None:
+        return app
+
+    def render(path: str, error: RequestError) -> Response:
+        torchserves = kind == "management" or face_of(path) == "torchserve"
+        hint = f"; {error.hint}" if error.hint else ""
+        refusal = app.refuse(path, 400 if torchserves and strict else error.status, error.message + hint)
+        return responses.error(error, strict=strict) if torchserves else refusal
+
+    return AuthMiddleware(app, keys, kind, render)
 
 
 def _store(settings: Settings) -> Store | None:

@@ -11,17 +11,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
-from trueline.web.limits import Waits, judge
-from trueline.web.messages import Answer, Later, Request, Response, path_of, plain, render
+from trueline.web.header_cache import Heads
+from trueline.web.limits import Limits, Waits, judge
+from trueline.web.messages import Answer, App, Later, Request, Response, path_of, plain, render
 from trueline.web.parser import Receiver, Refused, Upgraded
 from trueline.web.streaming import Pieces
 
-if TYPE_CHECKING:
-    from trueline.web.server import Server
-
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ConnectionOwner(Protocol):
+    """What a Connection uses of its server."""
+
+    app: App
+    limits: Limits
+    loop: asyncio.AbstractEventLoop
+    heads: Heads
+    date: bytes
+    """The Date header line of this second."""
+    draining: bool
+    """Whether every response is the last of its connection."""
+
+    def admit(self, connection: Connection) -> bool:
+        """Counts the connection in; False when there are too many, and it has to be refused."""
+        ...
+
+    def forget(self, connection: Connection) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -46,7 +63,7 @@ class Connection(asyncio.Protocol):
         "_writing_since",
     )
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ConnectionOwner) -> None:
         self._server = server
         self._app = server.app
         self._loop = server.loop

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from trueline.web.header_cache import Heads
 from trueline.web.connection import Connection
+from trueline.web.header_cache import Heads
 from trueline.web.limits import Limits
 from trueline.web.messages import App, date_line
 
@@ -33,7 +33,6 @@ class Server:
         return len(self._connections)
 
     def admit(self, connection: Connection) -> bool:
-        """Counts the connection in; False when there are too many, and it is then to be refused."""
         self._connections.add(connection)
         self._empty.clear()
         return len(self._connections) <= self.limits.connections
