@@ -12,7 +12,7 @@ import pytest
 
 from trueline.errors import UsageError
 from trueline.web import access_log
-from trueline.web.access_log import AccessLog, Logged
+from trueline.web.access_log import AccessLog, AccessLogMiddleware
 from trueline.web.messages import Request, Response
 from worlds.servers import Answers
 
@@ -45,8 +45,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_request_is_a_line_that_says_what_became_of_it(tmp_path: Path, opened: Any) -> None:
     log = opened(tmp_path / "access.jsonl")
-    Logged(Answers(Response(200, b"abc")), "data", log).answer(request(x_request_id="r-1"))
-    Logged(Answers(None), "management", log).refuse("/models", 413, "too large")
+    AccessLogMiddleware(Answers(Response(200, b"abc")), "data", log).answer(request(x_request_id="r-1"))
+    AccessLogMiddleware(Answers(None), "management", log).refuse("/models", 413, "too large")
     log.flush()
     answered, refused = lines(tmp_path / "access.jsonl")
     assert answered["at"] > 1.7e9
@@ -69,7 +69,7 @@ def test_an_answer_that_comes_later_is_entered_then_and_one_whose_client_went_is
         loop = asyncio.get_running_loop()
         later, never = loop.create_future(), loop.create_future()
         for answer in (later, never):
-            Logged(Answers(answer), "data", log).answer(request())
+            AccessLogMiddleware(Answers(answer), "data", log).answer(request())
         log.flush()
         assert not (tmp_path / "access.jsonl").read_text()
         later.set_result(Response(503, b""))
@@ -83,7 +83,7 @@ def test_an_answer_that_comes_later_is_entered_then_and_one_whose_client_went_is
 
 def test_what_finds_no_room_is_counted(tmp_path: Path, opened: Any) -> None:
     log = opened(tmp_path / "access.jsonl", most=2)
-    app = Logged(Answers(Response(200, b"")), "data", log)
+    app = AccessLogMiddleware(Answers(Response(200, b"")), "data", log)
     for _ in range(5):
         app.answer(request())
     log.flush()
@@ -96,7 +96,7 @@ def test_a_full_disk_costs_lines_that_are_counted_when_there_is_room_again(tmp_p
     link = tmp_path / "access.jsonl"
     link.symlink_to("/dev/full")
     log = opened(link)
-    app = Logged(Answers(Response(200, b"")), "data", log)
+    app = AccessLogMiddleware(Answers(Response(200, b"")), "data", log)
     app.answer(request())
     log.flush()
     link.unlink()
@@ -108,7 +108,7 @@ def test_a_full_disk_costs_lines_that_are_counted_when_there_is_room_again(tmp_p
 def test_a_file_that_was_moved_away_is_opened_anew_under_its_name(tmp_path: Path, opened: Any) -> None:
     path = tmp_path / "access.jsonl"
     log = opened(path)
-    app = Logged(Answers(Response(200, b"")), "data", log)
+    app = AccessLogMiddleware(Answers(Response(200, b"")), "data", log)
     app.answer(request())
     log.flush()
     path.rename(tmp_path / "access.1")
@@ -119,7 +119,7 @@ def test_a_file_that_was_moved_away_is_opened_anew_under_its_name(tmp_path: Path
 
 def test_the_end_writes_what_is_left(tmp_path: Path) -> None:
     log = AccessLog(str(tmp_path / "access.jsonl"))
-    Logged(Answers(Response(200, b"")), "data", log).answer(request())
+    AccessLogMiddleware(Answers(Response(200, b"")), "data", log).answer(request())
     log.close()
     assert len(lines(tmp_path / "access.jsonl")) == 1
 

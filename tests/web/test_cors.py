@@ -10,17 +10,17 @@ import pytest
 from trueline import serve
 from trueline.errors import UsageError
 from trueline.torchserve import config as properties
-from trueline.web.cors import Cors, Rule
-from trueline.web.messages import Later, Request, Response, plain
+from trueline.web.cors import CorsMiddleware, CorsRule
+from trueline.web.messages import InlineFuture, Request, Response, render_plain
 from worlds import bundles, servers
 
 OURS = "https://example.org"
 
 
-def cors(answer: object, origin: str = OURS) -> Cors:
-    rule = Rule.of(origin, "", "x-mine")
+def cors(answer: object, origin: str = OURS) -> CorsMiddleware:
+    rule = CorsRule.of(origin, "", "x-mine")
     assert rule is not None
-    return Cors(servers.Answers(answer), rule)
+    return CorsMiddleware(servers.Answers(answer), rule)
 
 
 def asked(origin: str | None = OURS, method: str = "POST", **headers: str) -> Request:
@@ -30,7 +30,7 @@ def asked(origin: str | None = OURS, method: str = "POST", **headers: str) -> Re
 
 def told(answer: object) -> bytes:
     assert isinstance(answer, Response)
-    return plain(answer, b"")
+    return render_plain(answer, b"")
 
 
 def test_an_answer_says_who_may_read_it_to_who_may() -> None:
@@ -44,19 +44,19 @@ def test_an_answer_says_who_may_read_it_to_who_may() -> None:
 
 
 def test_what_comes_later_is_marked_then_and_withdrawn_with_its_client() -> None:
-    later = Later()
+    later = InlineFuture()
     found = cors(later).answer(asked())
-    assert isinstance(found, Later)
+    assert isinstance(found, InlineFuture)
     later.set_result(Response(200, b"{}"))
     assert b"access-control-allow-origin" in told(found.result())
-    gone = Later()
+    gone = InlineFuture()
     waiting = cors(gone).answer(asked())
-    assert isinstance(waiting, Later)
+    assert isinstance(waiting, InlineFuture)
     waiting.cancel()
     assert gone.cancelled()
-    dropped = Later()
+    dropped = InlineFuture()
     passed = cors(dropped).answer(asked())
-    assert isinstance(passed, Later)
+    assert isinstance(passed, InlineFuture)
     dropped.cancel()
     with pytest.raises(asyncio.CancelledError):
         passed.result()
@@ -65,9 +65,9 @@ def test_what_comes_later_is_marked_then_and_withdrawn_with_its_client() -> None
 @pytest.mark.parametrize("origin", ["example.org", "https://a.org/path", "https://a.org, https://b.org", "a\r\nb: c"])
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(UsageError, match="cors_origin"):
-        Rule.of(origin, "", "")
+        CorsRule.of(origin, "", "")
     with pytest.raises(UsageError, match="names none"):
-        Rule.of("", "GET", "")
+        CorsRule.of("", "GET", "")
 
 
 @pytest.mark.slow

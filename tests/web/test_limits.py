@@ -12,12 +12,12 @@ import pytest
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import ArchiveError, Caps
 from trueline.serve.models.model_store import Store
-from trueline.web.header_cache import Heads
-from trueline.web.limits import Limits, Waits, judge
+from trueline.web.header_cache import HeaderCache
+from trueline.web.limits import HttpLimits, Waits, judge
 from trueline.web.messages import Request
-from trueline.web.parser import Receiver, Refused
+from trueline.web.parser import RequestParser, RequestRejected
 
-LIMITS = Limits(idle_s=75.0, receive_s=20.0, slowest_bytes_per_s=1000, write_s=30.0, linger_s=2.0)
+LIMITS = HttpLimits(idle_s=75.0, receive_s=20.0, slowest_bytes_per_s=1000, write_s=30.0, linger_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_connection_that_waits_for_nothing_is_kept() -> None:
 
 def received(*pieces: bytes, **limits: Any) -> list[Request]:
     taken: list[Request] = []
-    receiver = Receiver(Limits(**limits), Heads(), lambda: 0.0, taken.append)
+    receiver = RequestParser(HttpLimits(**limits), HeaderCache(), lambda: 0.0, taken.append)
     for piece in pieces:
         receiver.feed(piece)
     return taken
@@ -65,7 +65,7 @@ def chunks(*sizes: int) -> bytes:
 
 def test_a_body_may_have_its_bound_and_not_a_byte_more() -> None:
     assert len(received(plain(100), b"x" * 100, body_bytes=100)[0].body) == 100
-    with pytest.raises(Refused, match="101 bytes") as refused:
+    with pytest.raises(RequestRejected, match="101 bytes") as refused:
         received(plain(101), body_bytes=100)
     assert refused.value.status == 413
 
@@ -73,7 +73,7 @@ def test_a_body_may_have_its_bound_and_not_a_byte_more() -> None:
 @pytest.mark.parametrize("sizes", [(101,), (100, 1), (50, 51), (1,) * 101])
 def test_a_body_in_chunks_has_the_same_bound(sizes: tuple[int, ...]) -> None:
     assert len(received(CHUNKED + chunks(60, 40) + b"0\r\n\r\n", body_bytes=100)[0].body) == 100
-    with pytest.raises(Refused, match="more than 100 bytes") as refused:
+    with pytest.raises(RequestRejected, match="more than 100 bytes") as refused:
         received(CHUNKED + chunks(*sizes), body_bytes=100)
     assert refused.value.status == 413
 
@@ -81,7 +81,7 @@ def test_a_body_in_chunks_has_the_same_bound(sizes: tuple[int, ...]) -> None:
 def test_a_body_may_come_in_as_many_chunks_as_the_bound_and_each_body_anew() -> None:
     whole = CHUNKED + chunks(*(1,) * 9) + b"0\r\n\r\n"  # the last one, which is empty, counts
     assert [len(one.body) for one in received(whole, whole, whole, chunks=10)] == [9, 9, 9]
-    with pytest.raises(Refused, match="more than 10 chunks") as refused:
+    with pytest.raises(RequestRejected, match="more than 10 chunks") as refused:
         received(CHUNKED + chunks(*(1,) * 11), chunks=10)
     assert refused.value.status == 413
 
@@ -93,7 +93,7 @@ def test_a_head_may_have_its_bound_and_each_head_anew() -> None:
         return b"GET / HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"y" * left)
 
     assert len(received(head(200), head(200), head_bytes=200)) == 2
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         received(head(201), head_bytes=200)
     assert refused.value.status == 431
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trueline.web.header_cache import MAX_HEADS, Heads
-from trueline.web.limits import Limits, Waits, judge
+from trueline.web.header_cache import MAX_HEADS, HeaderCache
+from trueline.web.limits import HttpLimits, Waits, judge
 from trueline.web.messages import Request, Response, path_of
 from worlds.connections import LIMITS, Wire, get, post, world
 
@@ -61,14 +61,14 @@ def said(request: Request) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-class Forgetful(Heads):
+class Forgetful(HeaderCache):
     """Keeps nothing: every request goes through the parser."""
 
     def keep(self, data: bytes, request: Request) -> None:
         pass
 
 
-class Counting(Heads):
+class Counting(HeaderCache):
     """Counts what it knew."""
 
     known = 0
@@ -115,7 +115,7 @@ PIECES = [
 @example([b"\r\n\r\n" + get(), b"\r\n\r\n" + get(), b"\r\n\r\n"])
 @example([post(b"hello")[:-5], b"hello", post(b"hello")[:-5], b"hello"])
 def test_what_is_remembered_of_heads_changes_no_answer(chunks: list[bytes]) -> None:
-    heads = Heads()
+    heads = HeaderCache()
     for _ in range(2):  # what the first client's requests left there is there for the second
         remembering, parsing = world(heads=heads), world(heads=Forgetful())
         parsing.server.date = remembering.server.date
@@ -304,7 +304,7 @@ def test_what_a_lost_client_waits_for_is_cancelled() -> None:
     ],
 )
 def test_a_connection_is_given_the_time_that_its_state_deserves(waits: Waits, now: float, verdict: str) -> None:
-    assert judge(waits, now, Limits()) == verdict
+    assert judge(waits, now, HttpLimits()) == verdict
 
 
 def test_a_request_that_trickles_is_refused_with_408() -> None:
@@ -336,7 +336,7 @@ def test_a_request_that_takes_long_to_answer_is_not_cut_off() -> None:
 
 
 def test_one_connection_too_many_is_told_so() -> None:
-    w = world(Limits(connections=1))
+    w = world(HttpLimits(connections=1))
     wire = Wire()
     w.server().connection_made(wire)  # type: ignore[arg-type]
     assert statuses(wire.written) == [503]
@@ -400,7 +400,7 @@ def test_a_server_has_drained_when_its_last_connection_is_gone_and_not_before() 
 
 
 def test_as_many_connections_as_the_bound_are_answered_and_one_more_when_one_has_gone() -> None:
-    w = world(Limits(connections=2))
+    w = world(HttpLimits(connections=2))
     second, third = Wire(), Wire()
     connection = w.server()
     connection.connection_made(second)  # type: ignore[arg-type]

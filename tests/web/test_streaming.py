@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from trueline.web.messages import Request, Response
-from trueline.web.streaming import Pieces, Torn
+from trueline.web.streaming import StreamBroken, StreamedBody
 from worlds.connections import World, get, world
 
 
@@ -27,12 +27,12 @@ class Tap:
     """An App whose answers to /pieces come in pieces that the test adds."""
 
     stopped: Stopped = field(default_factory=Stopped)
-    open: list[Pieces] = field(default_factory=list)
+    open: list[StreamedBody] = field(default_factory=list)
 
     def answer(self, request: Request) -> Response:
         if request.path != "/pieces":
             return Response(200, b"whole")
-        self.open.append(Pieces(self.stopped))
+        self.open.append(StreamedBody(self.stopped))
         return Response(200, b"", b"text/plain", pieces=self.open[-1])
 
     def refuse(self, path: str, status: int, message: str) -> Response:
@@ -92,7 +92,7 @@ def test_who_writes_is_told_when_the_client_goes_and_when_it_reads_too_slowly() 
     w.connection.connection_lost(None)
     assert tap.stopped.times == 1
     stopped = Stopped()
-    slow = Pieces(stopped, max_ahead_bytes=10)
+    slow = StreamedBody(stopped, max_ahead_bytes=10)
     slow.add(b"12345678")
     assert not slow.over
     slow.add(b"12345678")
@@ -136,7 +136,7 @@ def test_a_server_that_drains_lets_an_answer_come_to_its_end() -> None:
 
 def test_pieces_can_be_read_one_by_one_or_as_a_whole() -> None:
     async def told(*, torn: bool) -> list[bytes]:
-        pieces = Pieces(Stopped())
+        pieces = StreamedBody(Stopped())
         loop = asyncio.get_running_loop()
         pieces.add(b"one")
         loop.call_soon(pieces.add, b"two")
@@ -144,21 +144,21 @@ def test_pieces_can_be_read_one_by_one_or_as_a_whole() -> None:
         return [bytes(piece) async for piece in pieces.each()]
 
     assert asyncio.run(told(torn=False)) == [b"one", b"two"]
-    with pytest.raises(Torn):
+    with pytest.raises(StreamBroken):
         asyncio.run(told(torn=True))
 
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_what_comes_with_the_end_while_a_piece_is_on_its_way_is_not_lost(torn: bool) -> None:
     async def read() -> list[bytes]:
-        pieces, found = Pieces(Stopped()), []
+        pieces, found = StreamedBody(Stopped()), []
         pieces.add(b"one ")
         try:
             async for piece in pieces.each():
                 found.append(bytes(piece))
                 pieces.add(b"two")  # nothing, once it is over
                 pieces.end(torn=torn)
-        except Torn:
+        except StreamBroken:
             found.append(b"torn")
         return found
 

@@ -100,7 +100,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
 def test_what_is_older_than_tls_1_2_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     one = authority.issue("server")
-    served = tls.context(tls.Certificates(certificate=one.certificate, private_key=one.key))
+    served = tls.make_ssl_context(tls.Certificates(certificate=one.certificate, private_key=one.key))
     client = ssl.create_default_context(cafile=authority.certificate)
     assert handshake(served, client) == "TLSv1.3"
     client.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -111,7 +111,7 @@ def test_what_is_older_than_tls_1_2_is_refused(tmp_path: Path) -> None:
 def test_with_a_client_authority_only_its_certificates_come_in(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     one = authority.issue("server")
-    served = tls.context(
+    served = tls.make_ssl_context(
         tls.Certificates(certificate=one.certificate, private_key=one.key, client_ca=authority.certificate)
     )
     client = ssl.create_default_context(cafile=authority.certificate)
@@ -141,14 +141,14 @@ def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
     ]
     for given, named in cases:
         with pytest.raises(UsageError, match=named):
-            tls.context(given)
+            tls.make_ssl_context(given)
 
 
 def test_a_key_or_an_authority_without_a_certificate_is_a_mistake() -> None:
-    assert tls.certificates(None, None, None) is None
+    assert tls.parse_certificates(None, None, None) is None
     for given in ((None, "a.key", None), (None, None, "ca.pem")):
         with pytest.raises(UsageError, match="without --certificate"):
-            tls.certificates(*given)
+            tls.parse_certificates(*given)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_over_grpc_too_only_a_certificate_of_the_client_authority_comes_in(tmp_p
         shown = (None, None) if client is None else (client.key.read_bytes(), client.certificate.read_bytes())
         with ThreadPoolExecutor(1) as threads:
             served = grpc.server(threads)
-            port = served.add_secure_port("127.0.0.1:0", tls.grpc_credentials(server))
+            port = served.add_secure_port("127.0.0.1:0", tls.make_grpc_credentials(server))
             served.start()
             try:
                 with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(root, *shown)) as channel:

@@ -18,14 +18,14 @@ pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not inst
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def traced(answer: Any) -> tuple[tracing.Traced, Any]:
+def traced(answer: Any) -> tuple[tracing.TracingMiddleware, Any]:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     provider, kept = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    return tracing.Traced(Answers(answer), provider.get_tracer("t")), kept
+    return tracing.TracingMiddleware(Answers(answer), provider.get_tracer("t")), kept
 
 
 def request(traceparent: str | None = None) -> Request:
@@ -77,5 +77,5 @@ def test_a_span_ends_with_the_answer_or_with_the_client() -> None:
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(UsageError, match="needs OpenTelemetry") as caught:
-        tracing.exporting("http://127.0.0.1:4318")
+        tracing.make_tracer_provider("http://127.0.0.1:4318")
     assert "trueline[otel]" in caught.value.hint

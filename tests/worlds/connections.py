@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from trueline.web.connection import Connection
-from trueline.web.header_cache import Heads
-from trueline.web.limits import Limits
+from trueline.web.header_cache import HeaderCache
+from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request, Response
-from trueline.web.server import Server
+from trueline.web.server import HttpServer
 
-LIMITS = Limits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
+LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Echo:
 class World:
     app: Echo
     clock: Clock
-    server: Server
+    server: HttpServer
     wire: Wire
     connection: Connection
 
@@ -96,10 +96,12 @@ class World:
         return self.wire.written[before:]
 
 
-def world(limits: Limits = LIMITS, loop: asyncio.AbstractEventLoop | None = None, heads: Heads | None = None) -> World:
+def world(
+    limits: HttpLimits = LIMITS, loop: asyncio.AbstractEventLoop | None = None, heads: HeaderCache | None = None
+) -> World:
     app, clock, wire = Echo(loop=loop), Clock(), Wire()
-    server = Server(app, limits, clock)  # type: ignore[arg-type]
-    server.heads = heads or server.heads
+    server = HttpServer(app, limits, clock)  # type: ignore[arg-type]
+    server.header_cache = heads or server.header_cache
     connection = server()
     connection.connection_made(wire)  # type: ignore[arg-type]
     return World(app, clock, server, wire, connection)

@@ -30,7 +30,7 @@ from trueline.engine import child, lifeline, orphans
 from trueline.engine.contract import Kind, ProcessSpec, Seen
 
 
-class Request(msgspec.Struct, kw_only=True):
+class AgentRequest(msgspec.Struct, kw_only=True):
     op: str
     spec: ProcessSpec | None = None
     ref: str = ""
@@ -113,7 +113,7 @@ class Agent:
         *lines, rest = (self.buffers[connection] + data).split(b"\n")
         self.buffers[connection] = rest
         for line in lines:
-            self._answer(connection, msgspec.json.decode(line, type=Request))
+            self._answer(connection, msgspec.json.decode(line, type=AgentRequest))
 
     def _drop(self, connection: socket.socket) -> None:
         self.watchers.discard(connection)
@@ -127,7 +127,7 @@ class Agent:
         except OSError:  # the reader is gone or does not read: it reconnects and asks again
             self._drop(connection)
 
-    def _answer(self, connection: socket.socket, request: Request) -> None:
+    def _answer(self, connection: socket.socket, request: AgentRequest) -> None:
         if request.op == "add" and request.spec is not None:
             self._add(request.spec)
         elif request.op == "kill":

@@ -42,11 +42,11 @@ from trueline.torchserve import responses
 from trueline.torchserve.management import Management
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.web import tokens, tracing
-from trueline.web.access_log import AccessLog, Logged
+from trueline.web.access_log import AccessLog, AccessLogMiddleware
 from trueline.web.auth import AuthMiddleware
-from trueline.web.cors import Cors, Rule
+from trueline.web.cors import CorsMiddleware, CorsRule
 from trueline.web.messages import App, Request, Response
-from trueline.web.tokens import Keys, Kind
+from trueline.web.tokens import Keys, TokenKind
 
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
@@ -105,16 +105,16 @@ async def run(settings: Settings, announce: Announce) -> None:
         strict=settings.torchserve_strict,
     )
     strict = settings.torchserve_strict
-    keys = tokens.read(Path(settings.key_file)) if settings.key_file is not None else None
+    keys = tokens.load_keys(Path(settings.key_file)) if settings.key_file is not None else None
     management = Management(fleet, store, sources.allowed, loop, keys, workflows, strict=strict)
-    tracer = None if settings.traces is None else tracing.exporting(settings.traces)
-    faced: App = routes if tracer is None else tracing.Traced(routes, tracer.get_tracer("trueline"))
+    tracer = None if settings.traces is None else tracing.make_tracer_provider(settings.traces)
+    faced: App = routes if tracer is None else tracing.TracingMiddleware(routes, tracer.get_tracer("trueline"))
     apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
         "data": (_guarded(faced, keys, "inference", strict=strict), settings.port),
         "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
         "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
     }
-    rule = Rule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
+    rule = CorsRule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
     stop.listen(loop, lifeline=settings.lifeline)
@@ -124,8 +124,8 @@ async def run(settings: Settings, announce: Announce) -> None:
     async def listen() -> None:
         for what, (app, number) in apps.items():
             if number is not None:
-                shown = app if rule is None or what == "metrics" else Cors(app, rule)
-                await ports.open(what, shown if log is None else Logged(shown, what, log), number)
+                shown = app if rule is None or what == "metrics" else CorsMiddleware(app, rule)
+                await ports.open(what, shown if log is None else AccessLogMiddleware(shown, what, log), number)
         await _open_grpc(ports, settings, routes, management, keys, log)
 
     try:
@@ -204,7 +204,7 @@ def handlers_of(settings: Settings) -> HandlerLimits | None:
     return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
 
 
-def _guarded(app: App, keys: Keys | None, kind: Kind, *, strict: bool) -> App:
+def _guarded(app: App, keys: Keys | None, kind: TokenKind, *, strict: bool) -> App:
     if keys is None:
         return app
 

@@ -33,8 +33,8 @@ from trueline.serve.protocols.router import Routes
 from trueline.torchserve.management import Management
 from trueline.web.access_log import AccessLog
 from trueline.web.messages import Request, Response
-from trueline.web.streaming import Torn
-from trueline.web.tokens import Keys, Kind
+from trueline.web.streaming import StreamBroken
+from trueline.web.tokens import Keys, TokenKind
 from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
@@ -53,7 +53,7 @@ class _Refused(RequestError):
         self.status = status
 
 
-def _door(kind: Kind, keys: Keys | None, log: AccessLog | None, *, strict: bool) -> grpc_base.Door:
+def _door(kind: TokenKind, keys: Keys | None, log: AccessLog | None, *, strict: bool) -> grpc_base.Door:
     """Who may call, and what a refusal is called."""
 
     def check(name: str, context: Context) -> None:
@@ -116,7 +116,7 @@ class Inference:
         try:
             async for piece in answer.pieces.each():
                 yield pb.PredictionResponse(prediction=bytes(piece), sequence_id=name)
-        except Torn as error:
+        except StreamBroken as error:
             raise HandlerFailed("the answer broke off: its handler failed") from error
 
     def _sequence(self, request: pb.PredictionsRequest, context: Context) -> AsyncIterator[pb.PredictionResponse]:
@@ -184,7 +184,7 @@ async def _whole(answer: Answer) -> bytes:
     assert answer.pieces is not None
     try:
         return await answer.pieces.whole()
-    except Torn as error:
+    except StreamBroken as error:
         raise HandlerFailed("the answer broke off: its handler failed") from error
 
 

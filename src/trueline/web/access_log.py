@@ -29,7 +29,7 @@ from trueline import events
 from trueline.errors import UsageError
 from trueline.web.messages import Answer, App, Request, Response
 
-GONE = 499
+CLIENT_CLOSED = 499
 MOST = 65536
 """Lines that may wait to be written."""
 FLUSH_S = 0.2
@@ -37,7 +37,7 @@ _ID = b"x-request-id"
 _ID_CHARS = 200
 
 
-class Entry(NamedTuple):
+class AccessEntry(NamedTuple):
     at: float
     face: str
     method: str
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     id: str | None
 
 
-class Call(NamedTuple):
+class GrpcEntry(NamedTuple):
     """An entry of a call over gRPC."""
 
     at: float
@@ -70,7 +70,7 @@ class AccessLog:
 
     def __init__(self, path: str, *, most: int = MOST) -> None:
         self.path, self._most = path, most
-        self._entries: deque[Entry | Call] = deque()
+        self._entries: deque[AccessEntry | GrpcEntry] = deque()
         self._dropped = self._unwritten = self._told = 0
         """Entries that found no room, lines that were not written, and how many of both the file says."""
         self._failing = False
@@ -90,7 +90,7 @@ class AccessLog:
             return os.dup(sys.stderr.fileno())
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
 
-    def enter(self, entry: Entry | Call) -> None:
+    def enter(self, entry: AccessEntry | GrpcEntry) -> None:
         """Takes `entry`, or counts it as dropped; called by the one thread that answers."""
         if len(self._entries) < self._most:
             self._entries.append(entry)
@@ -144,7 +144,7 @@ class AccessLog:
         os.close(self._handle)
 
 
-class Logged:
+class AccessLogMiddleware:
     """`app`, each of whose requests is an entry of `log`."""
 
     def __init__(self, app: App, face: str, log: AccessLog) -> None:
@@ -166,12 +166,12 @@ class Logged:
         ms = (time.perf_counter() - began) * 1e3
         named = request.headers.get(_ID)
         self._log.enter(
-            Entry(
+            AccessEntry(
                 round(time.time() - ms / 1e3, 6),
                 self._face,
                 request.method,
                 request.path,
-                GONE if response is None else response.status,
+                CLIENT_CLOSED if response is None else response.status,
                 round(ms, 3),
                 len(request.body),
                 None if response is None or response.pieces is not None else len(response.body),
@@ -183,11 +183,11 @@ class Logged:
         """The answer for a request that could not be received."""
         found = self._app.refuse(path, status, message)
         body = len(found.body)
-        self._log.enter(Entry(round(time.time(), 6), self._face, "-", path, found.status, 0.0, 0, body, None))
+        self._log.enter(AccessEntry(round(time.time(), 6), self._face, "-", path, found.status, 0.0, 0, body, None))
         return found
 
 
-class CallLine:
+class GrpcCallLog:
     """The line of one call over gRPC, begun when its bytes are there; without a `log` nobody reads it."""
 
     __slots__ = ("_began", "_bytes_in", "_face", "_id", "_log", "_model", "path")
@@ -198,7 +198,7 @@ class CallLine:
         self._model: str | None = None
         self._began = time.perf_counter()
 
-    def asks(self, request: Any) -> Any:
+    def note_model(self, request: Any) -> Any:
         """Takes from the message `request` which model it asks, and under which id; returns it."""
         if self._log is not None:
             model = getattr(request, "model_name", "") or getattr(request, "name", "")
@@ -214,5 +214,5 @@ class CallLine:
         at = round(time.time() - ms / 1e3, 6)
         sizes = self._bytes_in, bytes_out
         self._log.enter(
-            Call(at, self._face, method, self.path, status, round(ms, 3), *sizes, self._id, self._model, code)
+            GrpcEntry(at, self._face, method, self.path, status, round(ms, 3), *sizes, self._id, self._model, code)
         )

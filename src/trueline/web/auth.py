@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from trueline.errors import RequestError
 from trueline.web.messages import Answer, App, Request, Response
-from trueline.web.tokens import Keys, Kind, Unauthorized
+from trueline.web.tokens import Keys, TokenKind, Unauthorized
 
 _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
 
@@ -19,7 +19,7 @@ def is_open(path: str) -> bool:
 class AuthMiddleware:
     """`app` for clients with the token of `kind`. /token and /v2/repository/models need tokens of their own."""
 
-    def __init__(self, app: App, keys: Keys, kind: Kind, render: Callable[[str, RequestError], Response]) -> None:
+    def __init__(self, app: App, keys: Keys, kind: TokenKind, render: Callable[[str, RequestError], Response]) -> None:
         """`render` makes the response for a path and the error of its token."""
         self._app, self._keys, self._kind, self._render = app, keys, kind, render
 
@@ -36,7 +36,7 @@ class AuthMiddleware:
             return refusal
         return self._app.answer(request)
 
-    def _kind_of(self, path: str) -> Kind:
+    def _kind_of(self, path: str) -> TokenKind:
         if path == "/token":
             return "API"
         return "management" if path.startswith("/v2/repository/models/") else self._kind

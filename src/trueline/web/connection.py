@@ -13,11 +13,11 @@ import asyncio
 from collections import deque
 from typing import Protocol, cast
 
-from trueline.web.header_cache import Heads
-from trueline.web.limits import Limits, Waits, judge
-from trueline.web.messages import Answer, App, Later, Request, Response, path_of, plain, render
-from trueline.web.parser import Receiver, Refused, Upgraded
-from trueline.web.streaming import Pieces
+from trueline.web.header_cache import HeaderCache
+from trueline.web.limits import HttpLimits, Waits, judge
+from trueline.web.messages import Answer, App, InlineFuture, Request, Response, path_of, render, render_plain
+from trueline.web.parser import RequestParser, RequestRejected, UpgradeRequested
+from trueline.web.streaming import StreamedBody
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -26,9 +26,9 @@ class ConnectionOwner(Protocol):
     """What a Connection uses of its server."""
 
     app: App
-    limits: Limits
+    limits: HttpLimits
     loop: asyncio.AbstractEventLoop
-    heads: Heads
+    header_cache: HeaderCache
     date: bytes
     """The Date header line of this second."""
     draining: bool
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         "_closes",
         "_current",
         "_done_reading",
-        "_heads",
+        "_header_cache",
         "_idle_since",
         "_lingering_since",
         "_loop",
@@ -67,12 +67,12 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._app = server.app
         self._loop = server.loop
-        self._heads = server.heads
+        self._header_cache = server.header_cache
         self._waiting: deque[Request | Response] = deque()
-        self._receiver = Receiver(server.limits, server.heads, server.loop.time, self._waiting.append)
+        self._receiver = RequestParser(server.limits, server.header_cache, server.loop.time, self._waiting.append)
         self._current: Request | None = None
-        self._answering: asyncio.Future[Response] | Later | None = None
-        self._streaming: Pieces | None = None
+        self._answering: asyncio.Future[Response] | InlineFuture | None = None
+        self._streaming: StreamedBody | None = None
         self._closes = False
         self._transport: asyncio.Transport | None = None
         self._done_reading = False
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
             return
         receiver = self._receiver
         if receiver.since is None and not receiver.silent_bytes:  # between two requests
-            request = self._heads.find(data)
+            request = self._header_cache.find(data)
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
                 answer = self._app.answer(request)
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
                     self._finish_plain(answer)
                 else:
                     self._answering = answer
-                    answer.add_done_callback(self._answered)
+                    answer.add_done_callback(self._on_answered)
                 return
             if request is not None:
                 self._waiting.append(request)
@@ -118,11 +118,11 @@ class Connection(asyncio.Protocol):
                 return
         try:
             receiver.feed(data)
-        except Upgraded:
+        except UpgradeRequested:
             self._done_reading = True
             if self._waiting and isinstance(self._waiting[-1], Request):
                 self._waiting[-1].keep_alive = False
-        except Refused as refused:
+        except RequestRejected as refused:
             self._refuse(refused.status, str(refused))
         self._advance()
 
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writing_since = None
         if self._streaming is not None:
-            self._flow()
+            self._write_pieces()
         self._advance()
 
     # answers
@@ -156,25 +156,25 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self._current = request
-        self._take(self._app.answer(request))
+        self._await_answer(self._app.answer(request))
 
     def _finish_plain(self, response: Response) -> None:
         """`_finish` for a request whose head is known, in few steps where the answer is as plain as the request."""
         if response.pieces is not None or response.close or self._server.draining or self._transport is None:
             self._finish(response)
             return
-        self._transport.write(plain(response, self._server.date))
+        self._transport.write(render_plain(response, self._server.date))
         self._current = None
         self._idle_since = self._loop.time()
 
-    def _take(self, answer: Answer) -> None:
+    def _await_answer(self, answer: Answer) -> None:
         if isinstance(answer, Response):
             self._finish(answer)
         else:
             self._answering = answer
-            answer.add_done_callback(self._answered)
+            answer.add_done_callback(self._on_answered)
 
-    def _answered(self, answer: asyncio.Future[Response] | Later) -> None:
+    def _on_answered(self, answer: asyncio.Future[Response] | InlineFuture) -> None:
         self._answering = None
         if self._transport is None or answer.cancelled():
             return
@@ -193,20 +193,20 @@ class Connection(asyncio.Protocol):
         close = response.close or not request.keep_alive or self._server.draining or (streamed and request.http_1_0)
         self._write(response, request, close=close)
         if response.pieces is None:
-            self._done(close=close)
+            self._end_request(close=close)
         elif request.method == "HEAD":
             response.pieces.drop()
-            self._done(close=close)
+            self._end_request(close=close)
         else:
             self._streaming, self._closes = response.pieces, close
-            self._streaming.listen(self._flowed)
-            self._flow()
+            self._streaming.listen(self._on_piece)
+            self._write_pieces()
 
-    def _flowed(self) -> None:
-        self._flow()
+    def _on_piece(self) -> None:
+        self._write_pieces()
         self._advance()
 
-    def _flow(self) -> None:
+    def _write_pieces(self) -> None:
         """Writes the pieces that are there, and their end; while the client reads slowly they wait."""
         pieces, request = self._streaming, self._current
         if pieces is None or request is None or self._transport is None or self._writing_since is not None:
@@ -221,9 +221,9 @@ class Connection(asyncio.Protocol):
             return
         if not request.http_1_0:
             self._transport.write(b"0\r\n\r\n")
-        self._done(close=self._closes or self._server.draining)
+        self._end_request(close=self._closes or self._server.draining)
 
-    def _done(self, *, close: bool) -> None:
+    def _end_request(self, *, close: bool) -> None:
         """The current request is answered."""
         self._current = None
         self._idle_since = self._loop.time()

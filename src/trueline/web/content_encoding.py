@@ -14,7 +14,7 @@ IN_THREAD_BYTES = 64 * 2**10
 """A longer body is opened in a thread."""
 
 
-def check(coding: str) -> None:
+def check_coding(coding: str) -> None:
     """Raises UnsupportedMedia for a coding that nobody here undoes."""
     if coding not in CODINGS:
         raise UnsupportedMedia(
@@ -22,13 +22,13 @@ def check(coding: str) -> None:
         )
 
 
-def opened(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytes:
+def decompress(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytes:
     """The plain body. Raises TooLarge beyond `limit_bytes`, RequestError for a torn one.
 
     >>> opened(zlib.compress(b"abc"), "deflate", 10)
     b'abc'
     """
-    check(coding)
+    check_coding(coding)
     found, left = bytearray(), bytes(body)
     while left:
         reader = zlib.decompressobj(_window(left, coding))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trueline.errors import UsageError
-from trueline.web.messages import Answer, App, Later, Request, Response
+from trueline.web.messages import Answer, App, InlineFuture, Request, Response
 
 METHODS = "GET, POST, PUT, DELETE, OPTIONS"
 _AGE_S = 600
@@ -23,7 +23,7 @@ _SHOWN = "inference-header-content-length, ts_request_sequence_id, x-request-id,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class CorsRule:
     """Who is let in, and with what."""
 
     origin: str
@@ -33,7 +33,7 @@ class Rule:
     """Of requests, beside those that this server knows."""
 
     @classmethod
-    def of(cls, origin: str, methods: str, headers: str) -> Rule | None:
+    def of(cls, origin: str, methods: str, headers: str) -> CorsRule | None:
         """None when no origin is let in. Raises UsageError for what cannot stand in a header."""
         for name, text in (("origin", origin), ("methods", methods), ("headers", headers)):
             if not text.isascii() or not text.isprintable():
@@ -47,10 +47,10 @@ class Rule:
         return cls(origin=origin, methods=methods or METHODS, headers=headers)
 
 
-class Cors:
+class CorsMiddleware:
     """`app`, whose answers the pages of one origin may read."""
 
-    def __init__(self, app: App, rule: Rule) -> None:
+    def __init__(self, app: App, rule: CorsRule) -> None:
         self._app = app
         self._origin = rule.origin.encode()
         lines = f"access-control-allow-origin: {rule.origin}\r\naccess-control-expose-headers: {_SHOWN}\r\n"
@@ -83,10 +83,10 @@ class Cors:
         """A copy: the app may answer others with the same one."""
         return msgspec.structs.replace(response, headers=response.headers + self._mark, lead=b"")
 
-    def _later(self, found: asyncio.Future[Response] | Later) -> Later:
-        told = Later()
+    def _later(self, found: asyncio.Future[Response] | InlineFuture) -> InlineFuture:
+        told = InlineFuture()
 
-        def done(one: asyncio.Future[Response] | Later) -> None:
+        def done(one: asyncio.Future[Response] | InlineFuture) -> None:
             if one.cancelled():
                 told.cancel()
             else:

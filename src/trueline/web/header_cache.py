@@ -8,7 +8,7 @@ length or none. Whatever is not found here goes through the parser, which is the
 
 from __future__ import annotations
 
-from trueline.web.messages import Head, Request
+from trueline.web.messages import Request, RequestHead
 
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 2048
@@ -19,13 +19,13 @@ _METHODS = ("GET", "POST")
 _NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
 
 
-class Heads:
+class HeaderCache:
     """The heads of all connections of one server."""
 
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Head] = {}
+        self._known: dict[bytes, RequestHead] = {}
 
     def find(self, data: bytes) -> Request | None:
         """The request that `data` is, whole and alone, if its head is known."""
@@ -46,4 +46,4 @@ class Heads:
             return  # not one request alone, or one that the parser has to see
         if len(self._known) >= MAX_HEADS:
             self._known.clear()
-        self._known[data[:body_at]] = Head(request.method, request.target, request.path, headers, length)
+        self._known[data[:body_at]] = RequestHead(request.method, request.target, request.path, headers, length)

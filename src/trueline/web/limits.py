@@ -9,7 +9,7 @@ import msgspec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HttpLimits:
     """Bounds of the HTTP front end."""
 
     body_bytes: int = 64 * 2**20
@@ -43,7 +43,7 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
 Verdict = Literal["keep", "abort", "close", "refuse"]
 
 
-def judge(waits: Waits, now: float, limits: Limits) -> Verdict:
+def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
     """What to do with a connection at `now`: keep it, close it, abort it, or refuse its half-received request."""
     if waits.writing is not None and now - waits.writing > limits.write_s:
         return "abort"

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from trueline.errors import RequestError
-from trueline.web.streaming import Pieces
+from trueline.web.streaming import StreamedBody
 
 MAX_PARAMETERS = 64
 JSON = b"application/json"
@@ -27,7 +27,7 @@ def _start(response: Response) -> bytes:
     return line + response.content_type if response.content_type else line.removesuffix(b"\r\ncontent-type: ")
 
 
-class Head(msgspec.Struct, eq=False):
+class RequestHead(msgspec.Struct, eq=False):
     """What is the same in all requests that begin with the same bytes (see `heads`)."""
 
     method: str
@@ -52,7 +52,7 @@ class Request(msgspec.Struct, eq=False):
     body: bytes | bytearray
     keep_alive: bool = True
     http_1_0: bool = False
-    head: Head | None = None
+    head: RequestHead | None = None
     """Where it is known; who changes headers or body takes it away. Such a request is plain: GET or POST, HTTP/1.1,
     kept alive.
     """
@@ -73,13 +73,13 @@ class Response(msgspec.Struct):
     headers: bytes = b""
     """Further header lines, each ending in CRLF."""
     close: bool = False
-    pieces: Pieces | None = None
+    pieces: StreamedBody | None = None
     """What the body is made of as it comes; `body` is then empty."""
     lead: bytes = b""
     """The head of an answer that is asked for again and again, up to its date; empty: it is made of the rest."""
 
 
-class Later:
+class InlineFuture:
     """An answer that is to come, for who makes many in one turn of the loop.
 
     It has what callers of an App use of a future, and tells them at once, not in the next turn: that turn costs more
@@ -148,7 +148,7 @@ class Later:
             asyncio.get_running_loop().call_exception_handler(why)
 
 
-Answer = Response | asyncio.Future[Response] | Later
+Answer = Response | asyncio.Future[Response] | InlineFuture
 
 
 class App(Protocol):
@@ -205,7 +205,7 @@ def date_line() -> bytes:
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
-def plain(response: Response, date: bytes) -> bytes:
+def render_plain(response: Response, date: bytes) -> bytes:
     """The bytes of a whole answer to a request that is plain, on a connection that stays."""
     body = response.body
     if response.lead:
@@ -218,20 +218,20 @@ def plain(response: Response, date: bytes) -> bytes:
     return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (line, len(body), response.headers, date, body)
 
 
-def lead_of(response: Response) -> bytes:
+def render_lead(response: Response) -> bytes:
     """`Response.lead` for answers like this one, with bodies as long as its own.
 
     >>> lead_of(Response(200, b"{}"))
     b'HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: 2\\r\\n'
     """
-    return plain(response, b"").removesuffix(b"\r\n" + response.body)
+    return render_plain(response, b"").removesuffix(b"\r\n" + response.body)
 
 
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
     """The answer's bytes; a HEAD request gets the head alone."""
     ordinary = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
     if ordinary and response.pieces is None:
-        return plain(response, date)
+        return render_plain(response, date)
     line = _STATUS_LINES.get(response.status)
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import httptools
 
-from trueline.web.header_cache import Heads
-from trueline.web.limits import Limits
+from trueline.web.header_cache import HeaderCache
+from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request that will not be received; nothing after it is read."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -23,11 +23,11 @@ class Refused(Exception):
         self.status = status
 
 
-class Upgraded(Exception):
+class UpgradeRequested(Exception):
     """What follows the last request would be another protocol, and is not read."""
 
 
-class Receiver:
+class RequestParser:
     """The requests of one connection, as they arrive. What is public says how far the one under way is."""
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Receiver:
     )
 
     def __init__(
-        self, limits: Limits, heads: Heads, now: Callable[[], float], take: Callable[[Request], object]
+        self, limits: HttpLimits, heads: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
     ) -> None:
         """`take` gets each whole request; what is remembered of its head goes to `heads`."""
         self._limits = limits
@@ -84,14 +84,14 @@ class Receiver:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
-            raise Upgraded from error
+            raise UpgradeRequested from error
         except httptools.HttpParserError as error:
-            refused = _refused(error)
+            refused = _rejection_of(error)
             if refused is None:
                 raise
             raise refused from error
         if self.silent_bytes > self._limits.head_bytes:
-            raise Refused(431, f"a header is over the {self._limits.head_bytes} bytes that this server takes")
+            raise RequestRejected(431, f"a header is over the {self._limits.head_bytes} bytes that this server takes")
 
     def stop(self) -> None:
         """Nothing more is fed."""
@@ -118,37 +118,37 @@ class Receiver:
         self.silent_bytes = 0
         self._head_bytes += size
         if self._head_bytes > self._limits.head_bytes:
-            raise Refused(431, f"headers are over the {self._limits.head_bytes} bytes that this server takes")
+            raise RequestRejected(431, f"headers are over the {self._limits.head_bytes} bytes that this server takes")
 
     def on_headers_complete(self) -> None:
         self.silent_bytes = 0
         self._in_body = True
         headers = self._headers
         if b"host" not in headers and self._parser.get_http_version() == "1.1":
-            raise Refused(400, "HTTP/1.1 requests need a Host header")
+            raise RequestRejected(400, "HTTP/1.1 requests need a Host header")
         length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
         if length is not None and int(length) > self._limits.body_bytes:
             raise self._too_large(f"{int(length)} bytes")
         if coding is not None and coding.lower() != b"chunked":
-            raise Refused(415, "bodies are read plain or chunked, in no other transfer coding")
+            raise RequestRejected(415, "bodies are read plain or chunked, in no other transfer coding")
         if (length is not None or coding is not None) and self._parser.should_upgrade():
-            raise Refused(400, "an Upgrade with a body is not answered here; send plain HTTP/1.1")
+            raise RequestRejected(400, "an Upgrade with a body is not answered here; send plain HTTP/1.1")
         expect = headers.get(b"expect")
         if expect is not None:
             self._expect(expect)
 
     def _expect(self, expect: bytes) -> None:
         if expect.lower() != b"100-continue":
-            raise Refused(417, "this server meets no expectation but 100-continue")
+            raise RequestRejected(417, "this server meets no expectation but 100-continue")
         self.continue_due = True
 
-    def _too_large(self, size: str) -> Refused:
-        return Refused(413, f"the body has {size}, this server takes at most {self._limits.body_bytes}")
+    def _too_large(self, size: str) -> RequestRejected:
+        return RequestRejected(413, f"the body has {size}, this server takes at most {self._limits.body_bytes}")
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
         if self._chunks > self._limits.chunks:
-            raise Refused(413, f"the body comes in more than {self._limits.chunks} chunks; send larger ones")
+            raise RequestRejected(413, f"the body comes in more than {self._limits.chunks} chunks; send larger ones")
 
     def on_body(self, piece: bytes) -> None:
         self.silent_bytes = 0
@@ -181,10 +181,10 @@ class Receiver:
         self._take(request)
 
 
-def _refused(error: httptools.HttpParserError) -> Refused | None:
+def _rejection_of(error: httptools.HttpParserError) -> RequestRejected | None:
     """What a parser's error means: a bound that was passed, no HTTP; None: a mistake of ours."""
-    if isinstance(error.__context__, Refused):
+    if isinstance(error.__context__, RequestRejected):
         return error.__context__
     if isinstance(error, httptools.HttpParserCallbackError):
         return None
-    return Refused(400, f"malformed HTTP request: {error}")
+    return RequestRejected(400, f"malformed HTTP request: {error}")

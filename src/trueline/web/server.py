@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from trueline.web.connection import Connection
-from trueline.web.header_cache import Heads
-from trueline.web.limits import Limits
+from trueline.web.header_cache import HeaderCache
+from trueline.web.limits import HttpLimits
 from trueline.web.messages import App, date_line
 
 
-class Server:
+class HttpServer:
     """The connections of one App, and a protocol factory for the loop."""
 
-    def __init__(self, app: App, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, app: App, limits: HttpLimits, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
         self.limits = limits
         self.loop = loop
         self.draining = False
-        self.heads = Heads()
+        self.header_cache = HeaderCache()
         self.date = date_line()
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()

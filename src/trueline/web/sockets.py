@@ -28,7 +28,7 @@ def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False)
         made.listen(_BACKLOG)
     except OSError as error:
         made.close()
-        raise _explained(error, host, port) from error
+        raise _explain(error, host, port) from error
     return made
 
 
@@ -53,7 +53,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
     return family, (str(address[0]), int(address[1]))
 
 
-def _explained(error: OSError, host: str, port: int) -> PortInUse | UsageError:
+def _explain(error: OSError, host: str, port: int) -> PortInUse | UsageError:
     if error.errno == errno.EADDRINUSE:
         return PortInUse(
             f"port {port} on {host} is in use: another process listens there",

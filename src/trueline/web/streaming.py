@@ -9,11 +9,11 @@ MAX_AHEAD_BYTES = 64 * 2**20
 """What may wait for a client that reads slowly. A handler cannot be paused, so its answer is given up beyond that."""
 
 
-class Torn(Exception):
+class StreamBroken(Exception):
     """The answer ended in the middle: its handler failed, or the client read too slowly."""
 
 
-class Pieces:
+class StreamedBody:
     """What follows the head of an answer."""
 
     def __init__(self, stop: Callable[[], None], *, max_ahead_bytes: int = MAX_AHEAD_BYTES) -> None:
@@ -78,7 +78,7 @@ class Pieces:
                 for piece in self.take():
                     yield piece
                 if over and self.torn:
-                    raise Torn
+                    raise StreamBroken
                 if over:
                     return
                 await more.wait()

@@ -29,7 +29,7 @@ class Certificates:
         return self.client_ca is not None
 
 
-def certificates(certificate: str | None, private_key: str | None, client_ca: str | None) -> Certificates | None:
+def parse_certificates(certificate: str | None, private_key: str | None, client_ca: str | None) -> Certificates | None:
     """What was named; None when the server speaks plainly. Raises UsageError for a key or authority alone."""
     if certificate is None:
         for flag, value in (("--private-key", private_key), ("--client-ca", client_ca)):
@@ -43,12 +43,12 @@ def certificates(certificate: str | None, private_key: str | None, client_ca: st
     )
 
 
-def context(given: Certificates) -> ssl.SSLContext:
+def make_ssl_context(given: Certificates) -> ssl.SSLContext:
     """For the HTTP ports. Raises UsageError that names the file."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])
-    _readable(given)
+    _check_readable(given)
     try:
         made.load_cert_chain(given.certificate, given.private_key, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
@@ -71,7 +71,7 @@ def _no_password() -> str:
     return ""
 
 
-def _readable(given: Certificates) -> None:
+def _check_readable(given: Certificates) -> None:
     for path in (given.certificate, given.private_key, given.client_ca):
         if path is not None:
             try:
@@ -80,7 +80,7 @@ def _readable(given: Certificates) -> None:
                 raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def grpc_credentials(given: Certificates) -> Any:
+def make_grpc_credentials(given: Certificates) -> Any:
     """For the gRPC port. The files have been through `context`: what is wrong with them has been said."""
     import grpc
 

@@ -21,7 +21,7 @@ import msgspec
 from trueline import files
 from trueline.errors import RequestError, UsageError
 
-Kind = Literal["inference", "management", "API"]
+TokenKind = Literal["inference", "management", "API"]
 MIN_CHARS = 16
 """A shorter token can be guessed; TorchServe's had 8."""
 
@@ -59,24 +59,24 @@ class Keys:
         """Takes what another process has renewed. Raises UsageError when the file is none any more; the old stay."""
         if _stamp(self._path) != self._read:
             self._read = _stamp(self._path)
-            self._entries = read(self._path, now=self._now)._entries
+            self._entries = load_keys(self._path, now=self._now)._entries
 
-    def check(self, kind: Kind, authorization: bytes | None) -> None:
+    def check(self, kind: TokenKind, authorization: bytes | None) -> None:
         """Raises Unauthorized without a bearer token, Forbidden for a wrong or expired one."""
         scheme, _, token = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not token:
             raise Unauthorized("this server asks for a token", hint="send the header Authorization: Bearer TOKEN")
         entry = self._entries[kind]
         right = hmac.compare_digest(token.strip(), entry.key.encode())
-        if not right or self._expired(entry):
+        if not right or self._has_expired(entry):
             raise Forbidden("the token is not valid for this, or it has expired")
 
-    def _expired(self, entry: _Entry) -> bool:
+    def _has_expired(self, entry: _Entry) -> bool:
         if entry.expires is None:
             return False
         return datetime.fromisoformat(entry.expires).timestamp() <= self._now()
 
-    def renew(self, kind: Kind) -> None:
+    def renew(self, kind: TokenKind) -> None:
         """A new token in place of the old one, which ends now. Raises StorageError; the old one then stays."""
         entries = self._entries | {kind: _Entry(key=secrets.token_urlsafe(32))}
         _write(self._path, entries)
@@ -91,7 +91,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return (found.st_mtime_ns, found.st_ino)
 
 
-def read(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
+def load_keys(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
     """The keys at `path`; made anew when there is no such file. Raises UsageError, StorageError."""
     if not path.exists():
         entries = {kind: _Entry(key=secrets.token_urlsafe(32)) for kind in ("management", "inference", "API")}

@@ -15,7 +15,7 @@ from trueline.web.messages import Answer, App, Request, Response
 _CARRIED = ("traceparent", "tracestate")
 
 
-class Traced:
+class TracingMiddleware:
     """`app`, each of whose requests is a span of `tracer`."""
 
     def __init__(self, app: App, tracer: Any) -> None:
@@ -63,7 +63,7 @@ class Traced:
         return self._app.refuse(path, status, message)
 
 
-def exporting(endpoint: str) -> Any:
+def make_tracer_provider(endpoint: str) -> Any:
     """A provider of tracers that sends spans to a collector. Raises UsageError when the extra is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -27,11 +27,11 @@ from trueline.serve.models.split import Split
 from trueline.serve.models.version import Version
 from trueline.serve.protocols.router import Routes
 from trueline.serve.traffic.shadow import Shadow
-from trueline.web.access_log import Logged
+from trueline.web.access_log import AccessLogMiddleware
 from trueline.web.connection import Connection
-from trueline.web.limits import Limits
-from trueline.web.messages import Answer, App, Later, Request, Response
-from trueline.web.server import Server
+from trueline.web.limits import HttpLimits
+from trueline.web.messages import Answer, App, InlineFuture, Request, Response
+from trueline.web.server import HttpServer
 from worlds import bundles
 from worlds.connections import Wire
 from worlds.servers import load_as_if
@@ -111,8 +111,8 @@ class World:
         made.make_ready(loaded, self.policy, ThreadPoolExecutor(1), self.loop)
         return made
 
-    def behind(self, app: App) -> Server:
-        return Server(app, Limits(), self.loop)
+    def behind(self, app: App) -> HttpServer:
+        return HttpServer(app, HttpLimits(), self.loop)
 
     def connect(self) -> tuple[Connection, Wire]:
         connection, wire = self.server(), Wire()
@@ -121,7 +121,7 @@ class World:
 
     def request(self, whole: bytes) -> Request:
         """As it is once its head is known."""
-        found = self.server.heads.find(whole)
+        found = self.server.header_cache.find(whole)
         assert found is not None
         return found
 
@@ -357,7 +357,7 @@ def test_one_that_the_program_refuses_fails_alone(table: World) -> None:
 
 def test_who_goes_away_before_the_turn_ends_takes_nobody_along(world: World) -> None:
     log = Log()
-    world.server = world.behind(Logged(world.routes, "data", log))  # type: ignore[arg-type]
+    world.server = world.behind(AccessLogMiddleware(world.routes, "data", log))  # type: ignore[arg-type]
     world.teach(USUAL)
     world.crowd()
     log.entries.clear()
@@ -558,10 +558,10 @@ def test_an_answer_that_is_to_come_tells_everyone_once_and_goes_on_when_one_of_t
         failed: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
 
-        def fails(_: Later) -> None:
+        def fails(_: InlineFuture) -> None:
             raise ValueError("on purpose")
 
-        later = Later()
+        later = InlineFuture()
         with pytest.raises(asyncio.InvalidStateError):
             later.result()
         later.add_done_callback(fails)
@@ -571,7 +571,7 @@ def test_an_answer_that_is_to_come_tells_everyone_once_and_goes_on_when_one_of_t
         assert told == ["a", "late"]
         assert (later.done(), later.cancelled(), later.cancel()) == (True, False, False)
         assert [str(one["exception"]) for one in failed] == ["on purpose"]
-        gone = Later()
+        gone = InlineFuture()
         gone.add_done_callback(lambda one: told.append(f"gone {one.cancelled()}"))
         assert gone.cancel()
         gone.set_result(Response(200, b"b"))

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.version import Version
-from trueline.web.messages import Head, Request, Response
+from trueline.web.messages import Request, RequestHead, Response
 from worlds.servers import TinyApp
 
 BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]}]}).encode()
@@ -312,7 +312,7 @@ def full(tmp_path: Path) -> Iterator[TinyApp]:
 def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_version(full: TinyApp) -> None:
     """Requests with a head that is known, as a kept-alive client sends them."""
     target, headers = b"/v2/models/tiny/infer", {b"content-length": b"%d" % len(BODY)}
-    head = Head("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
+    head = RequestHead("POST", target, "/v2/models/tiny/infer", headers, len(BODY))
 
     def ask(body: bytes = BODY) -> Any:
         return full.routes.answer(Request("POST", target, headers, body, True, False, head))

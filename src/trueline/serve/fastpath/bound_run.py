@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trueline.web.messages import Later, Request, Response
+from trueline.web.messages import InlineFuture, Request, Response
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array, Signature
@@ -36,7 +36,7 @@ MAX_TRIES = 3
 """To bind a number of rows, on the values of as many requests."""
 
 
-class Held(Later):
+class Held(InlineFuture):
     """A request that waits for the end of a turn."""
 
     __slots__ = ("again", "began", "long_way", "pieces", "request", "since")

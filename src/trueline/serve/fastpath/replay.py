@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from trueline.errors import RequestError
 from trueline.serve.fastpath.bound_run import Held, bytes_of
 from trueline.serve.protocols.oip import codec
-from trueline.web.messages import Later, Request, Response, lead_of
+from trueline.web.messages import InlineFuture, Request, Response, render_lead
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -65,7 +65,7 @@ class Again:
         """Whether requests without a version still lead where they did."""
         return self._changes == self._models.changes and self._short.open
 
-    def answer(self, request: Request, long_way: LongWay) -> Response | Later | None:
+    def answer(self, request: Request, long_way: LongWay) -> Response | InlineFuture | None:
         """The answer; None for what has to go the long way."""
         short = self._short
         if self._changes != self._models.changes or not short.open or self._models.shadows:
@@ -133,7 +133,7 @@ def _in_bytes(
     made = codec.encode(name, version, call, outputs)
     head = made.body[: made.json_bytes]
     headers = b"inference-header-content-length: %d\r\n" % len(head)
-    lead = lead_of(Response(200, made.body, OCTETS, headers))
+    lead = render_lead(Response(200, made.body, OCTETS, headers))
     places = [(bytes_of(arrays.outputs[key]), arrays.row_bytes(key), outputs[key].nbytes) for key in call.wanted]
     if len(places) == 1:
         ((view, step, size),) = places

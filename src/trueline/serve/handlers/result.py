@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trueline.errors import DeadlineExceeded, RequestError, TruelineError
-from trueline.web.streaming import Pieces
+from trueline.web.streaming import StreamedBody
 
 DIED = "Worker died."
 """TorchServe's words for a request whose process ended under it."""
@@ -23,7 +23,7 @@ class Answer:
     status: int = 200
     phrase: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    pieces: Pieces | None = None
+    pieces: StreamedBody | None = None
 
 
 class HandlerFailed(RequestError):

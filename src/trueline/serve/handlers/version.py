@@ -28,7 +28,7 @@ from trueline.serve.handlers.sequences import Part
 from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Ask, Launch, Limits
 from trueline.serve.models.version import NO_WORKER, Loaded, Version
-from trueline.web.streaming import Pieces
+from trueline.web.streaming import StreamedBody
 
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"
@@ -353,7 +353,7 @@ class _Told:
         """With a `part` the answer names its sequence, unless the handler does."""
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._own = {} if part is None else {sequences.ID: part.id}
-        self._pieces: Pieces | None = None
+        self._pieces: StreamedBody | None = None
         self._waiting: asyncio.Future[Answer] | None = None
 
     def follow(self, waiting: asyncio.Future[Answer]) -> None:
@@ -367,7 +367,7 @@ class _Told:
         if self._pieces is None:
             if self.answer.done():
                 return
-            self._pieces = Pieces(self._stop)
+            self._pieces = StreamedBody(self._stop)
             self.answer.set_result(replace(self._named(piece), body=b"", pieces=self._pieces))
         self._pieces.add(piece.body)
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from trueline import events
 from trueline.serve.settings import Settings
 from trueline.web import tls
-from trueline.web.limits import Limits
+from trueline.web.limits import HttpLimits
 from trueline.web.messages import App
-from trueline.web.server import Server
+from trueline.web.server import HttpServer
 from trueline.web.sockets import check_reach, listen
 
 Field = str | int | float | bool | None
@@ -24,7 +24,7 @@ class _Port:
     """One listener and its connections."""
 
     what: str
-    server: Server
+    server: HttpServer
     listener: asyncio.Server
     number: int
 
@@ -45,17 +45,17 @@ class Ports:
         """Raises UsageError for certificates that cannot be read."""
         self._settings = settings
         self._loop = loop
-        self._secured = tls.certificates(settings.certificate, settings.private_key, settings.client_ca)
+        self._secured = tls.parse_certificates(settings.certificate, settings.private_key, settings.client_ca)
         self._http: list[_Port] = []
         self._grpc: list[_Calls] = []
 
     async def open(self, what: Literal["data", "management", "metrics"], app: App, number: int) -> None:
         """`app` behind a port, 0 for a free one. Raises PortInUse, UsageError for an address that others reach."""
         settings = self._settings
-        context = None if self._secured is None else tls.context(self._secured)
+        context = None if self._secured is None else tls.make_ssl_context(self._secured)
         sock = listen(settings.host, number, guarded=settings.guarded, shared=settings.shared)
-        limits = Limits(body_bytes=settings.max_body_bytes)
-        server = Server(app, limits, self._loop)
+        limits = HttpLimits(body_bytes=settings.max_body_bytes)
+        server = HttpServer(app, limits, self._loop)
         handshake_s = None if context is None else limits.receive_s
         listener = await self._loop.create_server(server, sock=sock, ssl=context, ssl_handshake_timeout=handshake_s)
         found = sock.getsockname()[1]
@@ -73,7 +73,7 @@ class Ports:
             settings.host,
             number,
             body_bytes=settings.max_body_bytes,
-            credentials=None if self._secured is None else tls.grpc_credentials(self._secured),
+            credentials=None if self._secured is None else tls.make_grpc_credentials(self._secured),
             shared=settings.shared,
         )
         events.emit("server.listening", what=what, host=settings.host, port=found)

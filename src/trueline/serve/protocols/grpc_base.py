@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from trueline import events
 from trueline.errors import PortInUse, RequestError
-from trueline.web.access_log import GONE, AccessLog, CallLine
+from trueline.web.access_log import CLIENT_CLOSED, AccessLog, GrpcCallLog
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -71,7 +71,7 @@ class Door:
         async def call(data: bytes, context: Context) -> bytes:
             line = self._line(name, data, context)
             try:
-                request = line.asks(_parsed(kind, data))
+                request = line.note_model(_parsed(kind, data))
                 self.check(name, context)
                 response: bytes = (await answer(request, context)).SerializeToString()
             except BaseException as error:  # noqa: BLE001 - blind on purpose: one call fails, never the server
@@ -89,7 +89,7 @@ class Door:
         async def call(data: bytes, context: Context) -> AsyncIterator[bytes]:
             line, size = self._line(name, data, context), 0
             try:
-                request = line.asks(_parsed(kind, data))
+                request = line.note_model(_parsed(kind, data))
                 self.check(name, context)
                 async for answer in answers(request, context):
                     piece: bytes = answer.SerializeToString()
@@ -118,7 +118,7 @@ class Door:
                 line, size = self._line(name, data, context), 0
                 request = None
                 try:
-                    request = line.asks(_parsed(kind, data))
+                    request = line.note_model(_parsed(kind, data))
                     self.check(name, context)
                     async for answer in answers(request, context):
                         piece: bytes = answer.SerializeToString()
@@ -139,9 +139,9 @@ class Door:
 
         return grpc.stream_stream_rpc_method_handler(call)
 
-    def _line(self, name: str, data: bytes, context: Context) -> CallLine:
+    def _line(self, name: str, data: bytes, context: Context) -> GrpcCallLog:
         named = None if self.log is None else header(context, "x-request-id")
-        return CallLine(self.log, self.face, f"/{self.service}/{name}", len(data), named)
+        return GrpcCallLog(self.log, self.face, f"/{self.service}/{name}", len(data), named)
 
     def _said(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
         """What a failure is called, and its words for the client."""
@@ -151,12 +151,12 @@ class Door:
         events.emit("request.failed", path=name, why=f"{type(error).__name__}: {error}")
         return grpc.StatusCode.INTERNAL, FAILED
 
-    async def _end(self, line: CallLine, error: BaseException, context: Context) -> NoReturn:
+    async def _end(self, line: GrpcCallLog, error: BaseException, context: Context) -> NoReturn:
         """Ends the call with what `error` is to the client."""
         if not isinstance(error, Exception):
             left_s = context.time_remaining()
             late = left_s is not None and left_s <= 0
-            line.end(0, status=504 if late else GONE, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
+            line.end(0, status=504 if late else CLIENT_CLOSED, code="DEADLINE_EXCEEDED" if late else "CANCELLED")
             raise error
         code, message = self._said(line.path.rpartition("/")[2], error)
         line.end(0, status=_status(error), code=code.name)

@@ -24,8 +24,8 @@ from trueline.serve.protocols.oip.rest import KServePaths
 from trueline.torchserve import responses
 from trueline.torchserve.rest import TorchServePaths
 from trueline.web import content_encoding
-from trueline.web.limits import Limits
-from trueline.web.messages import Later, Request, Response, query_all
+from trueline.web.limits import HttpLimits
+from trueline.web.messages import InlineFuture, Request, Response, query_all
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer
@@ -40,7 +40,7 @@ class Routes:
         models: Models,
         loop: asyncio.AbstractEventLoop,
         *,
-        body_bytes: int = Limits().body_bytes,
+        body_bytes: int = HttpLimits().body_bytes,
         loader: Repository | None = None,
         workflows: Workflows | None = None,
         strict: bool = False,
@@ -63,7 +63,7 @@ class Routes:
 
     # what the connections call
 
-    def answer(self, request: Request) -> Answer | Later:
+    def answer(self, request: Request) -> Answer | InlineFuture:
         """The answer, now or later. Never raises."""
         known = self._infer.again(request, self.long_way)
         if known is not None:
@@ -162,12 +162,12 @@ class Routes:
         request.head = None
         if name == "identity":
             return self._route(request)
-        content_encoding.check(name)
+        content_encoding.check_coding(name)
         if len(request.body) <= content_encoding.IN_THREAD_BYTES:
-            request.body = content_encoding.opened(request.body, name, self._body_bytes)
+            request.body = content_encoding.decompress(request.body, name, self._body_bytes)
             return self._route(request)
         answer: asyncio.Future[Response] = self._loop.create_future()
-        opening = self._loop.run_in_executor(None, content_encoding.opened, request.body, name, self._body_bytes)
+        opening = self._loop.run_in_executor(None, content_encoding.decompress, request.body, name, self._body_bytes)
 
         def done(found: asyncio.Future[bytes]) -> None:
             if answer.done():

@@ -24,7 +24,7 @@ from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Ask
 from trueline.serve.models.desired_state import WantedWorkflow
 from trueline.torchserve.workflows.spec import Node, Spec
-from trueline.web.streaming import Torn
+from trueline.web.streaming import StreamBroken
 
 
 class UnknownWorkflow(NotFound):
@@ -101,7 +101,7 @@ class Workflow:
                     return await _whole(await self.versions[node.name].handle(ask))
             except Overloaded:
                 raise  # asking again at once would only make it worse
-            except (TimeoutError, RequestError, Torn) as error:
+            except (TimeoutError, RequestError, StreamBroken) as error:
                 if isinstance(error, HandlerFailed) and error.status < 500 and not strict:
                     raise  # the handler refused what it was given: it would refuse it again
                 why = f"no answer within {node.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)

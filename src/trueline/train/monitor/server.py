@@ -36,10 +36,10 @@ from trueline.errors import PortInUse, StorageError, UsageError
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Board, Fields
 from trueline.web import sockets
-from trueline.web.limits import Limits
+from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request, Response, query_of
-from trueline.web.server import Server
-from trueline.web.streaming import Pieces
+from trueline.web.server import HttpServer
+from trueline.web.streaming import StreamedBody
 
 INTERVAL_S = 1.0
 CLOSE_S = 1.0
@@ -82,7 +82,7 @@ class Page:
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._viewers: set[asyncio.Task[None]] = set()
-        self._server: Server | None = None
+        self._server: HttpServer | None = None
         self._listening: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._encoded: tuple[float, bytes] = (0.0, b"")
@@ -116,7 +116,7 @@ class Page:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        self._server = Server(_App(self), Limits(), loop)
+        self._server = HttpServer(_App(self), HttpLimits(), loop)
         self._listening = await loop.create_server(self._server, sock=listener)
         self._sweep()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
@@ -191,19 +191,19 @@ class Page:
             self._encoded = (now, msgspec.json.encode(self.board.state(now)))
         return self._encoded[1]
 
-    def stream(self) -> Pieces:
+    def stream(self) -> StreamedBody:
         """Server-sent events: the state every second while the job runs, at once when it ends."""
 
         def stop() -> None:
             viewer.cancel()
 
-        pieces = Pieces(stop)
+        pieces = StreamedBody(stop)
         viewer = asyncio.ensure_future(self._push(pieces))
         self._viewers.add(viewer)
         viewer.add_done_callback(self._viewers.discard)
         return pieces
 
-    async def _push(self, pieces: Pieces) -> None:
+    async def _push(self, pieces: StreamedBody) -> None:
         seen = -1
         while True:
             changed, seen = self.board.changes != seen, self.board.changes

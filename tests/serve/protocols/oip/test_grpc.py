@@ -151,7 +151,7 @@ def test_each_method_asks_for_its_own_token_and_health_for_none(
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({kind: {"key": key} for kind, key in TOKENS.items()}))
     path.chmod(0o600)
-    guarded = Face(Routes(Models(), loop), tokens.read(path))
+    guarded = Face(Routes(Models(), loop), tokens.load_keys(path))
     for name in OPEN:
         guarded._check(name, Call())
     for names, kind in ((ASKED, "inference"), (MANAGED, "management")):

@@ -26,7 +26,7 @@ from trueline.serve.protocols.oip import binary, codec, json_tensors
 from trueline.serve.protocols.oip import triton as extensions
 from trueline.serve.protocols.router import Routes
 from trueline.web.access_log import AccessLog
-from trueline.web.tokens import Keys, Kind
+from trueline.web.tokens import Keys, TokenKind
 from trueline.wire import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Face:
     def _check(self, name: str, context: Context) -> None:
         if self._keys is None or name in _OPEN:
             return
-        kind: Kind = "management" if name in _MANAGED else "inference"
+        kind: TokenKind = "management" if name in _MANAGED else "inference"
         self._keys.check(kind, header(context, "authorization"))
 
     # requests

@@ -21,7 +21,7 @@ from trueline.serve.models.version import Version
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Asking, key_of
 from trueline.serve.protocols.errors import Method, check_media
 from trueline.serve.protocols.oip import binary, codec
-from trueline.web.messages import Later, Request, Response
+from trueline.web.messages import InlineFuture, Request, Response
 
 if TYPE_CHECKING:
     from trueline.serve.fastpath.bound_run import LongWay
@@ -36,7 +36,7 @@ class InferPaths:
         self._asking = asking
         self._models = asking.models
 
-    def again(self, request: Request, long_way: LongWay) -> Response | Later | None:
+    def again(self, request: Request, long_way: LongWay) -> Response | InlineFuture | None:
         """The answer to what was asked before, but for its numbers; None for what has to go the `long_way`."""
         head = request.head
         asks = None if head is None else head.asks
