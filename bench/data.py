@@ -41,8 +41,8 @@ from trueline.data.source import Unit
 from trueline.data.sources.records_source import TableSource
 from trueline.data.tools import inspect
 from trueline.storage.block_cache import BlockCache
-from trueline.storage.object_store import Patience, Store
-from trueline.storage.remote import list_store, opened
+from trueline.storage.object_store import ObjectStore, RetryPolicy
+from trueline.storage.remote import list_store, open_store
 from trueline.train.step.plan import JobPlan
 
 _BYTES = 784
@@ -273,9 +273,9 @@ def stores(folder: Path, count: int) -> dict[str, float | None]:
     local = rate(count, lambda: epoch(open_records(path), 256))
 
     def warm(where: str) -> float:
-        fs, root = opened(where)
+        fs, root = open_store(where)
         fs.pipe_file(f"{root}/stored.parquet", path.read_bytes())
-        store = Store(fs, Patience(), BlockCache(folder / "cache", 1 << 30))
+        store = ObjectStore(fs, RetryPolicy(), BlockCache(folder / "cache", 1 << 30))
         uri = f"{where}/stored.parquet"
 
         def read() -> None:
@@ -333,7 +333,7 @@ def first_batch(folder: Path) -> dict[str, float]:
     Bucket.fill()
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     began = time.monotonic()
-    store = Store(Bucket(), Patience(), BlockCache(folder / "first", 1 << 34))
+    store = ObjectStore(Bucket(), RetryPolicy(), BlockCache(folder / "first", 1 << 34))
     records = FileRecords(ParquetFormat(), list_store("bucket:///tb", (".parquet",), store=store))
     source = TableSource(records, feed, mode="training", where="the bench", cache_bytes=_CACHE)
     blocks = tuple(unit.count for unit in records.units)

@@ -162,7 +162,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 def join_names(names: Iterable[str]) -> str:
     """Names for a message, `none` when there are none.
 
-    >>> listed(["a", "b"])
+    >>> join_names(["a", "b"])
     'a, b'
     """
     return ", ".join(names) or "none"

@@ -10,7 +10,7 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError, StorageError, UsageError
-from trueline.storage.place import inside
+from trueline.storage.checkpoint_store import join_location
 from worlds.recipes import small
 
 
@@ -55,7 +55,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before_with_a_wa
     write(folder, 10, 20)
     change(folder, 20, *DAMAGES[damage])
     with pytest.raises(CheckpointError, match="step-00000020"):
-        checkpoint.read(inside(folder, "step-00000020"))
+        checkpoint.read(join_location(folder, "step-00000020"))
     said = []
     with events.listening(lambda name, fields: said.append((name, fields))):
         found = checkpoint.latest(folder)
@@ -71,7 +71,7 @@ def test_a_damaged_file_is_refused_even_when_its_digest_was_forged(folder, monke
     monkeypatch.setattr(
         checkpoint.files, "sha256_file", lambda file: checkpoint.read_manifest(path)["files"][file.name]
     )
-    path = inside(folder, "step-00000010")
+    path = join_location(folder, "step-00000010")
     with pytest.raises(CheckpointError, match=r"state\.safetensors cannot be read"):
         checkpoint.read(path)
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist_in_a_store(tmp_path):
     write(folder, 10, 20)
     change(folder, 20, checkpoint.MANIFEST, lambda data: None)
     assert checkpoint.steps(folder) == [10]
-    assert not checkpoint.exists(inside(folder, "step-00000020"))
+    assert not checkpoint.exists(join_location(folder, "step-00000020"))
     assert checkpoint.sweep(folder) == 1
     fs, root = fsspec.url_to_fs(folder)
     assert {path.split("/")[-2] for path in fs.find(root)} == {"step-00000010"}
@@ -115,18 +115,18 @@ def test_the_newest_and_the_best_stay_and_the_rest_goes(folder):
     write(folder, 10, 20, 30, 40, evaluations=evaluations(10, 20))
     checkpoint.prune(folder, newest=40, keep=2, best=checkpoint.best_step(evaluations(10, 20)))
     assert checkpoint.steps(folder) == [20, 30, 40]
-    assert checkpoint.best(folder) == inside(folder, "step-00000020")
+    assert checkpoint.best(folder) == join_location(folder, "step-00000020")
 
 
 def test_the_best_is_the_last_best_one_that_still_exists(folder):
     write(folder, 10, 30, 40, evaluations=evaluations(10, 20))
-    assert checkpoint.best(folder) == inside(folder, "step-00000010")
+    assert checkpoint.best(folder) == join_location(folder, "step-00000010")
 
 
 def test_a_damaged_newest_manifest_does_not_hide_the_best(folder):
     write(folder, 10, 20, evaluations=evaluations(10))
     change(folder, 20, checkpoint.MANIFEST, lambda data: data[:-9])
-    assert checkpoint.best(folder) == inside(folder, "step-00000010")
+    assert checkpoint.best(folder) == join_location(folder, "step-00000010")
 
 
 def test_without_an_evaluation_there_is_no_best(folder):
@@ -213,10 +213,10 @@ def test_a_verb_finds_the_newest_checkpoint_of_a_job_wherever_it_keeps_them(fold
         checkpoint_path(str(tmp_path))
     write(folder, 10, 20)
     change(folder, 20, checkpoint.TENSORS, lambda data: data[:-1])
-    assert checkpoint_path(str(tmp_path)) == inside(folder, "step-00000010")
-    assert checkpoint_path(str(inside(folder, "step-00000010"))) == inside(folder, "step-00000010")
+    assert checkpoint_path(str(tmp_path)) == join_location(folder, "step-00000010")
+    assert checkpoint_path(str(join_location(folder, "step-00000010"))) == join_location(folder, "step-00000010")
     if isinstance(folder, str):
-        assert checkpoint_path(folder + "/") == inside(folder, "step-00000010")
+        assert checkpoint_path(folder + "/") == join_location(folder, "step-00000010")
 
 
 def test_a_model_is_captured_from_a_checkpoint_wherever_it_lies(folder, tmp_path):

@@ -31,7 +31,7 @@ def test_one_changed_bit_anywhere_in_a_block_has_it_fetched_again(tmp_path: Path
     content[at] ^= 1
     path.write_bytes(content)
     cache = BlockCache(tmp_path, 10**6)
-    assert cache.look("key", 0) is None
+    assert cache.peek("key", 0) is None
     assert bytes(cache.get("key", 0, lambda: CONTENT)) == CONTENT
     assert bytes(BlockCache(tmp_path, 10**6).get("key", 0, never)) == CONTENT
 
@@ -83,7 +83,7 @@ def test_what_was_read_last_stays_when_room_is_made(tmp_path: Path) -> None:
     cache().get("a", 0, never)
     now[0] = 5
     first.get("e", 0, lambda: bytes(300))
-    assert [key for key in "abcde" if cache().look(key, 0) is not None] == ["a", "d", "e"]
+    assert [key for key in "abcde" if cache().peek(key, 0) is not None] == ["a", "d", "e"]
     assert first.num_bytes() <= 1000
 
 

@@ -32,7 +32,7 @@ from trueline.errors import DataError
 from trueline.storage import remote
 from trueline.storage.block_cache import BlockCache
 from trueline.storage.listing import list_files
-from trueline.storage.object_store import Patience, Store, redacted, shown
+from trueline.storage.object_store import ObjectStore, RetryPolicy, redact_text, redact_uri
 from trueline.storage.remote import list_store
 from worlds.records import FILES, WORLDS, flat, no_feed, rich, rows_of
 
@@ -72,9 +72,9 @@ class Flaky:
         return bytes(self.fs.cat_file(key, start=start, end=end))
 
 
-def patient(waits: list[float] | None = None, attempts: int = 4) -> Patience:
+def patient(waits: list[float] | None = None, attempts: int = 4) -> RetryPolicy:
     sink = [] if waits is None else waits
-    return Patience(attempts=attempts, first_s=1.0, sleep=sink.append, chance=lambda: 0.0)
+    return RetryPolicy(attempts=attempts, first_s=1.0, sleep=sink.append, chance=lambda: 0.0)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "array record"])
@@ -91,7 +91,7 @@ def test_every_format_is_read_from_a_store_as_from_a_disk(
     assert rows_of(open_records(f"{bucket}/*/*{path.suffix}")) == rows * 2
 
 
-def stored(tmp_path: Path, bucket: str, store: Store) -> FileRecords:
+def stored(tmp_path: Path, bucket: str, store: ObjectStore) -> FileRecords:
     uri = upload(WORLDS["parquet"].write(tmp_path / "world", rich(300)), f"{bucket}/one.parquet")
     return FileRecords(ParquetFormat(), list_store(uri, (".parquet",), store=store))
 
@@ -99,7 +99,7 @@ def stored(tmp_path: Path, bucket: str, store: Store) -> FileRecords:
 def test_a_store_that_fails_for_a_moment_is_asked_again_with_growing_waits(tmp_path: Path, bucket: str) -> None:
     waits: list[float] = []
     fs = Flaky([ConnectionResetError("reset"), TimeoutError("slow"), 7])
-    records = stored(tmp_path, bucket, Store(fs, patient(waits), None, block_bytes=1000))
+    records = stored(tmp_path, bucket, ObjectStore(fs, patient(waits), None, block_bytes=1000))
     assert rows_of(records) == rich(300)
     assert waits == [1.0, 2.0, 4.0]
 
@@ -107,7 +107,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again_with_growing_waits(tmp_p
 def test_a_store_that_never_answers_is_an_error_with_the_number_of_attempts(tmp_path: Path, bucket: str) -> None:
     fs = Flaky([OSError("no route")] * 99)
     with pytest.raises(DataError, match=r"one\.parquet at bytes 0 to 1\d+: OSError: no route \(4 attempts\)"):
-        stored(tmp_path, bucket, Store(fs, patient()))
+        stored(tmp_path, bucket, ObjectStore(fs, patient()))
 
 
 def test_a_server_that_sends_the_whole_objects_checksum_with_a_part_is_told_from_damage() -> None:
@@ -118,7 +118,7 @@ def test_a_server_that_sends_the_whole_objects_checksum_with_a_part_is_told_from
         raise FlexibleChecksumError("Expected checksum A did not match calculated checksum: B")
 
     with pytest.raises(DataError, match=r"did not match .*\(4 attempts\)") as caught:
-        patient().ask(ask, "s3://bucket/one")
+        patient().call(ask, "s3://bucket/one")
     assert "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required" in caught.value.hint
 
 
@@ -126,19 +126,19 @@ def test_what_is_refused_is_not_asked_again_and_no_secret_is_told(tmp_path: Path
     waits: list[float] = []
     fs = Flaky([PermissionError("403 ExpiredToken: https://id:pw@host/x?X-Amz-Signature=s3cr3t&n=1")])
     with pytest.raises(DataError, match=r"no right to read .*one\.parquet") as caught:
-        stored(tmp_path, bucket, Store(fs, patient(waits)))
+        stored(tmp_path, bucket, ObjectStore(fs, patient(waits)))
     assert "expired" in caught.value.hint
     assert not waits
     for secret in ("pw@", "s3cr3t"):
         assert secret not in caught.value.message
         assert caught.value.__cause__ is None
-    assert shown("s3://id:pw@bucket/x?token=abc") == "s3://bucket/x"
-    assert redacted("aws_secret_access_key=abc, Credential: 'x'") != "aws_secret_access_key=abc, Credential: 'x'"
+    assert redact_uri("s3://id:pw@bucket/x?token=abc") == "s3://bucket/x"
+    assert redact_text("aws_secret_access_key=abc, Credential: 'x'") != "aws_secret_access_key=abc, Credential: 'x'"
     assert "pw" not in repr(list_store(upload(tmp_path / "world.parquet", f"{bucket}/p.parquet"), ())[0])
 
 
 def test_an_object_that_changes_or_vanishes_while_it_is_read_is_an_error(tmp_path: Path, bucket: str) -> None:
-    records = stored(tmp_path, bucket, Store(fsspec.filesystem("memory"), patient(), None, block_bytes=512))
+    records = stored(tmp_path, bucket, ObjectStore(fsspec.filesystem("memory"), patient(), None, block_bytes=512))
     upload(WORLDS["parquet"].write(tmp_path / "world", rich(301)), f"{bucket}/one.parquet")
     with pytest.raises(DataError, match="was changed while it was in use"):
         rows_of(records)
@@ -149,13 +149,15 @@ def test_an_object_that_changes_or_vanishes_while_it_is_read_is_an_error(tmp_pat
 
 def test_a_second_process_and_a_second_epoch_fetch_nothing(tmp_path: Path, bucket: str) -> None:
     fs = Flaky([])
-    first = stored(tmp_path, bucket, Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24), block_bytes=1000))
+    first = stored(
+        tmp_path, bucket, ObjectStore(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24), block_bytes=1000)
+    )
     assert rows_of(first) == rows_of(first) == rich(300)
     data = (tmp_path / "world.parquet").read_bytes()
     fetched, footer = fs.reads, 8 + int.from_bytes(data[-8:-4], "little")
     assert fetched == -(-len(data) // 1000) + -(-footer // 1000), "each block once, and the footer from the end"
-    files = list_store(f"{bucket}/one.parquet", (), store=Store(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24),
-                                                                block_bytes=1000))  # fmt: skip
+    store = ObjectStore(fs, patient(), BlockCache(tmp_path / "cache", 1 << 24), block_bytes=1000)
+    files = list_store(f"{bucket}/one.parquet", (), store=store)
     assert rows_of(FileRecords(ParquetFormat(), files)) == rich(300)
     assert fs.reads == fetched
 
@@ -218,7 +220,7 @@ def filled(fs: Busy, count: int, folder: Path, **options: Any) -> FileRecords:
 
 
 def listed_again(fs: Busy, folder: Path, **options: Any) -> FileRecords:
-    store = Store(fs, patient(), BlockCache(folder, 1 << 30), **options)
+    store = ObjectStore(fs, patient(), BlockCache(folder, 1 << 30), **options)
     return FileRecords(ParquetFormat(), list_store("busy://many", (".parquet",), store=store))
 
 
@@ -259,7 +261,7 @@ def test_a_footer_of_any_length_is_read_in_few_requests(tmp_path: Path, busy: Bu
     data = parquet_of(table)
     footer = int.from_bytes(data[-8:-4], "little")
     busy.pipe_file("/wide/one.parquet", data)
-    store = Store(busy, patient(), BlockCache(tmp_path, 1 << 30))
+    store = ObjectStore(busy, patient(), BlockCache(tmp_path, 1 << 30))
     records = FileRecords(ParquetFormat(), list_store("busy://wide/one.parquet", (), store=store))
     assert records.schema.names == table.column_names
     assert busy.asked["cat"] == 1 + (footer > 65528) + (footer > 5 * 65536), footer
@@ -304,7 +306,7 @@ def test_a_cache_disk_that_is_full_costs_no_request_for_each_read(tmp_path: Path
     """A disk that is full is a limit on the size of files here: what is written ends the same way."""
     table = pa.table({"x": np.random.default_rng(0).random(20_000)})
     busy.pipe_file("/one/one.parquet", parquet_of(table, row_group_size=5000))
-    store = Store(busy, patient(), BlockCache(tmp_path, 1 << 30), block_bytes=50_000)
+    store = ObjectStore(busy, patient(), BlockCache(tmp_path, 1 << 30), block_bytes=50_000)
     told: list[str] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -429,13 +431,13 @@ def test_what_a_stores_own_library_raises_is_asked_again_and_then_said_in_words(
         pass
 
     waits: list[float] = []
-    patience = Patience(attempts=3, sleep=waits.append, chance=lambda: 0.0)
+    patience = RetryPolicy(attempts=3, sleep=waits.append, chance=lambda: 0.0)
 
     def fails() -> bytes:
         raise ClientPayloadError("secret=hunter2 is torn")
 
     with pytest.raises(DataError, match=r"cannot read s3://b/a: ClientPayloadError: .* \(3 attempts\)") as failed:
-        patience.ask(fails, "s3://b/a")
+        patience.call(fails, "s3://b/a")
     assert "hunter2" not in failed.value.message
     assert len(waits) == 2
 
@@ -443,7 +445,7 @@ def test_what_a_stores_own_library_raises_is_asked_again_and_then_said_in_words(
         raise NoCredentialsError("Unable to locate credentials")
 
     with pytest.raises(DataError, match="no right to read s3://b/a: Unable to locate credentials"):
-        patience.ask(nobody, "s3://b/a")
+        patience.call(nobody, "s3://b/a")
     assert len(waits) == 2, "they do not pass with time"
 
 
@@ -464,7 +466,7 @@ def test_footers_of_many_objects_are_asked_for_at_the_same_time_and_stay_in_orde
         sink = io.BytesIO()
         pq.write_table(pa.table({"x": [number]}), sink)
         fs.pipe_file(f"/many/{number}.parquet", sink.getvalue())
-    store = Store(fs, Patience(), BlockCache(tmp_path, 1 << 30))
+    store = ObjectStore(fs, RetryPolicy(), BlockCache(tmp_path, 1 << 30))
     files = list_store("memory://many", (".parquet",), store=store)
     records = FileRecords(Meeting(), files)
     assert [records.load(number, 0, 1)["x"].to_pylist() for number in range(8)] == [[number] for number in range(8)]

@@ -24,7 +24,7 @@ from trueline.data.tools.writer import Plan
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
-from trueline.storage.place import Where, located, split
+from trueline.storage.checkpoint_store import Location, parse_location, split_location
 from trueline.train import devices
 from trueline.train.worker.call import call
 
@@ -53,7 +53,7 @@ class Evaluation:
 
 def evaluate(
     recipe: str | Path | Recipe,
-    checkpoint: Where | None,
+    checkpoint: Location | None,
     *,
     mode: Mode = "evaluation",
     batch: int = 256,
@@ -77,7 +77,7 @@ def evaluate(
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     device = device or found.defaults.device
-    where = "" if checkpoint is None else str(located(checkpoint))
+    where = "" if checkpoint is None else str(parse_location(checkpoint))
     if out is not None:
         return _each(found, recipe, where, mode, batch, workers, device, out, format, part_records)
     records, compute = _opened(found, where, mode, device) if workers == 1 else (found.source(mode).num_records, None)
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def _evaluation(records: int, loss: float, metrics: dict[str, float], where: str) -> Evaluation:
-    return Evaluation(records=records, loss=loss, metrics=metrics, checkpoint=split(where)[1] if where else "")
+    return Evaluation(records=records, loss=loss, metrics=metrics, checkpoint=split_location(where)[1] if where else "")
 
 
 def _means(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:

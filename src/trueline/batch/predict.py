@@ -31,7 +31,7 @@ from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime.session import open_program
-from trueline.storage.place import Where, located
+from trueline.storage.checkpoint_store import Location, parse_location
 from trueline.train import devices
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Prediction:
 
 def predict(
     recipe: str | Path | Recipe,
-    source: Where,
+    source: Location,
     out: str | Path,
     *,
     mode: Mode = "prediction",
@@ -75,7 +75,7 @@ def predict(
     the parts that are there are whole.
     """
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    where, on = str(located(source)), device or found.defaults.device
+    where, on = str(parse_location(source)), device or found.defaults.device
     if parts.is_folder(out):
         plan = Plan(
             num_records=found.source(mode).num_records,

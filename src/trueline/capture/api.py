@@ -25,12 +25,12 @@ from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
     from trueline.recipe.contract import Recipe
-    from trueline.storage.place import Where
+    from trueline.storage.checkpoint_store import Location
 
 
 def capture(
     recipe: str | Path | Recipe,
-    checkpoint: Where | None,
+    checkpoint: Location | None,
     out: str | Path,
     *,
     formats: Sequence[str] | None = None,

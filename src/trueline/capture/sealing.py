@@ -19,7 +19,7 @@ from trueline.capture.versions import versions
 from trueline.checkpoint.checkpoint import read_manifest
 from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
-from trueline.storage.place import Where
+from trueline.storage.checkpoint_store import Location
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -30,7 +30,7 @@ GOLDEN_SIZES = (1, 2, 5)
 
 def seal(
     recipe: Recipe,
-    checkpoint: Where | None,
+    checkpoint: Location | None,
     subject: Subject,
     rungs: Sequence[Rung],
     out: Path,
@@ -102,7 +102,7 @@ def _answer(subject: Subject, signature: Signature, inputs: dict[str, Array]) ->
 
 
 def _lineage(
-    recipe: Recipe, checkpoint: Where | None, subject: Subject, rungs: Sequence[Rung]
+    recipe: Recipe, checkpoint: Location | None, subject: Subject, rungs: Sequence[Rung]
 ) -> tuple[dict[str, Any], Summary]:
     manifest = read_manifest(checkpoint) if checkpoint is not None else {}
     lineage: dict[str, Any] = {

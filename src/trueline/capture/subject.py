@@ -19,7 +19,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import as_trained
 from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
-from trueline.storage.place import Where
+from trueline.storage.checkpoint_store import Location
 
 if TYPE_CHECKING:
     from trueline.data.source import Source
@@ -49,7 +49,7 @@ class Subject:
 
 def prepare(
     recipe: Recipe,
-    checkpoint: Where | None,
+    checkpoint: Location | None,
     *,
     dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None,
     state: State = "refuse",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trueline.capture.proof.probes import Probe
     from trueline.capture.proof.prove import Observation
     from trueline.recipe.contract import Recipe
-    from trueline.storage.place import Where
+    from trueline.storage.checkpoint_store import Location
 
 FRESH_SEED = 1
 """Not the seed of capture: its probes were passed already. With seed 0 they are asked again."""
@@ -84,7 +84,7 @@ def verify(
     bundle: str | Path | Bundle,
     *,
     against: str | Path | Recipe | None = None,
-    checkpoint: Where | None = None,
+    checkpoint: Location | None = None,
     format: str | None = None,
     seed: int = FRESH_SEED,
     native: bool = False,
@@ -124,7 +124,7 @@ def verify(
 
 
 def _oracle(
-    bundle: Bundle, against: str | Path | Recipe | None, checkpoint: Where | None
+    bundle: Bundle, against: str | Path | Recipe | None, checkpoint: Location | None
 ) -> tuple[Session, Mapping[str, Any], list[str]]:
     """Who is asked for the right answers, an example, and what makes it less than the oracle of the capture."""
     if against is None:

@@ -4,8 +4,9 @@
       checkpoint.json      schema, recipe, progress, skeleton of the state, SHA-256 of the file beside it
       state.safetensors    every tensor of the state, named 0, 1, 2, ...
 
-The folder lies on a disk or in an object store (`storage/place.py`). No pickle: reading one runs no code. A torn or
-edited file is an error that names it, and the reader of a job's checkpoints then takes the next older one and says so.
+The folder lies on a disk or in an object store (`storage/checkpoint_store.py`). No pickle: reading one runs no code. A
+torn or edited file is an error that names it, and the reader of a job's checkpoints then takes the next older one and
+says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import safetensors.torch
 from trueline import clock, events, files
 from trueline.checkpoint import tensor_file, tree
 from trueline.errors import CheckpointError, RecipeError
-from trueline.storage.place import Parts, Place, Where, inside, place_of, split
+from trueline.storage.checkpoint_store import (
+    CheckpointStore,
+    Location,
+    Parts,
+    join_location,
+    open_checkpoint_store,
+    split_location,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +46,7 @@ TENSORS = "state.safetensors"
 class Checkpoint:
     """A verified checkpoint. `state` holds the sections model, optimizer, scheduler, ledger and perhaps others."""
 
-    path: Where
+    path: Location
     manifest: dict[str, Any]
     state: dict[str, Any]
 
@@ -57,13 +65,13 @@ def folder_name(step: int) -> str:
 
 
 def write(
-    folder: Where,
+    folder: Location,
     *,
     step: int,
     state: dict[str, Any],
     facts: dict[str, Any],
     sealing: Callable[[], None] = lambda: None,
-) -> Where:
+) -> Location:
     """Writes `state` as `folder/step-N`, whole or not at all; returns where. `facts` go into the manifest as they are.
 
     `folder` is a path or a URL. The tensors are read while it writes, so nobody may change them meanwhile.
@@ -71,12 +79,12 @@ def write(
     Raises StorageError, and then nothing is left behind. An equal step is replaced: it is the same state.
     """
     name = folder_name(step)
-    _place(folder).put(name, _parts(step, state, facts, sealing))
-    return inside(folder, name)
+    _place(folder).write(name, _parts(step, state, facts, sealing))
+    return join_location(folder, name)
 
 
-def _place(folder: Where) -> Place:
-    return place_of(folder, seal=MANIFEST)
+def _place(folder: Location) -> CheckpointStore:
+    return open_checkpoint_store(folder, seal=MANIFEST)
 
 
 def _parts(step: int, state: dict[str, Any], facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
@@ -95,15 +103,15 @@ def _hashed(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash) -> Iter
         yield piece
 
 
-def read_manifest(path: Where) -> dict[str, Any]:
+def read_manifest(path: Location) -> dict[str, Any]:
     """The manifest without the state: schema, step, recipe, progress, certificates, digests; and `digest`, its own."""
     body = _read_body(path)
     return {key: value for key, value in body.items() if key != "state"}
 
 
-def exists(path: Where) -> bool:
+def exists(path: Location) -> bool:
     """True when there is something at `path` that calls itself a checkpoint."""
-    folder, name = split(path)
+    folder, name = split_location(path)
     try:
         with _place(folder).fetch(name, MANIFEST):
             return True
@@ -111,9 +119,9 @@ def exists(path: Where) -> bool:
         return False
 
 
-def _read_body(path: Where) -> dict[str, Any]:
-    file = inside(path, MANIFEST)
-    folder, name = split(path)
+def _read_body(path: Location) -> dict[str, Any]:
+    file = join_location(path, MANIFEST)
+    folder, name = split_location(path)
     try:
         with _place(folder).fetch(name, MANIFEST) as found:
             envelope = json.loads(found.read_text())
@@ -133,7 +141,7 @@ def _read_body(path: Where) -> dict[str, Any]:
     return {**body, "digest": digest}
 
 
-def read(path: Where) -> Checkpoint:
+def read(path: Location) -> Checkpoint:
     """Reads and verifies a checkpoint. Raises CheckpointError that names the file at fault, StorageError."""
     body = _read_body(path)
     named = _tensors(path, body["files"].get(TENSORS, ""))
@@ -141,9 +149,9 @@ def read(path: Where) -> Checkpoint:
     return Checkpoint(path=path, manifest=body, state=state)
 
 
-def _tensors(path: Where, digest: str) -> dict[str, torch.Tensor]:
-    file = inside(path, TENSORS)
-    folder, name = split(path)
+def _tensors(path: Location, digest: str) -> dict[str, torch.Tensor]:
+    file = join_location(path, TENSORS)
+    folder, name = split_location(path)
     try:
         with _place(folder).fetch(name, TENSORS) as found:
             if files.sha256_file(found) != digest:
@@ -158,13 +166,13 @@ def _tensors(path: Where, digest: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def latest(folder: Where) -> Checkpoint | None:
+def latest(folder: Location) -> Checkpoint | None:
     """The newest checkpoint in `folder` that verifies; older ones are tried when it does not, and that is reported.
 
     Raises StorageError when a store does not answer: that is not the same as having no checkpoint.
     """
     for step in reversed(steps(folder)):
-        path = inside(folder, folder_name(step))
+        path = join_location(folder, folder_name(step))
         try:
             return read(path)
         except CheckpointError as error:
@@ -172,7 +180,7 @@ def latest(folder: Where) -> Checkpoint | None:
     return None
 
 
-def steps(folder: Where) -> list[int]:
+def steps(folder: Location) -> list[int]:
     """The steps that have a checkpoint in `folder`, oldest first; whether they verify is not looked at."""
     return _steps(_place(folder).names())
 
@@ -185,7 +193,7 @@ def _steps(names: Sequence[str]) -> list[int]:
     return [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
 
 
-def best(folder: Where) -> Where | None:
+def best(folder: Location) -> Location | None:
     """The checkpoint of the best evaluation so far that still lies in `folder`; None before the first evaluation.
 
     Which one that is says the newest manifest: `evaluations`, a list of {step, loss, metrics, best}.
@@ -193,12 +201,12 @@ def best(folder: Where) -> Where | None:
     there = steps(folder)
     for step in reversed(there):
         try:
-            evaluations = read_manifest(inside(folder, folder_name(step))).get("evaluations") or []
+            evaluations = read_manifest(join_location(folder, folder_name(step))).get("evaluations") or []
         except CheckpointError as error:
-            events.emit("checkpoint.refused", path=str(inside(folder, folder_name(step))), why=error.message)
+            events.emit("checkpoint.refused", path=str(join_location(folder, folder_name(step))), why=error.message)
             continue
         kept = [found["step"] for found in evaluations if found["best"] and found["step"] in there]
-        return inside(folder, folder_name(kept[-1])) if kept else None
+        return join_location(folder, folder_name(kept[-1])) if kept else None
     return None
 
 
@@ -223,7 +231,7 @@ def doomed(steps: Sequence[int], *, newest: int, keep: int, best: int | None) ->
     return [step for step in past[: -max(keep, 1)] if step != best]
 
 
-def prune(folder: Where, *, newest: int, keep: int, best: int | None = None) -> None:
+def prune(folder: Location, *, newest: int, keep: int, best: int | None = None) -> None:
     """Removes the checkpoints in `folder` that are `doomed`, and older parts that dead writers left in a store."""
     place = _place(folder)
     for step in doomed(_steps(place.names()), newest=newest, keep=keep, best=best):
@@ -233,7 +241,7 @@ def prune(folder: Where, *, newest: int, keep: int, best: int | None = None) -> 
             place.remove(folder_name(step))
 
 
-def sweep(folder: Where) -> int:
+def sweep(folder: Location) -> int:
     """Removes everything unfinished in `folder`; returns how much. Call it only where no writer can be at work."""
     place = _place(folder)
     leftovers = place.names(unfinished=True)
@@ -255,7 +263,7 @@ def _check_made(recipe: Recipe, model: object) -> None:
     )
 
 
-def load_model(recipe: Recipe, checkpoint: Where | None) -> torch.nn.Module:
+def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     """The recipe's model in evaluation mode with the checkpoint's parameters (None: as the recipe makes it).
 
     Where the job kept a moving average (`state["ema"]`), that is what is loaded. Raises CheckpointError when the

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from trueline.storage.place import Where
+    from trueline.storage.checkpoint_store import Location
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -83,16 +83,16 @@ def say(text: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
     click.echo(json.dumps(facts, default=str) if as_json else text.rstrip("\n"))
 
 
-def checkpoint_path(given: str) -> Where:
+def checkpoint_path(given: str) -> Location:
     """`given`; for the folder of a job its best checkpoint if it was asked for one, else the newest good one, which is
     also meant by a URL with checkpoints in it. Which one it is, is an event.
 
     Raises UsageError, StorageError.
     """
     from trueline.errors import UsageError
-    from trueline.storage.place import located
+    from trueline.storage.checkpoint_store import parse_location
 
-    folder = located(given)
+    folder = parse_location(given)
     if isinstance(folder, Path):
         if not (folder / "job.json").is_file():
             return folder
@@ -112,7 +112,7 @@ def checkpoint_path(given: str) -> Where:
     return newest.path
 
 
-def _best(folder: Where) -> Where | None:
+def _best(folder: Location) -> Location | None:
     from trueline import events
     from trueline.checkpoint import checkpoint
 

@@ -18,9 +18,9 @@ from trueline.data.sources.map_style import DatasetSource
 from trueline.data.sources.mixture import Drawn, DrawnSource
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
-from trueline.storage.file import Uri, is_remote, local_path, visible
+from trueline.storage.file import Uri, is_remote, is_visible, local_path
 from trueline.storage.listing import list_files
-from trueline.storage.object_store import shown
+from trueline.storage.object_store import redact_uri
 from trueline.storage.remote import list_store
 
 FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -121,7 +121,7 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
     if chosen not in FORMATS:
         raise DataError(f"'{chosen}' is no format of records (there are: {join_names(FORMATS)})")
     suffixes = FORMATS[chosen][0]
-    return FileRecords(format_named(chosen), list_files(given, suffixes, whole=on_bad == "stop"), on_bad=on_bad)
+    return FileRecords(format_named(chosen), list_files(given, suffixes, complete=on_bad == "stop"), on_bad=on_bad)
 
 
 def format_named(name: str) -> Format:
@@ -137,7 +137,7 @@ def format_of_name(name: str) -> str:
 
 def named(uris: Sequence[Uri]) -> str:
     """The first of `uris`, for messages: without credentials."""
-    return ", ".join(shown(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
+    return ", ".join(redact_uri(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 
 
 def _uris(found: Any) -> list[str]:
@@ -174,7 +174,7 @@ def _folder(path: Path, on_bad: OnBad) -> Records | None:
 
 
 def _formats_in(path: Path) -> list[str]:
-    names = (one.name for one in path.rglob("*") if visible(one.name) and one.is_file())
+    names = (one.name for one in path.rglob("*") if is_visible(one.name) and one.is_file())
     return sorted({format_of_name(name) for name in names} - {""})
 
 

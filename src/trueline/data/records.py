@@ -24,7 +24,7 @@ import pyarrow as pa
 from trueline import events
 from trueline.data.source import Unit
 from trueline.errors import DataError
-from trueline.storage.concurrent import all_together, asked_together
+from trueline.storage.concurrent import map_concurrently, start_all
 from trueline.storage.file import File
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
@@ -205,12 +205,12 @@ class FileRecords:
         """Gets blocks of objects into the cache of this machine, all at the same time, as far as it has room."""
         if self.local or not isinstance(self.format, PlacedFormat):
             return
-        from trueline.storage.blocks import StoredFile, fetch_together
+        from trueline.storage.blocks import StoredFile, prefetch_blocks
 
         wanted, span = list(ranges), partial(self._span, self.format)
         few = len({self._parts[number][0].uri for number, _, _ in wanted}) < 2  # one footer, which is here by now
-        spans = map(span, wanted) if few else all_together(span, wanted)
-        fetch_together([(file, *span) for file, span in spans if isinstance(file, StoredFile)])
+        spans = map(span, wanted) if few else map_concurrently(span, wanted)
+        prefetch_blocks([(file, *span) for file, span in spans if isinstance(file, StoredFile)])
 
     def _span(self, format: PlacedFormat, wanted: Range) -> tuple[File, tuple[int, int]]:
         file, index, part = self._parts[wanted[0]]
@@ -269,13 +269,13 @@ class FileRecords:
         if self.local:
             yield from (partial(format.list, file) for file in files)
             return
-        from trueline.storage.blocks import StoredFile, footers
+        from trueline.storage.blocks import StoredFile, read_footers
 
         stored = [file for file in files if isinstance(file, StoredFile)]
         if not isinstance(format, FooterFormat) or len(stored) < len(files):
-            yield from asked_together(format.list, files)
+            yield from start_all(format.list, files)
             return
-        for file, footer in zip(files, footers(stored, format.footer), strict=True):
+        for file, footer in zip(files, read_footers(stored, format.footer), strict=True):
             yield lambda file=file, footer=footer: format.listed(file, footer())  # type: ignore[misc]  # defaults
 
     def _add(self, file: File, listing: Callable[[], Listed]) -> None:

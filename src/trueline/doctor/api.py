@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trueline.capture.model.eager import EagerSession
     from trueline.doctor.recorded_calls import RecordedCall
     from trueline.recipe.contract import Recipe
-    from trueline.storage.place import Where
+    from trueline.storage.checkpoint_store import Location
 
 Free = Mapping[str, Sequence[int]]
 """Input -> its dimensions whose size varies from request to request, beside those that `capture` takes for free."""
@@ -26,7 +26,7 @@ Free = Mapping[str, Sequence[int]]
 
 def doctor(
     recipe: str | Path | Recipe,
-    checkpoint: Where | None = None,
+    checkpoint: Location | None = None,
     *,
     dynamic: Free | None = None,
     apply: str | Path | None = None,

@@ -46,25 +46,25 @@ class BlockCache:
         self._held: dict[Path, memoryview] = {}
         self._lock = Lock()
         self._until_swept = 0
-        self.keeps = True
+        self.has_room = True
         """Whether the last block that came found room on the disk."""
 
     def get(self, key: str, block: int, fetch: Callable[[], bytes]) -> memoryview:
         """The block, from the disk if it is there, else from `fetch` and kept. Raises what `fetch` raises."""
         path = self._path(key, block)
-        found = self._found(path)
+        found = self._lookup(path)
         if found is not None:
             return found
-        with self._locked(f"{(int(path.name[:8], 16) + block) % _LOCKS:03x}"):
-            found = self._found(path)
+        with self._lock_block(f"{(int(path.name[:8], 16) + block) % _LOCKS:03x}"):
+            found = self._lookup(path)
             if found is None:
                 found = memoryview(fetch())
-                self._keep(path, found)
+                self._store(path, found)
         return found
 
-    def look(self, key: str, block: int) -> memoryview | None:
+    def peek(self, key: str, block: int) -> memoryview | None:
         """The block if it is on the disk."""
-        return self._found(self._path(key, block))
+        return self._lookup(self._path(key, block))
 
     def num_bytes(self) -> int:
         """What the cache takes on the disk now."""
@@ -74,18 +74,18 @@ class BlockCache:
         name = hashlib.sha256(key.encode()).hexdigest()[:40]
         return self._folder / name[:2] / f"{name}-{block}"
 
-    def _found(self, path: Path) -> memoryview | None:
+    def _lookup(self, path: Path) -> memoryview | None:
         with self._lock:
             found = self._mapped.pop(path, None)
             held = self._held.get(path)
         if found is None and held is None:
-            found = self._verified(path)
+            found = self._read(path)
         if found is not None:
             with self._lock:
-                _put(self._mapped, path, found, _MAPPED)
+                _remember(self._mapped, path, found, _MAPPED)
         return held if found is None else found
 
-    def _verified(self, path: Path) -> memoryview | None:
+    def _read(self, path: Path) -> memoryview | None:
         try:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < _TRAILER.size:
@@ -106,16 +106,16 @@ class BlockCache:
             os.utime(path, (self._now(), self._now()))
         return content
 
-    def _keep(self, path: Path, data: memoryview) -> None:
+    def _store(self, path: Path, data: memoryview) -> None:
         """On the disk if it can be, else among the last ones in memory: a reader asks for a block many times."""
         try:
             self._write(path, data)
-            self.keeps = True
+            self.has_room = True
         except OSError as error:
-            self.keeps = False
+            self.has_room = False
             events.emit("cache.not_kept", path=str(path), why=files.storage_error(error, path).message)
             with self._lock:
-                _put(self._held, path, data, _HELD)
+                _remember(self._held, path, data, _HELD)
 
     def _write(self, path: Path, data: memoryview) -> None:
         if self._until_swept <= 0:
@@ -157,7 +157,7 @@ class BlockCache:
             yield found.st_mtime, found.st_size, path
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
+    def _lock_block(self, name: str) -> Iterator[None]:
         """Where no lock can be had, two may fetch the same."""
         handle = -1
         with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ class BlockCache:
                 os.close(handle)
 
 
-def _put(kept: dict[Path, memoryview], path: Path, view: memoryview, most: int) -> None:
+def _remember(kept: dict[Path, memoryview], path: Path, view: memoryview, most: int) -> None:
     kept[path] = view
     while len(kept) > most:
         kept.pop(next(iter(kept)))

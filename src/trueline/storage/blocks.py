@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from trueline.errors import DataError
-from trueline.storage.concurrent import all_together, asked_together
+from trueline.storage.concurrent import map_concurrently, start_all
 from trueline.storage.file import File, Stamp
-from trueline.storage.object_store import REFUSED, Place, Store, found_below, info_of, stamp_of
+from trueline.storage.object_store import REFUSED, ListedPrefix, ObjectStore, find_objects, get_info, stamp_of
 
 _TAIL_BYTES, _GROWTH = 64 << 10, 4
 _GROUP, _GROUPS = 1000, 8
@@ -44,9 +44,9 @@ class StoredFile:
     uri: str
     key: str = field(repr=False)
     stamp: Stamp
-    store: Store = field(repr=False)
-    place: Place | None = field(default=None, repr=False)
-    compared: bool = field(default=True, repr=False)
+    store: ObjectStore = field(repr=False)
+    prefix: ListedPrefix | None = field(default=None, repr=False)
+    checked: bool = field(default=True, repr=False)
     """Whether what is read is compared with the stamp, and kept; if not, whoever reads does it."""
 
     @property
@@ -57,41 +57,43 @@ class StoredFile:
     def path(self) -> Path | None:
         return None
 
-    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
-        grid = Grid(self.stamp.size, self.store.block_bytes, little)
-        return cast(BinaryIO, io.BufferedReader(_Ranged(self, grid), buffer_size=1 << 16))
+    def open(self, *, from_end: bool = False) -> AbstractContextManager[BinaryIO]:
+        grid = BlockGrid(self.stamp.size, self.store.block_bytes, from_end)
+        return cast(BinaryIO, io.BufferedReader(_BlockReader(self, grid), buffer_size=1 << 16))
 
     def check(self) -> None:
         """Blocks are checked as they are fetched; those that are here are of the listed content."""
 
-    def block(self, grid: Grid, index: int) -> memoryview:
-        fetch = partial(self._fetched, grid, index)
-        if self.store.cache is None or not self.compared:
+    def block(self, grid: BlockGrid, index: int) -> memoryview:
+        fetch = partial(self._fetch, grid, index)
+        if self.store.cache is None or not self.checked:
             return memoryview(fetch())
         return self.store.cache.get(self.block_key(grid), index, fetch)
 
-    def block_key(self, grid: Grid) -> str:
-        return f"{self.uri}|{self.stamp}|{grid.block_bytes}" + ("|end" if grid.little else "")
+    def block_key(self, grid: BlockGrid) -> str:
+        return f"{self.uri}|{self.stamp}|{grid.block_bytes}" + ("|end" if grid.from_end else "")
 
-    def _fetched(self, grid: Grid, index: int) -> bytes:
+    def _fetch(self, grid: BlockGrid, index: int) -> bytes:
         start, stop = grid.bounds(index)
-        return self.store.patience.ask(partial(self._range, start, stop), f"{self.uri} at bytes {start} to {stop}")
+        return self.store.retry.call(partial(self._read_range, start, stop), f"{self.uri} at bytes {start} to {stop}")
 
-    def _range(self, start: int, stop: int) -> bytes:
+    def _read_range(self, start: int, stop: int) -> bytes:
         try:
             data = bytes(self.store.fs.cat_file(self.key, start=start, end=stop))
         except REFUSED:
             raise
         except Exception:
-            self.compare(info_of(self.store.fs, self.key))  # rclone answers for what was written again with an old sum
+            self.check_unchanged(
+                get_info(self.store.fs, self.key)
+            )  # rclone answers for what was written again with an old sum
             raise
-        if self.compared or len(data) != stop - start:
-            self.compare(info_of(self.store.fs, self.key))
+        if self.checked or len(data) != stop - start:
+            self.check_unchanged(get_info(self.store.fs, self.key))
         if len(data) != stop - start:
             raise EOFError(f"{len(data)} bytes came of {start} to {stop}")
         return data
 
-    def compare(self, info: dict[str, Any] | None) -> None:
+    def check_unchanged(self, info: dict[str, Any] | None) -> None:
         """Raises DataError when what the store says of the object now is not what it said when it was listed."""
         if info is None or stamp_of(info) != self.stamp:
             what = "has gone" if info is None else "was changed"
@@ -101,16 +103,16 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class BlockGrid:
     """Where the blocks of `size` bytes lie."""
 
     size: int
     block_bytes: int
-    little: bool = False
+    from_end: bool = False
 
     def index(self, offset: int) -> int:
         """The block that holds the byte `offset`."""
-        if not self.little:
+        if not self.from_end:
             return offset // self.block_bytes
         index, start, length = 0, self.size, min(_TAIL_BYTES, self.block_bytes)
         while offset < start - length and length < self.block_bytes:
@@ -120,10 +122,10 @@ class Grid:
     def bounds(self, index: int) -> tuple[int, int]:
         """The first byte of a block and the one behind its last.
 
-        >>> [Grid(10 << 20, 4 << 20, little=True).bounds(index)[0] >> 10 for index in range(5)]
+        >>> [BlockGrid(10 << 20, 4 << 20, from_end=True).bounds(index)[0] >> 10 for index in range(5)]
         [10176, 9920, 8896, 4800, 704]
         """
-        if not self.little:
+        if not self.from_end:
             start = index * self.block_bytes
             return start, min(start + self.block_bytes, self.size)
         stop, length = self.size, min(_TAIL_BYTES, self.block_bytes)
@@ -133,10 +135,10 @@ class Grid:
         return max(stop - length, 0), stop
 
 
-class _Ranged(io.RawIOBase):
+class _BlockReader(io.RawIOBase):
     """A seekable reader over the blocks of an object."""
 
-    def __init__(self, file: StoredFile, grid: Grid) -> None:
+    def __init__(self, file: StoredFile, grid: BlockGrid) -> None:
         self._file, self._grid, self._at = file, grid, 0
         self._blocks: dict[int, memoryview] = {}
         """The one read last; of what no cache holds, all: a footer of several blocks is read from its first on."""
@@ -157,29 +159,29 @@ class _Ranged(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        if not self._grid.little and len(target) > self._grid.block_bytes:
-            fetch_together([(self._file, self._at, self._at + len(target))])
+        if not self._grid.from_end and len(target) > self._grid.block_bytes:
+            prefetch_blocks([(self._file, self._at, self._at + len(target))])
         done = 0
         while done < len(target) and self._at < self._grid.size:
             index = self._grid.index(self._at)
             skip = self._at - self._grid.bounds(index)[0]
-            piece = self._whole(index)[skip : skip + len(target) - done]
+            piece = self._block(index)[skip : skip + len(target) - done]
             target[done : done + len(piece)] = piece
             done += len(piece)
             self._at += len(piece)
         return done
 
-    def _whole(self, index: int) -> memoryview:
+    def _block(self, index: int) -> memoryview:
         found = self._blocks.get(index)
         if found is None:
             found = self._file.block(self._grid, index)
-            if self._file.compared:
+            if self._file.checked:
                 self._blocks.clear()
             self._blocks[index] = found
         return found
 
 
-def footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Iterator[Callable[[], bytes]]:
+def read_footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Iterator[Callable[[], bytes]]:
     """For each of `files` what gives the bytes that `read` makes of it by little reads, or raises what that raised.
 
     They are asked for together, kept together, and compared with the listing together, by listing once more: half as
@@ -188,16 +190,16 @@ def footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Itera
     """
     size = max(_GROUP, -(-len(files) // _GROUPS))
     for start in range(0, len(files), size):
-        yield from _footers(files[start : start + size], read)
+        yield from _read_group(files[start : start + size], read)
 
 
-def _footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> list[Callable[[], bytes]]:
+def _read_group(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> list[Callable[[], bytes]]:
     found: list[bytes | Exception] = []
 
     def fetch() -> bytes:
-        found.extend(_answers(asked_together(read, [replace(file, compared=False) for file in files])))
-        for place in {id(file.place): file.place for file in files}.values():
-            _compare(place, [file for file in files if file.place is place])
+        found.extend(_results(start_all(read, [replace(file, checked=False) for file in files])))
+        for place in {id(file.prefix): file.prefix for file in files}.values():
+            _check_all_unchanged(place, [file for file in files if file.prefix is place])
         whole = [one for one in found if isinstance(one, bytes)]
         if len(whole) < len(found):
             raise _Incomplete
@@ -208,7 +210,7 @@ def _footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> list
     try:
         kept = cache.get(f"footers|{names}", 0, fetch) if cache is not None else memoryview(fetch())
     except _Incomplete:
-        return [partial(_given, one) for one in found]
+        return [partial(_value_or_raise, one) for one in found]
     lengths = np.frombuffer(kept, _LENGTH, len(files))
     ends = (np.cumsum(lengths, dtype=np.int64) + lengths.nbytes).tolist()
     starts = [lengths.nbytes, *ends[:-1]]
@@ -219,7 +221,7 @@ class _Incomplete(Exception):
     """Some of a group cannot be read."""
 
 
-def _answers(asked: Iterable[Callable[[], bytes]]) -> Iterator[bytes | Exception]:
+def _results(asked: Iterable[Callable[[], bytes]]) -> Iterator[bytes | Exception]:
     for answer in asked:
         try:
             yield answer()
@@ -227,42 +229,42 @@ def _answers(asked: Iterable[Callable[[], bytes]]) -> Iterator[bytes | Exception
             yield error
 
 
-def _given(answer: bytes | Exception) -> bytes:
+def _value_or_raise(answer: bytes | Exception) -> bytes:
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-def _compare(place: Place | None, files: Sequence[StoredFile]) -> None:
+def _check_all_unchanged(place: ListedPrefix | None, files: Sequence[StoredFile]) -> None:
     """By one listing, unless that would be more to ask for than each object by itself."""
     store = files[0].store
     if place is None or place.num_listed > len(files) * _PAGE:
-        all_together(_compare_alone, files)
+        map_concurrently(_check_one_unchanged, files)
     else:
-        found = store.patience.ask(partial(found_below, store.fs, place.top), place.uri)
+        found = store.retry.call(partial(find_objects, store.fs, place.top), place.uri)
         for file in files:
-            file.compare(found.get(file.key))
+            file.check_unchanged(found.get(file.key))
 
 
-def _compare_alone(file: StoredFile) -> None:
-    file.compare(file.store.patience.ask(partial(info_of, file.store.fs, file.key), file.uri))
+def _check_one_unchanged(file: StoredFile) -> None:
+    file.check_unchanged(file.store.retry.call(partial(get_info, file.store.fs, file.key), file.uri))
 
 
-def fetch_together(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
+def prefetch_blocks(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
     """Gets bytes [start, stop) of objects into the cache, many blocks at the same time. Raises DataError."""
-    missing: dict[tuple[str, int], tuple[StoredFile, Grid, int]] = {}
+    missing: dict[tuple[str, int], tuple[StoredFile, BlockGrid, int]] = {}
     for file, start, stop in spans:
         if len(missing) == _TOGETHER:
             break
         if stop <= start:
             continue
         cache = file.store.cache
-        if cache is None or not cache.keeps:
+        if cache is None or not cache.has_room:
             return  # nowhere to put them
-        grid = Grid(file.stamp.size, file.store.block_bytes)
+        grid = BlockGrid(file.stamp.size, file.store.block_bytes)
         for index in range(grid.index(max(start, 0)), grid.index(max(min(stop, grid.size) - 1, 0)) + 1):
-            if len(missing) < _TOGETHER and cache.look(file.block_key(grid), index) is None:
+            if len(missing) < _TOGETHER and cache.peek(file.block_key(grid), index) is None:
                 missing[file.uri, index] = file, grid, index
     if len(missing) < 2:
         return  # who reads it gets it
-    all_together(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)
+    map_concurrently(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)

@@ -13,7 +13,7 @@ from trueline.errors import DataError
 COMMIT, PLAN = "_commit.json", "_plan.json"
 
 
-def check_whole(where: str, names: Collection[str], read: Callable[[str], bytes]) -> None:
+def check_complete(where: str, names: Collection[str], read: Callable[[str], bytes]) -> None:
     """Raises DataError when the folder `where`, which holds `names`, lacks a part of what it was to hold.
 
     `read` gives the content of one of them.

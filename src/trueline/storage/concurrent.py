@@ -17,7 +17,7 @@ Told = TypeVar("Told")
 AT_ONCE = 64
 
 
-def asked_together(
+def start_all(
     ask: Callable[[Asked], Told], asked: Iterable[Asked], *, at_once: int = AT_ONCE
 ) -> Iterator[Callable[[], Told]]:
     """For each of `asked`, in their order, what gives its answer or raises what `ask` raised. No more than four times
@@ -40,6 +40,6 @@ def asked_together(
         threads.shutdown(cancel_futures=True)
 
 
-def all_together(ask: Callable[[Asked], Told], asked: Iterable[Asked], *, at_once: int = AT_ONCE) -> list[Told]:
+def map_concurrently(ask: Callable[[Asked], Told], asked: Iterable[Asked], *, at_once: int = AT_ONCE) -> list[Told]:
     """`ask` of each, in their order. Raises what the first that failed raised."""
-    return [answer() for answer in asked_together(ask, asked, at_once=at_once)]
+    return [answer() for answer in start_all(ask, asked, at_once=at_once)]

@@ -42,8 +42,8 @@ class File(Protocol):
         """Where it lies on this machine, if it does: such a file may be mapped into memory."""
         ...
 
-    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
-        """A seekable reader of the listed content; `little`: for some kilobytes of it. Raises DataError, OSError."""
+    def open(self, *, from_end: bool = False) -> AbstractContextManager[BinaryIO]:
+        """A seekable reader of the listed content; `from_end`: for some kilobytes of it. Raises DataError, OSError."""
         ...
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class LocalFile:
     def name(self) -> str:
         return self.path.name
 
-    def open(self, *, little: bool = False) -> AbstractContextManager[BinaryIO]:
+    def open(self, *, from_end: bool = False) -> AbstractContextManager[BinaryIO]:
         return cast(BinaryIO, self.path.open("rb"))
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ def local_path(uri: Uri) -> Path:
     return Path(unquote(urlsplit(text).path)) if "://" in text else Path(text)
 
 
-def visible(path: str) -> bool:
+def is_visible(path: str) -> bool:
     """Files that a writer left for itself (`_SUCCESS`, `.crc`) hold no records."""
     return not path.rpartition("/")[2].startswith((".", "_"))
 

@@ -14,20 +14,20 @@ from itertools import chain
 from pathlib import Path
 
 from trueline.errors import DataError, join_names
-from trueline.storage.completeness import PLAN, check_whole
-from trueline.storage.concurrent import all_together
-from trueline.storage.file import File, LocalFile, Uri, is_remote, local_path, visible
+from trueline.storage.completeness import PLAN, check_complete
+from trueline.storage.concurrent import map_concurrently
+from trueline.storage.file import File, LocalFile, Uri, is_remote, is_visible, local_path
 from trueline.storage.remote import list_store
 
 
-def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, whole: bool = True) -> list[File]:
+def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, complete: bool = True) -> list[File]:
     """The files of `uris`, in the order given; of folders those that end in one of `suffixes`, by name.
 
     A file that is named outright is taken whatever its ending. Raises DataError for what does not exist, for a folder
     without such files, for a file that is meant twice, and, if `whole`, for a folder that was written in part.
     """
-    listed_one = partial(_listed, suffixes, whole)
-    every = all_together(listed_one, uris) if any(map(is_remote, uris)) else None
+    listed_one = partial(_list_one, suffixes, complete)
+    every = map_concurrently(listed_one, uris) if any(map(is_remote, uris)) else None
     found = list(chain.from_iterable(every or map(listed_one, uris)))
     seen: set[str] = set()
     for file in found:
@@ -40,19 +40,21 @@ def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, whole: bool = Tr
     return found
 
 
-def _listed(suffixes: Sequence[str], whole: bool, uri: Uri) -> list[File]:
+def _list_one(suffixes: Sequence[str], whole: bool, uri: Uri) -> list[File]:
     if is_remote(uri):
-        return list_store(os.fspath(uri), suffixes, whole=whole)
+        return list_store(os.fspath(uri), suffixes, complete=whole)
     folder = local_path(uri)
     if whole and (folder / PLAN).exists():
-        check_whole(str(uri), os.listdir(folder), lambda name: (folder / name).read_bytes())
+        check_complete(str(uri), os.listdir(folder), lambda name: (folder / name).read_bytes())
     return [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
 
 
 def _paths(uri: str, suffixes: Sequence[str]) -> list[Path]:
     path = local_path(uri)
     if path.is_dir():
-        found = sorted(one for one in path.rglob("*") if one.suffix in suffixes and visible(one.name) and one.is_file())
+        found = sorted(
+            one for one in path.rglob("*") if one.suffix in suffixes and is_visible(one.name) and one.is_file()
+        )
     elif path.exists():
         found = [path]
     else:

@@ -40,7 +40,7 @@ _USER = re.compile(r"(\w://)[^/@\s]+@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How often and how long a store is asked again: waits double from `first_s`, shortened at random by up to half."""
 
     attempts: int = 6
@@ -48,19 +48,19 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
-    def ask(self, call: Callable[[], Found], what: str) -> Found:
+    def call(self, request: Callable[[], Found], what: str) -> Found:
         """What `call` gives. Raises DataError in words once it was refused, or failed `attempts` times."""
         for attempt in range(self.attempts):
             try:
-                return call()
+                return request()
             except REFUSED as error:
-                raise _refused(what, error) from None
+                raise _access_error(what, error) from None
             except DataError:
                 raise
             except Exception as error:  # noqa: BLE001 - the library of each store has exceptions of its own
                 if type(error).__name__ in _NO_CREDENTIALS:
-                    raise _refused(what, PermissionError(str(error))) from None
-                why = redacted(f"{type(error).__name__}: {error}")
+                    raise _access_error(what, PermissionError(str(error))) from None
+                why = redact_text(f"{type(error).__name__}: {error}")
                 if attempt + 1 == self.attempts:
                     hint = _HINTS.get(type(error).__name__, "")
                     raise DataError(f"cannot read {what}: {why} ({self.attempts} attempts)", hint=hint) from None
@@ -70,13 +70,13 @@ class Patience:
         raise AssertionError("attempts is at least 1")
 
 
-class Store:
+class ObjectStore:
     """A store as this process reaches it: a fork of the process that opened it makes connections of its own."""
 
     def __init__(
-        self, fs: Any, patience: Patience | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
+        self, fs: Any, retry: RetryPolicy | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
     ) -> None:
-        self.patience = patience or Patience()
+        self.retry = retry or RetryPolicy()
         self.cache = cache
         self.block_bytes = block_bytes
         self._opened = [(os.getpid(), fs)]
@@ -98,7 +98,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListedPrefix:
     """Where objects were listed: `uri` for people, `top` as the store calls it."""
 
     uri: str
@@ -106,13 +106,13 @@ class Place:
     num_listed: int
 
 
-def found_below(fs: Any, top: str) -> dict[str, dict[str, Any]]:
+def find_objects(fs: Any, top: str) -> dict[str, dict[str, Any]]:
     """What the store says of every object below `top`, or of the object `top`: fsspec's `find` says nothing of that."""
     fs.invalidate_cache(top)
     return {key: info if "size" in info else fs.info(key) for key, info in fs.find(top, detail=True).items()}
 
 
-def info_of(fs: Any, key: str) -> dict[str, Any]:
+def get_info(fs: Any, key: str) -> dict[str, Any]:
     """What the store says of one object now."""
     fs.invalidate_cache(key.rpartition("/")[0])
     found: dict[str, Any] = fs.info(key)
@@ -138,26 +138,26 @@ def stamp_of(info: dict[str, Any]) -> Stamp:
     return Stamp(int(info["size"]), str(version).strip('"'))
 
 
-def _refused(what: str, error: OSError) -> DataError:
+def _access_error(what: str, error: OSError) -> DataError:
     if isinstance(error, PermissionError):
         return DataError(
-            f"no right to read {what}: {redacted(str(error))}", hint="the credentials may have expired; renew them"
+            f"no right to read {what}: {redact_text(str(error))}", hint="the credentials may have expired; renew them"
         )
-    return DataError(f"cannot read {what}: {type(error).__name__}: {redacted(str(error))}")
+    return DataError(f"cannot read {what}: {type(error).__name__}: {redact_text(str(error))}")
 
 
-def shown(uri: str) -> str:
+def redact_uri(uri: str) -> str:
     """
-    >>> shown("s3://id:secret@bucket/day.parquet?X-Amz-Signature=abc")
+    >>> redact_uri("s3://id:secret@bucket/day.parquet?X-Amz-Signature=abc")
     's3://bucket/day.parquet'
     """
     glob = "*" in uri or "[" in uri
     return _USER.sub(r"\1", uri if glob else uri.partition("?")[0])
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     """
-    >>> redacted("403 for https://id:pw@host/x?X-Amz-Signature=abc&n=1")
+    >>> redact_text("403 for https://id:pw@host/x?X-Amz-Signature=abc&n=1")
     '403 for https://host/x?X-Amz-Signature=***&n=1'
     """
     return _SECRET.sub(r"\1\2***", _USER.sub(r"\1", text))

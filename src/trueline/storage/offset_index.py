@@ -36,7 +36,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
 
 
-def indexed(file: File, kind: str, make: Callable[[], Arrays]) -> Arrays:
+def load_index(file: File, kind: str, make: Callable[[], Arrays]) -> Arrays:
     """What `make` gives for `file`, from the cache when it is there. `kind` says what was looked for, and how."""
     if file.stamp.size < _WORTH_BYTES:
         return make()

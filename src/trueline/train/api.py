@@ -21,7 +21,7 @@ from trueline.checkpoint.checkpoint import steps as checkpoint_steps
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.storage.place import Where, located, split
+from trueline.storage.checkpoint_store import Location, parse_location, split_location
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folders
 from trueline.train.launch import overrides as settled
@@ -148,18 +148,18 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    checkpoint: Where
+    checkpoint: Location
     """The last one; a URL when the checkpoints lie in an object store."""
     job_dir: Path
     summary: Summary
 
     @property
-    def best(self) -> Where | None:
+    def best(self) -> Location | None:
         """The checkpoint of the best evaluation; None when nothing was evaluated, or it is not kept any more."""
-        return best_checkpoint(split(self.checkpoint)[0]) if self.summary.facts.get("best") else None
+        return best_checkpoint(split_location(self.checkpoint)[0]) if self.summary.facts.get("best") else None
 
     @property
-    def chosen(self) -> Where:
+    def chosen(self) -> Location:
         """What stands for the job: its best checkpoint if one was asked for (`monitor`, `patience`), else the last."""
         return (self.best if job_settings.load(self.job_dir).wants_best else None) or self.checkpoint
 
@@ -189,7 +189,7 @@ def launch(folder: Path) -> TrainResult:
     with LocalJob(folder) as running:
         facts = running.run()
     facts["seconds"] = time.monotonic() - began
-    return TrainResult(checkpoint=located(facts["checkpoint"]), job_dir=folder, summary=Summary(facts))
+    return TrainResult(checkpoint=parse_location(facts["checkpoint"]), job_dir=folder, summary=Summary(facts))
 
 
 def prepare(
@@ -314,7 +314,7 @@ def _expect_room(checkpoints: str) -> None:
 
     Asked before the training, since the first checkpoint comes late.
     """
-    where = located(checkpoints)
+    where = parse_location(checkpoints)
     if isinstance(where, Path):
         try:
             where.mkdir(parents=True, exist_ok=True)
@@ -330,7 +330,7 @@ def _expect_room(checkpoints: str) -> None:
 
 def _absolute(checkpoints: str) -> str:
     """A local folder as seen from everywhere; a URL as it is."""
-    found = located(checkpoints)
+    found = parse_location(checkpoints)
     return str(found.resolve()) if checkpoints and isinstance(found, Path) else checkpoints
 
 

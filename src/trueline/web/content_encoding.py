@@ -25,7 +25,7 @@ def check_coding(coding: str) -> None:
 def decompress(body: bytes | bytearray, coding: str, limit_bytes: int) -> bytes:
     """The plain body. Raises TooLarge beyond `limit_bytes`, RequestError for a torn one.
 
-    >>> opened(zlib.compress(b"abc"), "deflate", 10)
+    >>> decompress(zlib.compress(b"abc"), "deflate", 10)
     b'abc'
     """
     check_coding(coding)

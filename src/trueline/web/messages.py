@@ -221,7 +221,7 @@ def render_plain(response: Response, date: bytes) -> bytes:
 def render_lead(response: Response) -> bytes:
     """`Response.lead` for answers like this one, with bodies as long as its own.
 
-    >>> lead_of(Response(200, b"{}"))
+    >>> render_lead(Response(200, b"{}"))
     b'HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: 2\\r\\n'
     """
     return render_plain(response, b"").removesuffix(b"\r\n" + response.body)

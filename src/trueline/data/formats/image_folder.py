@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trueline.data.source import Unit
 from trueline.errors import DataError
-from trueline.storage.file import LocalFile, visible
+from trueline.storage.file import LocalFile, is_visible
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 UNIT_RECORDS = 256
@@ -26,7 +26,7 @@ SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int64()), ("path", pa.s
 
 def is_image_folder(folder: Path) -> bool:
     """Whether some sub-folder begins with images."""
-    return any(child.is_dir() and visible(child.name) and next(_images(child), None) for child in folder.iterdir())
+    return any(child.is_dir() and is_visible(child.name) and next(_images(child), None) for child in folder.iterdir())
 
 
 class ImageRecords:
@@ -35,7 +35,7 @@ class ImageRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and visible(child.name))
+        self.classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and is_visible(child.name))
         stray = next((one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES), None)
         if stray is not None:
             raise DataError(f"{stray} lies in no folder of a class", hint=f"classes are the folders in {folder}")
@@ -76,7 +76,7 @@ def _images(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders.sort()
         yield from (
-            Path(root, name) for name in sorted(names) if Path(name).suffix.lower() in SUFFIXES and visible(name)
+            Path(root, name) for name in sorted(names) if Path(name).suffix.lower() in SUFFIXES and is_visible(name)
         )
 
 

@@ -60,7 +60,7 @@ class ParquetFormat:
     def footer(self, file: File) -> bytes:
         """The metadata, its length and the magic number: the end of the file."""
         size = file.stamp.size
-        with file.open(little=True) as opened:
+        with file.open(from_end=True) as opened:
             opened.seek(max(size - _END.size, 0))
             length, magic = _END.unpack(opened.read(_END.size).rjust(_END.size))
             if magic != _MAGIC or length + _END.size + len(_MAGIC) > size:

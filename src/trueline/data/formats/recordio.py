@@ -23,7 +23,7 @@ from trueline.data.formats import snappy
 from trueline.data.records import Listed, Part
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import indexed
+from trueline.storage.offset_index import load_index
 
 SCHEMA = pa.schema([pa.field("record", pa.binary())])
 CHUNK_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class RecordIoFormat:
         if magic == MAGIC:
             return Listed(SCHEMA, list(_chunks(file)))
         if magic in (DMLC_MAGIC, DMLC_EARLY):
-            starts = indexed(file, "dmlc", lambda: {"starts": dmlc_starts(file)})["starts"].astype(np.int64)
+            starts = load_index(file, "dmlc", lambda: {"starts": dmlc_starts(file)})["starts"].astype(np.int64)
             self._starts[file.uri, file.stamp] = starts
             return Listed(SCHEMA, list(_runs(starts)))
         raise DataError(

@@ -22,7 +22,7 @@ import pyarrow as pa
 from trueline.data.records import Listed, Part
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import Arrays, indexed
+from trueline.storage.offset_index import Arrays, load_index
 
 KEY = "__key__"
 _UNIT_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class TarFormat:
     _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
 
     def list(self, file: File) -> Listed:
-        found = _Index.of(indexed(file, "webdataset", lambda: _index(file).arrays()))
+        found = _Index.of(load_index(file, "webdataset", lambda: _index(file).arrays()))
         self._known[file.uri, file.stamp] = found
         if not found.keys:
             return Listed(pa.schema([]), [])

@@ -19,7 +19,7 @@ import pyarrow.json
 from trueline.data.records import Listed, Part, first_line
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import indexed
+from trueline.storage.offset_index import load_index
 
 UNIT_RECORDS = 4096
 _PIECE = 16 << 20
@@ -60,7 +60,7 @@ class _Lines:
     def _marks(self, file: File) -> Ints:
         """The bytes at which records begin, and the end of the last: one number more than there are records."""
         kind = f"lines quoted={self.quoted}"
-        found = indexed(file, kind, lambda: {"marks": record_marks(file, quoted=self.quoted)})["marks"]
+        found = load_index(file, kind, lambda: {"marks": record_marks(file, quoted=self.quoted)})["marks"]
         return found.astype(np.int64)
 
     def _bytes(self, file: File, marks: Ints, start: int, stop: int) -> bytes:

@@ -19,7 +19,7 @@ from trueline.data.sources.sql import is_sql
 from trueline.data.tools.writer import RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
 from trueline.errors import DataError
 from trueline.storage.completeness import COMMIT, PLAN
-from trueline.storage.file import Uri, is_remote, local_path, visible
+from trueline.storage.file import Uri, is_remote, is_visible, local_path
 
 Advanced = Callable[[int, int], None]
 """Told how many records are done, and of how many."""
@@ -113,7 +113,7 @@ def differing(where: Uri) -> list[Quarantined]:
         else:
             continue
         faults.append(Quarantined(f"{where}/{part['name']}", "part", part["records"], why))
-    strangers = {name for name in folder.names() if visible(name)} - {part["name"] for part in facts["parts"]}
+    strangers = {name for name in folder.names() if is_visible(name)} - {part["name"] for part in facts["parts"]}
     faults += [
         Quarantined(f"{where}/{name}", "part", 0, f"it is no part of what {COMMIT} lists") for name in sorted(strangers)
     ]

@@ -151,17 +151,17 @@ def _store_error(where: str, error: OSError) -> StorageError:
 
 
 def _words(error: Exception) -> str:
-    from trueline.storage.object_store import redacted
+    from trueline.storage.object_store import redact_text
 
-    return redacted(f"{type(error).__name__}: {error}")
+    return redact_text(f"{type(error).__name__}: {error}")
 
 
 def folder_at(where: Uri) -> Folder:
     if not is_remote(where):
         return LocalFolder(local_path(where))
-    from trueline.storage.remote import opened
+    from trueline.storage.remote import open_store
 
-    fs, root = opened(str(where))
+    fs, root = open_store(str(where))
     return StoreFolder(fs, root.rstrip("/"))
 
 

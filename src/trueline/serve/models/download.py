@@ -18,7 +18,7 @@ from trueline.bundle import schema, signing
 from trueline.bundle.read import Bundle, open_folder
 from trueline.bundle.unpack import unpack
 from trueline.errors import BundleError, UsageError
-from trueline.storage.place import told
+from trueline.storage.checkpoint_store import translate_errors
 
 if TYPE_CHECKING:
     from trueline.bundle.schema import BundleManifest
@@ -65,7 +65,7 @@ def fetched(source: str, cache: Path) -> Bundle:
     known = cache / digest if digest is not None else None
     if known is not None and known.is_dir():
         return _opened(known)
-    with told(url, "opening"):
+    with translate_errors(url, "opening"):
         fs, root = fsspec.url_to_fs(url)
         folder = not fs.isfile(root)
         if folder and not fs.isfile(f"{root}/{schema.MANIFEST}"):
@@ -88,7 +88,7 @@ def signature(source: str) -> str | None:
     import fsspec
 
     place = f"{parted(source)[0].rstrip('/')}{signing.SUFFIX}"
-    with told(place, "reading"):
+    with translate_errors(place, "reading"):
         fs, root = fsspec.url_to_fs(place)
         if not fs.isfile(root):
             return None
@@ -99,7 +99,7 @@ def signature(source: str) -> str | None:
 def _packed(fs: Any, root: str, url: str, cache: Path) -> Bundle:
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=cache) as scratch:
         file = Path(scratch, "packed.tlb")
-        with told(url, "reading"):
+        with translate_errors(url, "reading"):
             fs.get_file(root, str(file))
         bundle = open_folder(unpack(file, Path(scratch, "bundle")))
         return _kept(bundle, cache)
@@ -115,7 +115,7 @@ def _folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
         for name, entry in manifest.files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with told(url, f"reading {name} of"):
+            with translate_errors(url, f"reading {name} of"):
                 size = fs.size(f"{root}/{name}")
                 if size != entry.size:
                     raise BundleError(f"{url}/{name} has {size} bytes, sealed were {entry.size}", hint=schema.AGAIN)
@@ -126,7 +126,7 @@ def _folder(fs: Any, root: str, url: str, cache: Path) -> Bundle:
 
 def _manifest(fs: Any, root: str, url: str) -> BundleManifest:
     path = f"{root}/{schema.MANIFEST}"
-    with told(url, f"reading {schema.MANIFEST} of"):
+    with translate_errors(url, f"reading {schema.MANIFEST} of"):
         if fs.size(path) > schema.MANIFEST_BYTES:
             raise BundleError(f"{url}/{schema.MANIFEST} has more than {schema.MANIFEST_BYTES} bytes")
         text: bytes = fs.cat_file(path)

@@ -35,7 +35,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local import start_agent
-from trueline.storage.place import located
+from trueline.storage.checkpoint_store import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import shutdown
@@ -107,7 +107,7 @@ class LocalJob:
 
         What was left in a store is swept when the job is resumed: that takes seconds, and its libraries.
         """
-        where = located(self.settings.checkpoints or self.job_dir / "checkpoints")
+        where = parse_location(self.settings.checkpoints or self.job_dir / "checkpoints")
         if isinstance(where, Path):
             files.sweep(where)
 

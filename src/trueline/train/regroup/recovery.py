@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
-from trueline.storage.place import split
+from trueline.storage.checkpoint_store import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.regroup import Fellowship
@@ -160,7 +160,7 @@ def _newest(where: str) -> checkpoint.Checkpoint:
     try:
         return checkpoint.read(where)
     except CheckpointError:
-        older = checkpoint.latest(split(where)[0])
+        older = checkpoint.latest(split_location(where)[0])
         if older is None:
             raise
         return older

@@ -23,7 +23,7 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
-from trueline.storage.place import Where, located
+from trueline.storage.checkpoint_store import Location, parse_location
 from trueline.train.faults import Faults
 from trueline.train.link import Link
 from trueline.train.settings import Fault, JobSettings
@@ -40,7 +40,7 @@ class Keeper:
 
     def __init__(
         self,
-        folder: Where,
+        folder: Location,
         facts: dict[str, Any],
         *,
         every: int = 0,
@@ -48,7 +48,7 @@ class Keeper:
         faults: tuple[Fault, ...] = (),
     ) -> None:
         self._faults = faults
-        self.folder, self.facts, self.every, self.keep = located(folder), facts, every, keep
+        self.folder, self.facts, self.every, self.keep = parse_location(folder), facts, every, keep
         self._copies = StateCopy()
         self._writers: list[threading.Thread] = []
         self._failure: TruelineError | None = None

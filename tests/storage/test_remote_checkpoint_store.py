@@ -9,53 +9,53 @@ import uuid
 import fsspec
 import pytest
 
-from conformance.place import *  # noqa: F403  the shared tests
-from conformance.place import PARTS
+from conformance.checkpoint_store import *  # noqa: F403  the shared tests
+from conformance.checkpoint_store import PARTS
 from trueline.errors import StorageError
-from trueline.storage.place import inside, located, place_of, split
+from trueline.storage.checkpoint_store import join_location, open_checkpoint_store, parse_location, split_location
 
 STORES = ["memory://tests", *filter(None, [os.environ.get("TRUELINE_TEST_S3")])]
 
 
 @pytest.fixture(params=STORES)
 def url(request):
-    return inside(request.param, uuid.uuid4().hex)
+    return join_location(request.param, uuid.uuid4().hex)
 
 
 @pytest.fixture
 def place(url):
-    return place_of(url, seal="seal")
+    return open_checkpoint_store(url, seal="seal")
 
 
 def test_a_url_keeps_both_slashes_wherever_it_goes():
-    assert located("s3://bucket/folder/") == "s3://bucket/folder"
-    assert inside("s3://bucket/folder", "step-1") == "s3://bucket/folder/step-1"
-    assert split("s3://bucket/folder/step-1") == ("s3://bucket/folder", "step-1")
+    assert parse_location("s3://bucket/folder/") == "s3://bucket/folder"
+    assert join_location("s3://bucket/folder", "step-1") == "s3://bucket/folder/step-1"
+    assert split_location("s3://bucket/folder/step-1") == ("s3://bucket/folder", "step-1")
 
 
 def test_without_its_seal_a_name_does_not_exist_and_is_left_for_the_sweeper(place, url):
     fs, root = fsspec.url_to_fs(url)
     fs.pipe_file(f"{root}/step-7/body", b"of a writer that died")
-    place.put("step-8", PARTS)
+    place.write("step-8", PARTS)
     assert (place.names(), place.names(unfinished=True)) == (["step-8"], ["step-7"])
     place.remove("step-7")
     assert place.names(unfinished=True) == []
 
 
 def test_the_seal_is_gone_before_anything_of_a_name_is_written_again(place, url):
-    place.put("step-1", PARTS)
+    place.write("step-1", PARTS)
     fs, root = fsspec.url_to_fs(url)
 
     def parts():
         assert not fs.exists(f"{root}/step-1/seal")
         yield from PARTS
 
-    place.put("step-1", parts())
+    place.write("step-1", parts())
     assert place.names() == ["step-1"]
 
 
 def test_the_seal_goes_first_when_a_name_is_removed(place, url, monkeypatch):
-    place.put("step-1", PARTS)
+    place.write("step-1", PARTS)
     fs, root = fsspec.url_to_fs(url)
     remove, sealed = type(fs).rm, []
 
@@ -75,7 +75,7 @@ def test_what_another_process_has_written_is_seen_though_a_store_keeps_its_listi
     monkeypatch.setattr(type(fs), "find", lambda self, path: kept.setdefault(path, find(self, path)))
     monkeypatch.setattr(type(fs), "invalidate_cache", lambda self, path=None: kept.clear())
     assert place.names() == []
-    place_of(url, seal="seal").put("step-1", PARTS)
+    open_checkpoint_store(url, seal="seal").write("step-1", PARTS)
     assert place.names() == ["step-1"]
 
 
@@ -94,14 +94,14 @@ class NoCredentialsError(Exception):
     ],
 )
 def test_whatever_a_store_raises_is_a_storage_error_in_words(monkeypatch, error, said, hint):
-    place = place_of("memory://failing", seal="seal")
+    place = open_checkpoint_store("memory://failing", seal="seal")
 
     def fail(*_, **__):
         raise error
 
     for method in ("open", "find"):
         monkeypatch.setattr(type(fsspec.filesystem("memory")), method, fail)
-    for act in (lambda: place.put("step-1", PARTS), place.names):
+    for act in (lambda: place.write("step-1", PARTS), place.names):
         with pytest.raises(StorageError, match=said) as caught:
             act()
         assert "memory://failing" in caught.value.message
@@ -110,7 +110,7 @@ def test_whatever_a_store_raises_is_a_storage_error_in_words(monkeypatch, error,
 
 def test_an_unknown_scheme_is_told_what_can_be_written(monkeypatch):
     with pytest.raises(StorageError) as caught:
-        place_of("s4://bucket", seal="seal")
+        open_checkpoint_store("s4://bucket", seal="seal")
     assert "s3://BUCKET" in caught.value.hint
 
 
@@ -120,5 +120,5 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch):
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(StorageError) as caught:
-        place_of("s3://bucket", seal="seal")
+        open_checkpoint_store("s3://bucket", seal="seal")
     assert caught.value.hint == "pip install 'trueline[s3]'"

@@ -5,7 +5,7 @@
     part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal: it comes last)
 
 A local name is whole or absent by rename. Stores cannot rename a folder, so there a name exists once its seal does;
-parts without a seal are what a dead writer left. Implementations share `tests/conformance/place.py`.
+parts without a seal are what a dead writer left. Implementations share `tests/conformance/checkpoint_store.py`.
 Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's PUT of one object is atomic.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from trueline import files
 from trueline.errors import StorageError, TruelineError
 
-Where = str | Path
+Location = str | Path
 """A local path or a URL. A URL stays a string: a Path would take one of its two slashes."""
 
 Parts = Iterable[tuple[str, Iterable[bytes | memoryview]]]
@@ -32,12 +32,12 @@ BLOCK_BYTES = 16 << 20
 """What is sent to a store at once."""
 
 
-class Place(Protocol):
+class CheckpointStore(Protocol):
     def names(self, *, unfinished: bool = False) -> list[str]:
         """What is whole here, sorted; or what is not: leftovers of writers, some of which may still be at work."""
         ...
 
-    def put(self, name: str, parts: Parts) -> None:
+    def write(self, name: str, parts: Parts) -> None:
         """Writes `parts` as `name`, whole or not at all; an older `name` is replaced. Raises StorageError."""
         ...
 
@@ -50,16 +50,16 @@ class Place(Protocol):
         ...
 
 
-def place_of(where: Where, *, seal: str) -> Place:
+def open_checkpoint_store(where: Location, *, seal: str) -> CheckpointStore:
     """The place at a path or URL. Raises StorageError when no library for the URL's store is installed."""
-    found = located(where)
-    return LocalPlace(found) if isinstance(found, Path) else StorePlace(found, seal=seal)
+    found = parse_location(where)
+    return LocalCheckpointStore(found) if isinstance(found, Path) else RemoteCheckpointStore(found, seal=seal)
 
 
-def located(where: Where) -> Where:
+def parse_location(where: Location) -> Location:
     """`where` as a Path when it is local, else as a URL without a slash at its end.
 
-    >>> located("s3://bucket/digits/"), located("file:///tmp/digits")
+    >>> parse_location("s3://bucket/digits/"), parse_location("file:///tmp/digits")
     ('s3://bucket/digits', PosixPath('/tmp/digits'))
     """
     text = str(where)
@@ -68,29 +68,29 @@ def located(where: Where) -> Where:
     return Path(text.removeprefix("file://")) if text.startswith("file://") else text.rstrip("/")
 
 
-def inside(where: Where, name: str) -> Where:
+def join_location(where: Location, name: str) -> Location:
     """
-    >>> inside("s3://bucket/digits", "step-00000120")
+    >>> join_location("s3://bucket/digits", "step-00000120")
     's3://bucket/digits/step-00000120'
     """
-    found = located(where)
+    found = parse_location(where)
     return found / name if isinstance(found, Path) else f"{found}/{name}"
 
 
-def split(where: Where) -> tuple[Where, str]:
+def split_location(where: Location) -> tuple[Location, str]:
     """The place and the name in it.
 
-    >>> split("s3://bucket/digits/step-00000120")
+    >>> split_location("s3://bucket/digits/step-00000120")
     ('s3://bucket/digits', 'step-00000120')
     """
-    found = located(where)
+    found = parse_location(where)
     if isinstance(found, Path):
         return found.absolute().parent, found.absolute().name
     head, _, name = found.rpartition("/")
     return head, name
 
 
-class LocalPlace:
+class LocalCheckpointStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -98,7 +98,7 @@ class LocalPlace:
         found = (entry.name for entry in self.folder.glob("*") if entry.is_dir())
         return sorted(name for name in found if name.startswith(files.PARTIAL) == unfinished)
 
-    def put(self, name: str, parts: Parts) -> None:
+    def write(self, name: str, parts: Parts) -> None:
         with files.atomic_dir(self.folder / name, replace=True) as partial:
             for part, pieces in parts:
                 with (partial / part).open("wb") as file:
@@ -125,27 +125,27 @@ class LocalPlace:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-class StorePlace:
+class RemoteCheckpointStore:
     """A folder of an object store. `seal` is the part without which a name does not exist."""
 
     def __init__(self, url: str, *, seal: str) -> None:
         import fsspec
 
         self.url, self.seal = url, seal
-        with told(url, "opening"):
+        with translate_errors(url, "opening"):
             self._fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
 
     def names(self, *, unfinished: bool = False) -> list[str]:
-        with told(self.url, "listing"):
+        with translate_errors(self.url, "listing"):
             self._fs.invalidate_cache()
             found = [str(path)[len(self._root) + 1 :].split("/") for path in self._fs.find(self._root)]
         parts = {(path[0], path[1]) for path in found if len(path) == 2}
         sealed = {name for name, part in parts if part == self.seal}
         return sorted({name for name, _ in parts} - sealed if unfinished else sealed)
 
-    def put(self, name: str, parts: Parts) -> None:
-        with told(self.url, f"writing {name} to"):
+    def write(self, name: str, parts: Parts) -> None:
+        with translate_errors(self.url, f"writing {name} to"):
             self._unseal(name)
             try:
                 for part, pieces in parts:
@@ -161,12 +161,12 @@ class StorePlace:
     def fetch(self, name: str, part: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="trueline-") as scratch:
             file = Path(scratch, part)
-            with told(self.url, f"reading {name} of", missing_is_fine=True):
+            with translate_errors(self.url, f"reading {name} of", missing_is_fine=True):
                 self._fs.get_file(self._path(name, part), str(file))
             yield file
 
     def remove(self, name: str) -> None:
-        with told(self.url, f"removing {name} of"):
+        with translate_errors(self.url, f"removing {name} of"):
             self._unseal(name)
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._path(name), recursive=True)
@@ -180,7 +180,7 @@ class StorePlace:
 
 
 @contextmanager
-def told(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
+def translate_errors(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
     """Errors of a store's library, whatever their class, as StorageError in words."""
     try:
         yield

@@ -20,7 +20,7 @@ def breaking(error):
 
 
 def test_what_was_put_is_fetched_as_it_was(place):
-    place.put("step-1", PARTS)
+    place.write("step-1", PARTS)
     assert (place.names(), place.names(unfinished=True)) == (["step-1"], [])
     assert (content(place, "step-1", "body"), content(place, "step-1", "seal")) == (b"one two", b"done")
 
@@ -30,30 +30,30 @@ def test_a_place_that_nobody_wrote_to_is_empty(place):
 
 
 def test_a_name_that_is_put_again_is_replaced_whole(place):
-    place.put("step-1", [("body", [b"old"]), ("aside", [b"old"]), ("seal", [b"old"])])
-    place.put("step-1", PARTS)
+    place.write("step-1", [("body", [b"old"]), ("aside", [b"old"]), ("seal", [b"old"])])
+    place.write("step-1", PARTS)
     assert content(place, "step-1", "body") == b"one two"
     assert place.names() == ["step-1"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, os.strerror(28)), ValueError("broken"), KeyboardInterrupt()])
 def test_a_writer_that_fails_leaves_nothing(place, error):
-    place.put("step-1", PARTS)
+    place.write("step-1", PARTS)
     with pytest.raises((StorageError, ValueError, KeyboardInterrupt)):
-        place.put("step-2", breaking(error))
+        place.write("step-2", breaking(error))
     assert (place.names(), place.names(unfinished=True)) == (["step-1"], [])
 
 
 def test_a_part_that_is_not_there_is_told_from_a_place_that_fails(place):
-    place.put("step-1", PARTS)
+    place.write("step-1", PARTS)
     for name, part in (("step-1", "other"), ("step-2", "seal")):
         with pytest.raises(FileNotFoundError), place.fetch(name, part):
             pass
 
 
 def test_what_is_removed_is_gone_and_may_be_removed_again(place):
-    place.put("step-1", PARTS)
-    place.put("step-2", PARTS)
+    place.write("step-1", PARTS)
+    place.write("step-2", PARTS)
     place.remove("step-1")
     place.remove("step-1")
     assert (place.names(), place.names(unfinished=True)) == (["step-2"], [])
