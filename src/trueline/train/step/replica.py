@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trueline.checkpoint import tree
 from trueline.errors import RecipeError, join_names
 from trueline.parallel.gloo import GlooGroup
-from trueline.parallel.ordered_sum import OrderedSum
+from trueline.parallel.ordered import OrderedSum
 from trueline.train import devices
 from trueline.train.step import ledger as books
 from trueline.train.step import model_traits

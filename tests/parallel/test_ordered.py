@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trueline.parallel import ordered_sum
-from trueline.parallel.ordered_sum import OrderedSum
+from trueline.parallel.ordered import OrderedSum
 
 WAIT_S = 60
 
