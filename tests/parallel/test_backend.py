@@ -117,7 +117,7 @@ def test_a_sum_that_was_over_before_the_cut_is_whole(formed):
 
 
 def test_a_sum_that_fails_by_itself_counts_as_a_collective_that_failed(formed):
-    from trueline.train.step.replica import is_collective
+    from trueline.parallel.exchange import is_collective
 
     begun = formed.bucket_summed(torch.ones(3))
     begun.error = RuntimeError("remote process exited")

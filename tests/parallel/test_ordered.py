@@ -7,10 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trueline.parallel import ordered_sum
-from trueline.parallel.ordered import OrderedSum
+from conformance.gradient_exchange import *  # noqa: F403  its tests
+from conformance.gradient_exchange import LOSS_WORD
+from trueline.parallel import ordered
+from trueline.parallel.ordered import OrderedExchange, OrderedSum
 
 WAIT_S = 60
+
+
+@pytest.fixture
+def make_exchange():
+    return lambda model, group, width: OrderedExchange(list(model.parameters()), group, width, loss_word=LOSS_WORD)
 
 
 class Ranks:
@@ -51,7 +58,7 @@ class Ranks:
         parts = self._exchanged(list(torch.split(sent.clone(), given)))
         received.copy_(torch.cat([part[self._mine.rank] for part in parts]))
 
-    def all_gather_into_tensor(self, summed, total, *, async_op):
+    def all_gather_single(self, summed, total, *, async_op):
         summed.copy_(torch.cat(self._exchanged(total.clone())))
 
 
@@ -84,7 +91,7 @@ def add(sums, mine, value):
 )
 def test_the_sum_is_that_of_the_shards_in_their_order_whoever_holds_them(monkeypatch, counts, order):
     ranks = Ranks(len(counts))
-    monkeypatch.setattr(ordered_sum, "dist", ranks)
+    monkeypatch.setattr(ordered, "dist", ranks)
     shards, held = list(SHARDS), {}
     for rank in order:
         held[rank], shards = shards[: counts[rank]], shards[counts[rank] :]
@@ -109,7 +116,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order_whoever_holds_them(monkeyp
 
 def test_a_step_that_was_given_up_leaves_no_row_and_a_row_takes_the_gradients_away(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered_sum, "dist", ranks)
+    monkeypatch.setattr(ordered, "dist", ranks)
 
     def work(rank):
         mine = parameters()
@@ -129,7 +136,7 @@ def test_a_step_that_was_given_up_leaves_no_row_and_a_row_takes_the_gradients_aw
 
 def test_another_number_of_rows_than_was_agreed_is_refused_before_anything_is_sent(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered_sum, "dist", ranks)
+    monkeypatch.setattr(ordered, "dist", ranks)
 
     def work(rank):
         mine = parameters()
@@ -148,7 +155,7 @@ def test_a_group_of_another_size_begins_with_memory_of_its_own(monkeypatch):
     kept = []
     for size in (1, 3, 1):
         ranks = Ranks(size)
-        monkeypatch.setattr(ordered_sum, "dist", ranks)
+        monkeypatch.setattr(ordered, "dist", ranks)
 
         def work(rank, size=size):
             own = mine if rank == 0 else parameters()
@@ -166,7 +173,7 @@ def test_a_group_of_another_size_begins_with_memory_of_its_own(monkeypatch):
 
 def test_wide_parameters_are_summed_in_their_width(monkeypatch):
     ranks = Ranks(1)
-    monkeypatch.setattr(ordered_sum, "dist", ranks)
+    monkeypatch.setattr(ordered, "dist", ranks)
 
     def work(rank):
         mine = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), torch.nn.Parameter(torch.zeros(1))]

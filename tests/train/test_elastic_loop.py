@@ -159,7 +159,6 @@ def expect_the_same(model: Any, other: Any) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 @pytest.mark.parametrize("kind", [{}, {"micro_batch": 3}, {"micro_batch": 1}, {"bitwise": True}], ids=str)
 def test_a_step_is_one_of_the_mean_loss_of_its_records_however_it_is_cut(monkeypatch, kind):
     job, line = job_of(monkeypatch, **kind)

@@ -47,28 +47,38 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
 
     `steps`: what they say they have applied when they enter; -1: nobody has a state.
     """
-    context = multiprocessing.get_context("fork")
-    stores, results = context.Queue(), context.Queue()
+    stores = multiprocessing.get_context("fork").Queue()
 
-    def member(rank: int) -> None:
-        gc.disable()  # what the test's process has left holds threads that are not here: to destroy it is to crash
-        torch.set_num_threads(1)
+    def member(rank: int) -> Any:
         _Fellow.applied = steps
         fellow = _Fellow(rank, size, stores)
         with (
             mock.patch.object(elastic, "connect", return_value=fellow),
             mock.patch.object(gloo, "FORM_TIMEOUT_S", WAIT_S),
         ):
-            try:
-                results.put((rank, True, train()))
-            except Exception as error:  # noqa: BLE001  handed to the test
-                results.put((rank, False, f"{type(error).__name__}: {error}"))
+            return train()
+
+    return in_processes(size, member)
+
+
+def in_processes(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(rank)` returns in each of `size` forked processes. Raises AssertionError when it raises in one."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def member(rank: int) -> None:
+        gc.disable()  # what the test's process has left holds threads that are not here: to destroy it is to crash
+        torch.set_num_threads(1)
+        try:
+            results.put((rank, True, work(rank)))
+        except Exception as error:  # noqa: BLE001  handed to the test
+            results.put((rank, False, f"{type(error).__name__}: {error}"))
 
     processes = [context.Process(target=member, args=(rank,), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
     try:
-        found = sorted(_answer(results, processes) for _ in processes)
+        found = sorted((_answer(results, processes) for _ in processes), key=lambda one: one[0])
         assert all(fine for _, fine, _ in found), found
         return [one for _, _, one in found]
     finally:

@@ -1,6 +1,6 @@
 """Planes: sums of gradients where they lie, beside the gloo group of a generation.
 
-    gloo      what lies in host memory, states, votes: always there; a cut shuts its sockets (`group.py`)
+    gloo      what lies in host memory, states, votes: always there; a cut shuts its sockets (`gloo.py`)
     a plane   the buckets of a backward, on their device: NCCL (`nccl.py`), or what a backend of one's own brings
 
 A plane can be aborted at any time, whatever it is doing; what it was summing is undefined from then on, and nothing

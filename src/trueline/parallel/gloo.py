@@ -19,7 +19,7 @@ RuntimeError in the thread that waits. The pitfalls, each of which once cost a s
   failed differently often look for each other under different names for ever.
 
 Host memory is exchanged; what lies on a device is copied there and back by its owner, unless the job has a plane for
-it (`plane.py`), which forms, is cut and left with the group. Linux only (/proc/self/fd).
+it (`backend.py`), which forms, is cut and left with the group. Linux only (/proc/self/fd).
 """
 
 from __future__ import annotations

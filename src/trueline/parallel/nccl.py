@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from trueline.errors import TrainError, UsageError
-from trueline.parallel.backend import Connect
 
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -40,7 +40,7 @@ _SUM_TIMEOUT = timedelta(hours=24)
 """NCCL's own: the view decides when a peer has been waited for long enough."""
 
 
-def connector(device: torch.device) -> Connect:
+def connector(device: torch.device) -> Callable[[Store, int, int, timedelta], NcclPlane]:
     """Raises UsageError when NCCL is not in this torch, or `device` is none of its."""
     if not dist.is_nccl_available():
         raise UsageError(

@@ -11,11 +11,12 @@ Rows lie in host memory, also those of a model on a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from trueline.parallel.exchange import Piece, Shares
 from trueline.parallel.gloo import GlooGroup
 
 
@@ -103,7 +104,7 @@ class OrderedSum:
         for piece in pieces[1:]:
             total += piece
         summed = self._memory("summed", size * width)
-        self._group.wait(dist.all_gather_into_tensor(summed, total, async_op=True))
+        self._group.wait(dist.all_gather_single(summed, total, async_op=True))
         self._count = 0
         return self._give(summed[: self._length])
 
@@ -114,3 +115,51 @@ class OrderedSum:
             parameter.grad = flat[at : at + size].view_as(parameter).to(parameter.device, parameter.dtype)
             at += size
         return flat[at:]
+
+
+class OrderedExchange:
+    """Sums a step's gradients shard by shard: the weights are equal in every bit for any number of members.
+
+    `width`: numbers beside the gradients. `loss_word`: the word that comes back as the sum of the pieces' losses times
+    their records, added in the order of the shards like everything else.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], group: GlooGroup, width: int, *, loss_word: int
+    ) -> None:
+        self._group, self._loss_word = group, loss_word
+        self._rows = OrderedSum(parameters, group, width + 1)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.beside = torch.zeros(width, device=device)
+        self.syncing = True
+        self.broken: RuntimeError | None = None
+        self.on_computed: Callable[[], None] = lambda: None
+        self.on_sent: Callable[[], None] = lambda: None
+
+    def attach(self, words: int) -> None:
+        self._rows.enter()
+
+    def begin(self) -> None:
+        self._rows.drop()
+        self.beside.zero_()
+
+    def add(self, piece: Piece) -> None:
+        (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
+        self.on_computed()
+        self._rows.add(torch.cat([self.beside.cpu(), torch.tensor([piece.loss.item() * piece.count])]))
+        self.beside.zero_()
+
+    def reduce(self, piece: Piece | None, words: list[float], shares: Shares) -> tuple[list[float], torch.Tensor]:
+        if piece is not None:
+            self.add(piece)
+        self.on_computed()
+        row = torch.tensor(words, dtype=torch.float64)
+        underway = self._group.summed(row)
+        self.on_sent()
+        self._group.wait(underway)
+        summed = self._rows.reduce(shares.counts, shares.order).float()
+        row[self._loss_word] = summed[-1]
+        return row.tolist(), summed[:-1]
+
+    def detach(self) -> None:
+        """Keeps what it has: `attach` begins anew."""

@@ -28,6 +28,7 @@ from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import drawn_by
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
+from trueline.parallel.exchange import Shares, is_collective
 from trueline.parallel.gloo import GlooGroup, start_store
 from trueline.train import devices
 from trueline.train.faults import Faults
@@ -46,7 +47,7 @@ from trueline.train.step.optimizer_step import Advance, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints, JobPlan, Piece
 from trueline.train.step.reader import Intake
-from trueline.train.step.replica import Replica, is_collective
+from trueline.train.step.replica import Replica
 from trueline.train.step.timing import Pace
 from trueline.train.step.validation import Validation
 from trueline.train.worker import job_context
@@ -104,7 +105,8 @@ class Elastic:
         group = GlooGroup(connector(backend, devices.of_model(model)))
         self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
         self._pace = Pace()
-        self._replica.on_computed, self._replica.on_sent = self._pace.computed, self._read_ahead
+        exchange = self._replica.exchange
+        exchange.on_computed, exchange.on_sent = self._pace.computed, self._read_ahead
         link = connect(group.cut_until_left)
         if keeper is None:
             keeper, faults = job_context.of_script(self._plan, source)
@@ -248,7 +250,7 @@ class Elastic:
         except Exception as error:  # noqa: BLE001  reading runs the user's code
             self.blame(error, piece.records)
             return None
-        self._replica.syncing = last
+        self._replica.exchange.syncing = last
         if last:
             self._link.doing("computing")
         return found
@@ -275,14 +277,14 @@ class Elastic:
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
         """The allreduce of `step` and what follows from it; True when the step was applied."""
-        if self._replica.broken is not None:
-            return self._abandon(str(self._replica.broken))
+        if self._replica.exchange.broken is not None:
+            return self._abandon(str(self._replica.exchange.broken))
         self._faults.arm_backward(step, self.model)
         holds = self._healing.holds
         try:
             words = self._words(step, holds=holds)
             self._link.doing("waiting")
-            summed = self._replica.reduce(piece, words, self._shards(step), self._fellows.order)
+            summed = self._replica.reduce(piece, words, Shares(self._shards(step), self._fellows.order))
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._part.records)

@@ -237,7 +237,7 @@ class Trying:
     """A link, a reader and a replica of a trial: what happens, in its order."""
 
     def __init__(self):
-        self.done, self.syncing = [], True
+        self.done, self.exchange = [], SimpleNamespace(syncing=True)
 
     def doing(self, phase):
         self.done.append(phase)
@@ -278,7 +278,7 @@ def test_a_record_is_tried_alone_with_a_loss_of_its_own_and_no_trace_is_left_in_
     found, world = trials_of(plan_of(), loss_of())
     found._attempt(4, 7)
     assert world.done == ["reading", ("read", [7, 7], 1), "begin", "begin"]
-    assert not world.syncing, "its forward goes to no peer"
+    assert not world.exchange.syncing, "its forward goes to no peer"
     failing, world = trials_of(plan_of(), loss_of(7))
     with pytest.raises(ValueError, match="odd"):
         failing._attempt(4, 7)

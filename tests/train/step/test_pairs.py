@@ -159,7 +159,6 @@ def test_a_schedule_that_waits_for_plateaus_hears_of_an_evaluation_once_though_i
     assert rates == [1.0] * 6, "the first value is the best; one without improvement is within the patience"
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_a_step_of_which_every_record_is_set_aside_is_a_step_without_records(bitwise):
     class Broken(TensorDataset):

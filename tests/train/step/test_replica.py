@@ -9,61 +9,12 @@ from trueline.parallel.gloo import GlooGroup
 from trueline.train.step.ledger import Sums
 from trueline.train.step.optimizer_step import Advance
 from trueline.train.step.options import Options
-from trueline.train.step.replica import Replica, is_collective
+from trueline.train.step.replica import Replica
 
 
 def replica_of(model, *, sharded=False):
     advance = Advance(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options())
     return Replica(model, advance, GlooGroup(), 10, Options(), sharded=sharded)
-
-
-class Bucket:
-    """Memory of a device that is not here: it remembers what it was given."""
-
-    is_cpu = False
-
-    def __init__(self) -> None:
-        self.held: list[float] = []
-
-    def copy_(self, host: torch.Tensor) -> None:
-        self.held = host.tolist()
-
-
-def replica_with(*operations):
-    """A replica whose buckets' sums are the `operations`; with the buckets and what DDP was promised."""
-    replica = replica_of(torch.nn.Linear(2, 1))
-    buckets = [Bucket() for _ in operations]
-    promises = [torch.futures.Future() for _ in operations]
-    hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
-    replica._sent = list(zip(operations, hosts, buckets, promises, strict=True))
-    return replica, buckets, promises
-
-
-class Summed:
-    def __init__(self, error: str = "") -> None:
-        self.error = error
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object = None) -> None:
-        if self.error:
-            raise RuntimeError(self.error)
-
-
-def test_sums_made_in_host_memory_are_brought_to_where_they_belong():
-    replica, buckets, promises = replica_with(Summed(), Summed())
-    replica._receive()
-    assert [bucket.held for bucket in buckets] == [[0.0, 0.0], [1.0, 1.0]]
-    assert [promise.value() for promise in promises] == buckets
-
-
-def test_a_sum_that_failed_does_not_touch_its_bucket_and_ends_the_backward():
-    replica, buckets, promises = replica_with(Summed(), Summed("Connection closed by peer"))
-    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
-        replica._receive()
-    assert buckets[1].held == []
-    assert not promises[1].done()
 
 
 def test_a_step_that_failed_leaves_the_running_statistics_of_the_last_applied_one():
@@ -87,18 +38,16 @@ def norm():
     return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
 
 
-def test_a_step_begins_without_gradients_contributions_or_buckets_of_the_one_before():
+def test_a_step_begins_without_gradients_or_contributions_of_the_one_before():
     replica = replica_of(norm(), sharded=True)
     replica.begin()
     replica.add(replica.model(torch.randn(4, 2)).sum(), 0.5, np.array([1, 2]))
     replica.add(replica.model(torch.randn(4, 2)).sum(), 0.5, np.array([2, 7]))
-    assert replica._beside[:10].tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0, 0], "how often each record was in it"
-    assert replica._beside[10:].abs().sum() > 0, "what became of the running statistics"
-    replica._sent = [(None, None, None, None)]
+    assert replica.exchange.beside[:10].tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0, 0], "how often each record was in it"
+    assert replica.exchange.beside[10:].abs().sum() > 0, "what became of the running statistics"
     replica.begin()
-    assert replica._beside.abs().sum() == 0
+    assert replica.exchange.beside.abs().sum() == 0
     assert [value.grad for value in replica.model.parameters()] == [None] * 4
-    assert replica._sent == []
 
 
 def reduced(replica, value):
@@ -165,24 +114,6 @@ def test_a_state_that_travels_goes_on_as_if_it_had_stayed():
     assert travels.ledger.as_tree()["tally"].tolist() == [3] * 10
     assert (travels.ledger.steps, travels.ledger.epoch_digest) == (2, 18)
     assert [parameter.grad is None for parameter in travels.model.parameters()] == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("error", "collective"),
-    [
-        (RuntimeError("[enforce fail at gloo/transport] timed out"), True),
-        (RuntimeError("Connection closed by peer [127.0.0.1]"), True),
-        (RuntimeError("Connection reset by peer"), True),
-        (RuntimeError("ProcessGroup: the transfer was interrupted"), True),
-        (torch.distributed.DistBackendError("NCCL error"), True),
-        (torch.distributed.DistNetworkError("the client socket has failed"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (RuntimeError("connection to the data base was lost"), False),
-    ],
-    ids=str,
-)
-def test_an_error_of_the_group_is_told_from_one_of_the_model(error, collective):
-    assert is_collective(error) is collective
 
 
 def test_a_parameter_that_took_no_part_is_named():

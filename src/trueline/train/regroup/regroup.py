@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trueline import events
+from trueline.parallel.exchange import is_collective
 from trueline.parallel.gloo import GlooGroup
 from trueline.train.faults import Faults
 from trueline.train.link import Link
 from trueline.train.step import load_balance
-from trueline.train.step.replica import is_collective
 from trueline.wire import train_pb2 as pb
 
 PATIENCE_S = 1.0

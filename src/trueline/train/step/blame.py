@@ -126,7 +126,7 @@ class Trials:
         if self.loss_of is None:
             return
         self._replica.begin()
-        self._replica.syncing = False
+        self._replica.exchange.syncing = False
         try:
             loss = self.loss_of(batch)
             if not math.isfinite(loss.item()):

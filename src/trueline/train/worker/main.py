@@ -22,6 +22,7 @@ from trueline import events
 from trueline.batch.evaluate import measuring
 from trueline.data.source import Batch, Source
 from trueline.errors import CheckpointError, TruelineError
+from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.train import devices
@@ -33,7 +34,6 @@ from trueline.train.step import model_traits
 from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
-from trueline.train.step.replica import is_collective
 from trueline.train.step.validation import Rule, Validation
 from trueline.train.worker.call import call
 

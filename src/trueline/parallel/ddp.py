@@ -1,0 +1,211 @@
+"""Gradients summed in buckets while the backward runs, by torch's DistributedDataParallel.
+
+DDP sees the user's model together with one more parameter, whose gradient is what this member contributes to the step
+beside its gradients:
+
+    [ words | beside ]
+
+So both travel in the all-reduce that carries the gradients and cost no round trip. A step may take several forwards
+(pieces); only the last backward is reduced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from trueline.parallel.exchange import Piece, Shares, is_collective, unused_parameters
+from trueline.parallel.gloo import GlooGroup
+
+_NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+class _Replicated(torch.nn.Module):
+    """What DDP sees: the model's own forward, and the contribution."""
+
+    words: torch.nn.Parameter
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], *, tie: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.instead: Sequence[torch.nn.Parameter] | None = None
+        """Instead of a forward: a sum that gives these parameters gradients of zeros."""
+        self._forward = forward
+        self._tie = tie
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.instead is not None:
+            flat = (value.reshape(-1)[:1] * 0.0 for value in self.instead)
+            outputs = sum((value.sum().float() for value in flat), torch.zeros((), device=self.words.device))
+        else:
+            outputs = self._forward(*args, **kwargs)
+        return (outputs, self.words * 1.0) if self._tie else outputs
+
+
+class DdpExchange:
+    """Replaces `model.forward`: `model(...)` goes through DDP in the last piece of a step.
+
+    `width`: numbers beside the gradients. `find_unused`: parameters may take no part in a step.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int, *, find_unused: bool) -> None:
+        self._model, self._group, self._width, self._find_unused = model, group, width, find_unused
+        self._parameters = [value for value in model.parameters() if value.requires_grad]
+        self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
+        self.broken: RuntimeError | None = None
+        self.syncing = True
+        self.on_computed: Callable[[], None] = lambda: None
+        self.on_sent: Callable[[], None] = lambda: None
+        self._contribution = self.beside = torch.zeros(width, device=self._device)
+        """The words, and after them what stands beside the gradients."""
+        self._line: npt.NDArray[np.float32] | None = None
+        """The memory of the contribution, where that is the host's."""
+        self._weight = torch.ones(())
+        """The gradient of a loss, written anew for each step."""
+        self._inside = self._went = False
+        self._sent: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        """Buckets whose sums are under way: the operation, what it sums, where that belongs, what DDP was promised."""
+        self._ddp: DistributedDataParallel | None = None
+        self._original = model.forward
+        self._replicated = _Replicated(model, self._original, tie=find_unused)
+        model.forward = self._forward
+
+    def attach(self, words: int) -> None:
+        quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
+        self.broken = None
+        self._contribution = torch.zeros(words + self._width, device=self._device)
+        self.beside = self._contribution[words:]
+        self._line = self._contribution.numpy() if self._contribution.is_cpu else None
+        self._weight = torch.ones((), device=self._device)
+        self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
+        self._ddp = DistributedDataParallel(
+            self._replicated,
+            init_sync=False,
+            find_unused_parameters=self._find_unused,
+            gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
+            **quiet,  # type: ignore[arg-type]
+        )
+        self._ddp.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+
+    def begin(self) -> None:
+        self._went = False
+        self._sent = []
+        if self._ddp is not None:
+            self._replicated.words.grad = None
+        if self._width:
+            self.beside.zero_()
+
+    def add(self, piece: Piece) -> None:
+        (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
+        self.on_computed()
+
+    def reduce(self, piece: Piece | None, words: list[float], shares: Shares) -> tuple[list[float], torch.Tensor]:
+        if piece is None:
+            # a parameter that the others leave out stays without a gradient, whether or not somebody has no records
+            zeros = self._zeros(() if self._find_unused else self._parameters)
+            roots = [(zeros, torch.ones_like(zeros))]
+        else:
+            roots = [(piece.scaled, self._weighing(piece.scaled, piece.weight))]
+            if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
+                zeros = self._zeros(self._parameters)
+                roots.append((zeros, torch.ones_like(zeros)))
+        self._write(words)
+        roots.append((self._replicated.words, self._contribution))
+        _backward([pair for pair in roots if pair[0].requires_grad])
+        gradient = self._replicated.words.grad
+        assert gradient is not None
+        return gradient[: len(words)].tolist(), gradient[len(words) :]
+
+    def detach(self) -> None:
+        self._ddp = None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        through = self._ddp is not None and self.syncing and not self._inside and not self.broken
+        if not through or not (self._model.training and torch.is_grad_enabled()):
+            return self._original(*args, **kwargs)
+        try:
+            outputs = self._wrapped(*args, **kwargs)
+            return outputs[0] if self._find_unused else outputs
+        except RuntimeError as error:
+            if not is_collective(error):
+                raise _explained(error) from error
+            self.broken = error
+            return self._original(*args, **kwargs)
+
+    def _wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._ddp is not None
+        self._inside = self._went = True
+        try:
+            return self._ddp(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _weighing(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """`weight` as the gradient of `loss`."""
+        kept = self._weight
+        if loss.shape == kept.shape and loss.dtype == kept.dtype and loss.device == kept.device:
+            return kept.fill_(weight)
+        return torch.full_like(loss, weight)
+
+    def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """The contribution of a member without records: zeros for `parameters`."""
+        self._replicated.instead = parameters
+        try:
+            outputs = self._wrapped()
+        finally:
+            self._replicated.instead = None
+        total: torch.Tensor = outputs[0] if self._find_unused else outputs
+        return total
+
+    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the plain sum of a bucket (not the mean).
+
+        A bucket on a device is summed there when the group has a backend for it, else in host memory; that copy waits
+        for what computes the bucket, and for nothing else. The last bucket is the end of the local part of a backward:
+        there all of them are waited for, as DDP would next. Raises RuntimeError when a peer fails.
+        """
+        gradients: torch.Tensor = bucket.buffer()
+        summed = gradients if self._group.takes(gradients) else gradients.cpu()
+        devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]
+        promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._sent.append((self._group.bucket_summed(summed), summed, gradients, promise))
+        if bucket.is_last():
+            self.on_computed()
+            self.on_sent()
+            self._receive()
+        return promise
+
+    def _receive(self) -> None:
+        """Waits for the sums of all buckets."""
+        sent, self._sent = self._sent, []
+        for begun, summed, gradients, promise in sent:
+            self._group.wait_bucket(begun)
+            if summed is not gradients:
+                gradients.copy_(summed)
+            promise.set_result(gradients)
+
+    def _write(self, words: list[float]) -> None:
+        """Writes the words into this member's contribution."""
+        if self._line is not None:
+            self._line[: len(words)] = words
+        else:
+            self._contribution[: len(words)] = torch.tensor(words)
+
+
+def _backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As torch.autograd.backward(tensors, gradients), without its comparison of their shapes, which are equal here."""
+    tensors, gradients = zip(*roots, strict=True)
+    Variable._execution_engine.run_backward(
+        tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _explained(error: RuntimeError) -> Exception:
+    return unused_parameters(()) if "Expected to have finished reduction" in str(error) else error

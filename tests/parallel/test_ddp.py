@@ -1,0 +1,87 @@
+"""Promises of gradients that DDP's buckets carry."""
+
+import pytest
+import torch
+
+from conformance.gradient_exchange import *  # noqa: F403  its tests
+from trueline.parallel.ddp import DdpExchange
+from trueline.parallel.exchange import is_collective
+from trueline.parallel.gloo import GlooGroup
+
+
+@pytest.fixture
+def make_exchange():
+    return lambda model, group, width: DdpExchange(model, group, width, find_unused=False)
+
+
+class Bucket:
+    """Memory of a device that is not here: it remembers what it was given."""
+
+    is_cpu = False
+
+    def __init__(self) -> None:
+        self.held: list[float] = []
+
+    def copy_(self, host: torch.Tensor) -> None:
+        self.held = host.tolist()
+
+
+def exchange_with(*operations):
+    """An exchange whose buckets' sums are the `operations`; with the buckets and what DDP was promised."""
+    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0, find_unused=False)
+    buckets = [Bucket() for _ in operations]
+    promises = [torch.futures.Future() for _ in operations]
+    hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
+    exchange._sent = list(zip(operations, hosts, buckets, promises, strict=True))
+    return exchange, buckets, promises
+
+
+class Summed:
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_sums_made_in_host_memory_are_brought_to_where_they_belong():
+    exchange, buckets, promises = exchange_with(Summed(), Summed())
+    exchange._receive()
+    assert [bucket.held for bucket in buckets] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [promise.value() for promise in promises] == buckets
+
+
+def test_a_sum_that_failed_does_not_touch_its_bucket_and_ends_the_backward():
+    exchange, buckets, promises = exchange_with(Summed(), Summed("Connection closed by peer"))
+    with pytest.raises(RuntimeError, match="gloo: Connection closed by peer"):
+        exchange._receive()
+    assert buckets[1].held == []
+    assert not promises[1].done()
+
+
+def test_a_step_begins_without_buckets_of_the_one_before():
+    exchange, _, _ = exchange_with(Summed())
+    exchange.begin()
+    assert exchange._sent == []
+
+
+@pytest.mark.parametrize(
+    ("error", "collective"),
+    [
+        (RuntimeError("[enforce fail at gloo/transport] timed out"), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (RuntimeError("ProcessGroup: the transfer was interrupted"), True),
+        (torch.distributed.DistBackendError("NCCL error"), True),
+        (torch.distributed.DistNetworkError("the client socket has failed"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("connection to the data base was lost"), False),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_group_is_told_from_one_of_the_model(error, collective):
+    assert is_collective(error) is collective
