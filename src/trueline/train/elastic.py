@@ -4,7 +4,7 @@
     for batch in job:
         job.step(loss(model(batch.inputs), batch.labels))
 
-The loop of a worker is a dance with two figures. **Step**: forward, backward with the ledger's words in the same
+The loop of a worker is a dance with two figures. **Step**: forward, backward with a StepAccount in the same
 allreduce, comparison of the sums with the plan, optimizer. **Regroup**, when a peer died or a new view was agreed:
 leave the group, enter the new view with the number of steps applied, form the new group, take the state of whoever
 is furthest ahead, and go on with the step that nobody applied. A batch whose step failed is simply given out again,
@@ -36,13 +36,13 @@ from trueline.train.link import connect
 from trueline.train.regroup.recovery import Healing
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.settings import Fault
-from trueline.train.step import ledger as books
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
 from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.commit import Commit
 from trueline.train.step.contribution import Part, StepBatch
 from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import Advance, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints, JobPlan, Piece
@@ -266,14 +266,14 @@ class Elastic:
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
         self._link.doing("waiting")
 
-    def _words(self, step: int, *, holds: bool) -> list[float]:
-        """The ledger's words and the rates, as this worker has them before the sum."""
+    def _account(self, step: int, *, holds: bool) -> StepAccount:
+        """What this worker brings to the sum beside its gradients."""
         fellows = self._fellows
         rates = [0.0] * fellows.size
         if not holds:
-            return [*books.observing(wish=fellows.wishes()), *rates]
+            return StepAccount(wishes=int(fellows.wishes()), rates=rates)
         rates[fellows.rank] = fellows.my_rate(self._pace.rate)
-        return self._part.words(fellows.generation, step, wish=fellows.wishes()) + rates
+        return self._part.account(fellows.generation, step, wish=fellows.wishes(), rates=rates)
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
         """The allreduce of `step` and what follows from it; True when the step was applied."""
@@ -282,9 +282,9 @@ class Elastic:
         self._faults.arm_backward(step, self.model)
         holds = self._healing.holds
         try:
-            words = self._words(step, holds=holds)
+            mine = self._account(step, holds=holds)
             self._link.doing("waiting")
-            summed = self._replica.reduce(piece, words, Shares(self._shards(step), self._fellows.order))
+            account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._fellows.order))
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._part.records)
@@ -293,13 +293,13 @@ class Elastic:
         self._link.doing("committing")
         self._faults.at("allreduced", step)
         self._pace.summed(self._part.count)
-        self._wishes = round(summed[6])
-        self._fellows.heard(summed[books.WORDS :], books.counted(summed))
-        self._healing.heard(round(summed[7]))
+        self._wishes = account.wishes
+        self._fellows.heard(account.rates, account.count)
+        self._healing.heard(account.holders)
         if not holds:
-            self._observe(summed)
+            self._observe(account)
             return False
-        return self._apply(step, summed)
+        return self._apply(step, account)
 
     def _shards(self, step: int) -> list[int]:
         """How many shards of `step` each rank has."""
@@ -307,25 +307,25 @@ class Elastic:
             return []
         return self._fellows.by_rank(self._plan.shard_counts(step, self._fellows.dealt))
 
-    def _apply(self, step: int, summed: list[float]) -> bool:
-        sums = self._commit.checked(summed)
-        if not math.isfinite(sums.loss):
+    def _apply(self, step: int, account: StepAccount) -> bool:
+        self._commit.check(account)
+        if not math.isfinite(account.loss):
             self._blame_loss(step)
             return False
-        if not self._commit.apply(sums):
+        if not self._commit.apply(account):
             self._report.redone += 1
             events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
             return False
         certificate = self._commit.certificate()
         self._faults.at("applied", step)
-        self._report.applied(step, sums, certificate)
+        self._report.applied(step, account, certificate)
         if self._keeper is not None and self._fellows.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
         return True
 
-    def _observe(self, summed: list[float]) -> None:
+    def _observe(self, account: StepAccount) -> None:
         """This worker took part without a state: keep the sums, and apply them once the state is there."""
-        self._healing.keep(summed)
+        self._healing.keep(account)
         if self._healing.crowded:
             self._healing.wait()
         if self._healing.arrived():

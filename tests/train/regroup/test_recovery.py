@@ -10,7 +10,7 @@ from trueline.errors import CheckpointError
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.recovery import Healing
-from trueline.train.step.ledger import Ledger
+from trueline.train.step.ledger import Ledger, StepAccount
 from trueline.wire import train_pb2 as pb
 
 BROADCAST = {"name": "of the source"}
@@ -37,9 +37,9 @@ class Replica:
     def restore(self, state):
         self.taken.append(state["name"])
 
-    def keep(self, words):
-        overflowed = torch.tensor([1.0, torch.inf])
-        return SimpleNamespace(words=words, gradients=[None, overflowed if words[8] == 100.0 else torch.ones(2)])
+    def keep(self, account):
+        last = torch.tensor([1.0, torch.inf]) if account.loss_sum == 100.0 else torch.ones(2)
+        return SimpleNamespace(account=account, gradients=[None, last])
 
 
 class Member:
@@ -167,19 +167,19 @@ def observing(monkeypatch, **kind):
     return Member(monkeypatch, [5, -1], 1, large=True, **kind).heal()
 
 
-def words(loss):
-    return [0.0] * 8 + [loss]
+def account(loss):
+    return StepAccount(loss_sum=loss)
 
 
 def test_an_observer_stands_at_the_step_that_the_others_have_applied(monkeypatch):
     healing = observing(monkeypatch).healing
     for loss, at in ((1.0, 6), (float("nan"), 6), (float("inf"), 6), (2.0, 7)):
-        healing.keep(words(loss))
+        healing.keep(account(loss))
         assert healing.observed == at
     scaled = observing(monkeypatch)
     scaled.replica.advance.scaler.is_enabled = lambda: True
     for loss, at in ((1.0, 6), (100.0, 6), (2.0, 7)):  # at 100 the gradients have overflowed
-        scaled.healing.keep(words(loss))
+        scaled.healing.keep(account(loss))
         assert scaled.healing.observed == at
 
 
@@ -187,7 +187,7 @@ def test_an_observer_that_keeps_eight_steps_lets_the_others_wait(monkeypatch):
     healing = observing(monkeypatch).healing
     crowded = []
     for _ in range(8):
-        healing.keep(words(1.0))
+        healing.keep(account(1.0))
         crowded.append(healing.crowded)
     assert crowded == [False] * 7 + [True]
 
@@ -195,14 +195,14 @@ def test_an_observer_that_keeps_eight_steps_lets_the_others_wait(monkeypatch):
 def test_a_state_that_has_arrived_is_taken_with_what_is_to_be_applied_to_it_in_order(monkeypatch):
     member = observing(monkeypatch)
     healing = member.healing
-    healing.keep(words(1.0))
+    healing.keep(account(1.0))
     healing.keep_evaluation([0.5])
-    healing.keep(words(2.0))
+    healing.keep(account(2.0))
     assert not healing.arrived()
     healing._fetch = SimpleNamespace(state={"name": "fetched"}, trouble="", over=True)
     assert healing.arrived()
     missed = healing.take()
-    assert [one if isinstance(one, list) else one.words[8] for one in missed] == [1.0, [0.5], 2.0]
+    assert [one if isinstance(one, list) else one.account.loss_sum for one in missed] == [1.0, [0.5], 2.0]
     assert (member.replica.taken, healing.held, healing.holds, healing.arrived()) == (["fetched"], True, True, False)
     assert not healing.crowded
     assert healing._kept == []
@@ -218,7 +218,7 @@ def test_a_state_that_did_not_come_is_the_failure_of_a_peer(monkeypatch):
 
 def test_leaving_a_group_voids_what_was_on_its_way(monkeypatch):
     member = observing(monkeypatch)
-    member.healing.keep(words(1.0))
+    member.healing.keep(account(1.0))
     member.healing.forget()
     assert (member.withdrawn, member.healing.arrived(), member.healing._kept) == (1, False, [])
     member.healing.wait()  # there is nothing to wait for

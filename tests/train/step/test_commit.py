@@ -36,7 +36,7 @@ class Replica:
         self.done.append("begin")
 
     def recall(self, reduced):
-        self.done.append(("recall", reduced.words[8]))
+        self.done.append(("recall", reduced.account.loss_sum))
 
 
 def commit_of(*, set_aside=()):
@@ -50,13 +50,18 @@ def commit_of(*, set_aside=()):
     return Commit(plan, replica, SimpleNamespace(generation=GENERATION), evaluations)
 
 
-def words(commit, step, *, loss=1.0, generation=GENERATION, but=0):
+def account(commit, step, *, loss=1.0, generation=GENERATION, but=0):
     """The sums of two members that have computed all records of `step` but so many."""
     records = commit.plan.records(step)[but:]
     half = len(records) // 2
-    rows = [[*books.words(len(part), books.digest(part), generation, step, wish=False), loss / 2]
-            for part in (records[:half], records[half:])]  # fmt: skip
-    return [sum(column) for column in zip(*rows, strict=True)]
+    parts = (records[:half], records[half:])
+    rows = [
+        books.StepAccount.of_holder(
+            count=len(part), digest=books.digest(part), generation=generation, step=step, wish=False, loss_sum=loss / 2
+        ).pack()
+        for part in parts
+    ]
+    return books.StepAccount.unpack([sum(column) for column in zip(*rows, strict=True)])
 
 
 def run(commit, steps):
@@ -64,7 +69,9 @@ def run(commit, steps):
     found = []
     for _ in range(steps):
         step = commit.replica.ledger.steps
-        assert commit.apply(commit.checked(words(commit, step)))
+        whole = account(commit, step)
+        commit.check(whole)
+        assert commit.apply(whole)
         if (certificate := commit.certificate()) is not None:
             found.append((step, certificate))
     return found
@@ -72,7 +79,8 @@ def run(commit, steps):
 
 def test_sums_of_just_the_records_of_the_step_at_hand_are_let_through():
     commit = commit_of()
-    sums = commit.checked(words(commit, 0, loss=8.0))
+    sums = account(commit, 0, loss=8.0)
+    commit.check(sums)
     assert (sums.count, sums.loss) == (4, 2.0)
 
 
@@ -82,7 +90,7 @@ def test_sums_of_just_the_records_of_the_step_at_hand_are_let_through():
 def test_sums_of_another_step_or_group_or_of_fewer_records_are_refused_and_change_nothing(how):
     commit = commit_of()
     with pytest.raises(RecordsMiscounted):
-        commit.checked(words(commit, how.pop("step", 0), **how))
+        commit.check(account(commit, how.pop("step", 0), **how))
     assert (commit.replica.done, commit.replica.ledger.steps) == ([], 0)
 
 
@@ -90,7 +98,7 @@ def test_sums_that_are_short_for_a_parameter_without_a_gradient_say_so():
     commit = commit_of()
     commit.replica.unused = True
     with pytest.raises(RecipeError, match="took no part"):
-        commit.checked(words(commit, 0, but=1))
+        commit.check(account(commit, 0, but=1))
 
 
 def test_each_epoch_is_certified_after_its_last_step_and_only_then():
@@ -114,7 +122,7 @@ def test_the_evaluation_of_the_state_at_hand_goes_with_the_step():
 def test_a_step_that_overflowed_is_not_counted():
     commit = commit_of()
     commit.replica.overflows = True
-    assert not commit.apply(commit.checked(words(commit, 0)))
+    assert not commit.apply(account(commit, 0))
     assert commit.replica.ledger.steps == 0
 
 
@@ -149,7 +157,7 @@ def test_a_stop_at_the_end_of_an_epoch_leaves_no_part_to_certify():
 
 
 def reduced(commit, step, **how):
-    return Reduced(words(commit, step, **how), None, [])
+    return Reduced(account(commit, step, **how), None, [])
 
 
 def test_who_catches_up_applies_all_that_the_others_have_in_their_order_and_certifies_what_they_have():

@@ -16,7 +16,7 @@ from trueline.train.step import blame
 from trueline.train.step import ledger as books
 from trueline.train.step.blame import Trials
 from trueline.train.step.contribution import MOST_LOSS, Part
-from trueline.train.step.ledger import Sums
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import DRAWN, JobPlan
 from trueline.train.step.reader import Intake
 from trueline.train.worker.reporter import Report
@@ -134,13 +134,15 @@ def test_the_first_batch_of_the_next_step_is_read_early_where_no_reader_does_and
 # What is said of it. -------------------------------------------------------------------------------------------------
 
 
-def test_the_words_of_a_part_are_its_records_and_their_loss():
+def test_the_account_of_a_part_is_its_records_and_their_loss():
     part = Part()
     part.add(np.array([3, 1]), 0.5)
     part.add(np.array([7]), 2.0)
     part.digest = books.MASK + 5
-    words = part.words(2, 9, wish=True)
-    assert (books.counted(words), words[2:4], words[4:8], words[8]) == (3, [4.0, 0.0], [2.0, 9.0, 1.0, 1.0], 3.0)
+    account = part.account(2, 9, wish=True, rates=(5.0, 0.0))
+    assert account == StepAccount(
+        count=3, digest=4, generations=2, steps=9, wishes=1, holders=1, loss_sum=3.0, rates=(5.0, 0.0)
+    )
     assert part.records.tolist() == [3, 1, 7]
     assert Part().records.tolist() == []
 
@@ -155,13 +157,18 @@ def test_a_loss_that_cannot_be_summed_stays_the_fault_of_its_part(loss):
     assert not part.finite
 
 
+def sent(part):
+    """The account of `part` as the others get it."""
+    return StepAccount.unpack(part.account(0, 0, wish=False, rates=()).pack())
+
+
 @pytest.mark.parametrize(("loss", "word"), [(3e38, math.inf), (-3e38, -math.inf), (1e38, 2e38), (-math.inf, -math.inf)])
 def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
     part = Part()
     part.add(np.array([1, 2]), loss)
-    assert part.words(0, 0, wish=False)[8] == word
+    assert sent(part).loss_sum == word
     part.add(np.array([3]), math.nan)
-    assert math.isnan(part.words(0, 0, wish=False)[8])
+    assert math.isnan(sent(part).loss_sum)
 
 
 # What is reported. ---------------------------------------------------------------------------------------------------
@@ -179,12 +186,12 @@ def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_t
     certificate = {"epoch": 0, "steps": 3, "records": 10, "digest": 9, "tally_min": 1, "tally_max": 1}
     report.regrouped()
     report.redone = 2
-    report.applied(0, Sums(count=4, digest=7, wishes=0, loss=0.5), None)
-    report.applied(1, Sums(count=4, digest=8, wishes=0, loss=0.5), certificate)
+    report.applied(0, StepAccount(count=4, digest=7), None)
+    report.applied(1, StepAccount(count=4, digest=8), certificate)
     report.regrouped()
     fellows.generation = 4
-    report.applied(2, Sums(count=2, digest=9, wishes=0, loss=0.5), None)
-    report.applied(3, Sums(count=2, digest=9, wishes=0, loss=0.5), None)
+    report.applied(2, StepAccount(count=2, digest=9), None)
+    report.applied(3, StepAccount(count=2, digest=9), None)
     assert [(generation, steps) for generation, steps, *_ in said] == [(3, 1), (3, 2), (4, 3), (4, 4)]
     told = [one for _, _, one, _ in said]
     assert [(one.step, one.generation, one.records, one.digest) for one in told] == [

@@ -11,22 +11,29 @@ from trueline.train.step import ledger
 PLAN = np.array([3, 1, 4, 15, 9, 2, 6, 5], dtype=np.int64)
 
 
-def summed(parts, *, generation=2, step=7):
-    """What the allreduce makes of the words of workers that contributed `parts`."""
-    rows = [[*ledger.words(len(p), ledger.digest(p), generation, step, wish=False), 0.5 * len(p)] for p in parts]
-    return [sum(column) for column in zip(*rows, strict=True)]
+def of(records, *, generation=2, step=7, wish=False, loss=0.5):
+    """The account of one member that contributed `records`."""
+    return ledger.StepAccount.of_holder(
+        count=len(records), digest=ledger.digest(records), generation=generation, step=step, wish=wish,
+        loss_sum=loss * len(records),
+    )  # fmt: skip
 
 
-def check(parts, **changes):
-    return ledger.check(
-        summed(parts, **changes), records=len(PLAN), plan_digest=ledger.digest(PLAN), generation=2, step=7
-    )
+def summed(accounts):
+    """What the allreduce makes of them: words."""
+    return [sum(column) for column in zip(*(account.pack() for account in accounts), strict=True)]
+
+
+def check(words, *, plan=PLAN, generation=2, step=7):
+    account = ledger.StepAccount.unpack(words)
+    account.check(records=len(plan), plan_digest=ledger.digest(plan), generation=generation, step=step)
+    return account
 
 
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_any_split_of_the_planned_records_is_accepted(first, second):
     low, high = sorted((first, second))
-    sums = check([PLAN[:low], PLAN[low:high], PLAN[high:]])
+    sums = check(summed([of(PLAN[:low]), of(PLAN[low:high]), of(PLAN[high:])]))
     assert (sums.count, sums.loss) == (8, 0.5)
 
 
@@ -42,37 +49,31 @@ def test_any_split_of_the_planned_records_is_accepted(first, second):
 )
 def test_a_step_with_other_records_than_planned_is_refused(parts):
     with pytest.raises(RecordsMiscounted, match="was not applied"):
-        check(parts)
+        check(summed(map(of, parts)))
 
 
 def test_gradients_of_another_step_or_generation_are_refused():
     for changes in ({"step": 8}, {"generation": 3}):
         with pytest.raises(RecordsMiscounted):
-            check([PLAN[:4], PLAN[4:]], **changes)
+            check(summed([of(PLAN[:4], **changes), of(PLAN[4:], **changes)]))
 
 
 def test_a_member_that_only_observes_changes_nothing_but_can_wish():
-    rows = [summed([PLAN[:4], PLAN[4:]]), ledger.observing(wish=True)]
-    sums = ledger.check(
-        [sum(column) for column in zip(*rows, strict=True)],
-        records=len(PLAN), plan_digest=ledger.digest(PLAN), generation=2, step=7,
-    )  # fmt: skip
+    observer = ledger.StepAccount(wishes=1)
+    sums = check(summed([of(PLAN[:4]), of(PLAN[4:]), observer]))
     assert (sums.count, sums.wishes) == (8, 1)
 
 
 def test_a_step_that_nobody_vouches_for_is_refused():
     with pytest.raises(RecordsMiscounted):
-        ledger.check(ledger.observing(wish=False), records=0, plan_digest=0, generation=0, step=0)
+        ledger.StepAccount().check(records=0, plan_digest=0, generation=0, step=0)
 
 
 def test_large_batches_are_counted_exactly_in_float32():
     plan = np.arange(100_000, dtype=np.int64)
     parts = np.array_split(plan, 64)
-    rows = np.array([[*ledger.words(len(p), ledger.digest(p), 1, 1, wish=True), 0.0] for p in parts], np.float32)
-    sums = ledger.check(
-        rows.sum(axis=0, dtype=np.float32).tolist(),
-        records=len(plan), plan_digest=ledger.digest(plan), generation=1, step=1,
-    )  # fmt: skip
+    rows = np.array([of(part, wish=True).pack() for part in parts], np.float32)
+    sums = check(rows.sum(axis=0, dtype=np.float32).tolist(), plan=plan)
     assert (sums.count, sums.wishes) == (100_000, 64)
 
 
@@ -84,9 +85,9 @@ def test_the_digest_of_an_epoch_does_not_depend_on_its_order_or_its_cuts(ids, cu
 
 def test_a_ledger_survives_its_journey_as_a_tree():
     book = ledger.Ledger(num_records=4, tally=np.zeros(4, np.int32))
-    book.apply(ledger.Sums(count=4, digest=9, wishes=0, loss=1.0), np.array([1, 1, 1, 1], np.int32))
+    book.apply(ledger.StepAccount(count=4, digest=9), np.array([1, 1, 1, 1], np.int32))
     book.close_epoch(0)
-    book.apply(ledger.Sums(count=2, digest=5, wishes=0, loss=1.0), np.array([0, 1, 1, 0], np.int32))
+    book.apply(ledger.StepAccount(count=2, digest=5), np.array([0, 1, 1, 0], np.int32))
     again = ledger.Ledger.from_tree(book.as_tree())
     assert again.as_tree()["tally"].tolist() == [0, 1, 1, 0]
     assert {**again.as_tree(), "tally": None} == {**book.as_tree(), "tally": None}
@@ -99,7 +100,7 @@ def book_of(num_records=6):
 def apply(book, *records, left_out=None):
     """Applies a step of `records`."""
     ids = np.array(records, dtype=np.int64)
-    sums = ledger.Sums(count=len(ids), digest=ledger.digest(ids), wishes=0, loss=1.0)
+    sums = ledger.StepAccount(count=len(ids), digest=ledger.digest(ids))
     book.apply(sums, np.bincount(ids, minlength=book.num_records).astype(np.int32), left_out)
 
 
@@ -121,7 +122,7 @@ def test_an_epochs_certificate_adds_up_its_steps_and_the_next_one_begins_with_no
 def test_the_digest_of_an_epoch_stays_within_24_bits():
     book = book_of()
     for digest in (ledger.MASK, 3, ledger.MASK):
-        book.apply(ledger.Sums(count=1, digest=digest, wishes=0, loss=1.0), None)
+        book.apply(ledger.StepAccount(count=1, digest=digest), None)
     assert book.close_epoch(0)["digest"] == 1
 
 
@@ -154,7 +155,7 @@ def test_where_no_record_need_be_applied_the_least_tally_says_nothing():
     certificate = book.close_epoch(1, partial=True)
     assert (certificate["tally_min"], certificate["tally_max"]) == (-1, 1)
     uncounted = ledger.Ledger(num_records=2)
-    uncounted.apply(ledger.Sums(count=2, digest=9, wishes=0, loss=1.0), None)
+    uncounted.apply(ledger.StepAccount(count=2, digest=9), None)
     certificate = uncounted.close_epoch(0)
     assert (certificate["tally_min"], certificate["tally_max"]) == (-1, -1)
 
@@ -176,21 +177,43 @@ def test_a_ledger_that_travels_within_an_epoch_certifies_it_as_if_it_had_stayed(
 
 
 def test_words_beyond_their_bits_are_taken_modulo_so_that_their_sums_stay_exact():
-    said = ledger.words(5000, ledger.MASK, 70_000, 100_000, wish=True)
-    assert said == [904.0, 1.0, 4095.0, 4095.0, float(70_000 % 4096), float(100_000 % 4096), 1.0, 1.0]
-    assert ledger.counted([*said, 0.5]) == 5000
-    three = [3 * word for word in said] + [30_000.0]
+    account = ledger.StepAccount.of_holder(
+        count=5000, digest=ledger.MASK, generation=70_000, step=100_000, wish=True, loss_sum=1e4, rates=(7.0, 0.0)
+    )
+    words = account.pack()
+    assert words[:8] == [904.0, 1.0, 4095.0, 4095.0, float(70_000 % 4096), float(100_000 % 4096), 1.0, 1.0]
+    assert words[8:] == [1e4, 7.0, 0.0]
+    assert len(words) == ledger.StepAccount.num_words(2)
+    sums = ledger.StepAccount.unpack([3 * word for word in words])
     plan = (3 * ledger.MASK) & ledger.MASK
-    sums = ledger.check(three, records=15_000, plan_digest=plan, generation=70_000, step=100_000)
-    assert (sums.count, sums.digest, sums.wishes, sums.loss) == (15_000, plan, 3, 2.0)
+    sums.check(records=15_000, plan_digest=plan, generation=70_000, step=100_000)
+    assert (sums.count, sums.digest, sums.wishes, sums.holders, sums.loss) == (15_000, plan, 3, 3, 2.0)
+    assert sums.rates == [21.0, 0.0]
+
+
+@given(
+    st.builds(
+        ledger.StepAccount,
+        count=st.integers(0, (1 << 24) - 1),
+        digest=st.integers(0, ledger.MASK),
+        generations=st.integers(0, 4095),
+        steps=st.integers(0, 4095),
+        wishes=st.integers(0, 64),
+        holders=st.integers(0, 64),
+        loss_sum=st.floats(width=32),
+        rates=st.lists(st.floats(0, 1e6), max_size=4),
+    )
+)
+def test_what_is_packed_is_unpacked_again(account):
+    assert repr(ledger.StepAccount.unpack(account.pack())) == repr(account)
 
 
 @pytest.mark.parametrize("word", range(6))
 def test_a_single_word_that_is_off_by_one_is_refused(word):
-    words = summed([PLAN[:4], PLAN[4:]])
+    words = summed([of(PLAN[:4]), of(PLAN[4:])])
     words[word] += 1
     with pytest.raises(RecordsMiscounted):
-        ledger.check(words, records=len(PLAN), plan_digest=ledger.digest(PLAN), generation=2, step=7)
+        check(words)
 
 
 def test_the_last_evaluation_says_whether_the_job_was_stopped():
@@ -243,7 +266,7 @@ def test_the_certificate_of_an_epoch_without_a_tally_is_whole():
     book = ledger.Ledger(num_records=6)
     for ids in ([4, 1], [0]):
         book.apply(
-            ledger.Sums(count=len(ids), digest=ledger.digest(np.array(ids)), wishes=0, loss=1.0),
+            ledger.StepAccount(count=len(ids), digest=ledger.digest(np.array(ids))),
             None, ledger.LeftOut((ids[0] + 1,), (ids[0] + 1,)),
         )  # fmt: skip
     assert book.close_epoch(3) == {

@@ -115,10 +115,12 @@ def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
             break
         job.step(((model(step.inputs) - step.labels) ** 2).mean())
     count, digest = len(step.records), books.digest(step.records)
-    words = [*books.words(count, digest, 1, job.steps, wish=False), math.nan, 1.0]
+    account = books.StepAccount.of_holder(
+        count=count, digest=digest, generation=1, step=job.steps, wish=False, loss_sum=math.nan, rates=(1.0,)
+    )
     gradients = [torch.full_like(value, math.nan) for value in model.parameters()]
     job._healing._fetch = SimpleNamespace(state=job._replica.snapshot(), trouble="", over=True)
-    job._healing._kept = [Reduced(words, torch.zeros(8), gradients)]
+    job._healing._kept = [Reduced(account, torch.zeros(8), gradients)]
     assert job._catch_up()
     assert job.steps == 1
     assert all(value.isfinite().all() for value in model.parameters())

@@ -6,7 +6,7 @@ import torch
 
 from trueline.errors import RecipeError
 from trueline.parallel.gloo import GlooGroup
-from trueline.train.step.ledger import Sums
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import Advance
 from trueline.train.step.options import Options
 from trueline.train.step.replica import Replica
@@ -30,7 +30,7 @@ def test_a_step_that_failed_leaves_the_running_statistics_of_the_last_applied_on
     assert all(torch.equal(healed[name], value) for name, value in before.items())
 
 
-SUMS = Sums(count=4, digest=9, wishes=0, loss=0.5)
+ACCOUNT = StepAccount(count=4, digest=9)
 
 
 def norm():
@@ -55,7 +55,7 @@ def reduced(replica, value):
     for parameter in replica.model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     replica._summed = torch.full((10,), value)
-    return replica.keep([value] * 9)
+    return replica.keep(StepAccount(loss_sum=value))
 
 
 def test_what_was_kept_of_a_step_is_a_copy_and_is_applied_as_if_it_had_just_been_reduced():
@@ -68,10 +68,10 @@ def test_what_was_kept_of_a_step_is_a_copy_and_is_applied_as_if_it_had_just_been
     before = [value.clone() for value in replica.model.parameters()]
     replica.begin()
     replica.recall(first)
-    assert replica.apply(SUMS)
+    assert replica.apply(ACCOUNT)
     for value, was in zip(replica.model.parameters(), before, strict=True):
         torch.testing.assert_close(value, was - 0.1)
-    assert (first.words, replica.ledger.tally.tolist()) == ([1.0] * 9, [1] * 10)
+    assert (first.account.loss_sum, replica.ledger.tally.tolist()) == (1.0, [1] * 10)
     assert (replica.ledger.steps, replica.ledger.epoch_records) == (1, 4)
 
 
@@ -84,7 +84,7 @@ def test_a_step_that_overflows_is_not_counted():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reduced(replica, torch.inf)
     replica._summed = torch.ones(16)
-    assert not replica.apply(SUMS)
+    assert not replica.apply(ACCOUNT)
     assert (replica.ledger.steps, replica.ledger.tally.sum()) == (0, 0)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
@@ -100,7 +100,7 @@ def test_a_state_that_travels_goes_on_as_if_it_had_stayed():
 
     def step(replica, value):
         reduced(replica, value)
-        assert replica.apply(SUMS)
+        assert replica.apply(ACCOUNT)
 
     step(stays, 1.0)
     state = stays.snapshot()

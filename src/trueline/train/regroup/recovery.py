@@ -18,6 +18,7 @@ from trueline.storage.checkpoint_store import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.regroup import Fellowship
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 
 MOST_KEPT = 8
@@ -105,15 +106,16 @@ class Healing:
         if holders == self._fellows.size:
             self._offer.withdraw()
 
-    def keep(self, words: list[float]) -> None:
-        reduced = self._replica.keep(words)
+    def keep(self, account: StepAccount) -> None:
+        """Keeps what was just reduced until the state is here."""
+        reduced = self._replica.keep(account)
         self._kept.append(reduced)
         if self._advances(reduced):
             self.observed += 1
 
     def _advances(self, reduced: Reduced) -> bool:
         """Whether the others applied the step: not when its gradients overflowed, or its loss is no number."""
-        if not math.isfinite(reduced.words[8]):
+        if not math.isfinite(reduced.account.loss_sum):
             return False
         if not self._replica.advance.scaler.is_enabled():
             return True

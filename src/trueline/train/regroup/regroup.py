@@ -7,7 +7,7 @@ leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trueline import events
@@ -123,7 +123,7 @@ class Fellowship:
             self.dealt = tuple([split.weights[rank] for rank in self.order])
         self.split = split
 
-    def heard(self, rates: list[float], records: int) -> None:
+    def heard(self, rates: Sequence[float], records: int) -> None:
         """The words of a step of `records` records said how fast the members are."""
         self.rates = tuple(rates)
         self._deal(self.split.following(self.rates, records))

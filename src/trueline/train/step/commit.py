@@ -12,8 +12,8 @@ from typing import Any
 
 from trueline.errors import RecordsMiscounted
 from trueline.train.regroup.regroup import Fellowship
-from trueline.train.step import ledger as books
 from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Reduced, Replica
 
@@ -25,12 +25,11 @@ class Commit:
     fellows: Fellowship
     evaluations: Evaluations
 
-    def checked(self, summed: list[float]) -> books.Sums:
-        """The words of the step at hand, which hold its records. Raises RecordsMiscounted, RecipeError."""
+    def check(self, account: StepAccount) -> None:
+        """Compares the account of the step at hand with its plan. Raises RecordsMiscounted, RecipeError."""
         step = self.replica.ledger.steps
         try:
-            return books.check(
-                summed,
+            account.check(
                 records=len(self.plan.records(step)),
                 plan_digest=self.plan.digest(step),
                 generation=self.fellows.generation,
@@ -40,10 +39,10 @@ class Commit:
             self.replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
             raise
 
-    def apply(self, sums: books.Sums) -> bool:
+    def apply(self, account: StepAccount) -> bool:
         """Applies the step at hand; False when its gradients overflowed and nothing but their scale has changed."""
         step = self.replica.ledger.steps
-        return self.replica.apply(sums, self.evaluations.value(), left_out=self.plan.left_out(step))
+        return self.replica.apply(account, self.evaluations.value(), left_out=self.plan.left_out(step))
 
     def certificate(self) -> dict[str, Any] | None:
         """Of the epoch that the last applied step ends, if it ends one."""
@@ -66,8 +65,8 @@ class Commit:
                 continue
             self.replica.begin()
             self.replica.recall(one)
-            sums = self.checked(one.words)
-            if not math.isfinite(sums.loss):
+            self.check(one.account)
+            if not math.isfinite(one.account.loss):
                 continue  # nobody applied it
-            if self.apply(sums):
+            if self.apply(one.account):
                 self.certificate()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trueline.train.step import ledger as books
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import Ints
 
-_LARGEST = float(np.finfo(np.float32).max)
 MOST_LOSS = 2.0**127 / 4096
 """A worker's sum of losses that is as large may have no finite sum over the workers, in float32: that is its fault."""
 
@@ -53,9 +52,9 @@ class Part:
         self.loss_sum += len(records) * loss
         self.finite = self.finite and abs(self.loss_sum) < MOST_LOSS
 
-    def words(self, generation: int, step: int, *, wish: bool) -> list[float]:
-        """The ledger's words (see ledger.py)."""
-        found = books.words(self.count, self.digest & books.MASK, generation, step, wish=wish)
-        # one that float32 has no room for is infinite for everybody, and looked into
-        found.append(self.loss_sum if not abs(self.loss_sum) > _LARGEST else math.copysign(math.inf, self.loss_sum))
-        return found
+    def account(self, generation: int, step: int, *, wish: bool, rates: Sequence[float]) -> StepAccount:
+        """What this worker says of its part in the allreduce."""
+        return StepAccount.of_holder(
+            count=self.count, digest=self.digest, generation=generation, step=step, wish=wish,
+            loss_sum=self.loss_sum, rates=rates,
+        )  # fmt: skip

@@ -1,36 +1,31 @@
 """The ledger: which records have been applied, kept inside the replicated state.
 
-Every step carries a few extra numbers through the same allreduce as the gradients: how many records each worker
+Every step carries a `StepAccount` through the same allreduce as the gradients: how many records each worker
 contributed, a digest of which ones, the generation and the step. All members see the same sums, compare them with
 the plan of the step before they touch the parameters, and only then apply it. So a step is either applied with
 exactly its records or not at all, and the counts testify to what the gradients held, not to what was planned.
 Where the records are few enough, a tally rides along too: one counter for each record, summed by the allreduce.
-
-Words of one worker (float32; sums stay below 2**24, where float32 is exact):
-
-    0 records, low 12 bits     2 digest, low 12 bits     4 generation mod 4096     6 wish to regroup
-    1 records, high bits       3 digest, high 12 bits    5 step mod 4096           7 1: it holds the state
-                                                                                   8 records x mean loss
-
-A member that is still taking the state (an observer) sends zeros, but for its wish.
 
 Torch-free: the master uses it to know what an epoch's digest has to be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trueline.errors import RecordsMiscounted
 
-WORDS = 9
 DIGEST_BITS = 24
 MASK = (1 << DIGEST_BITS) - 1
+_BITS = DIGEST_BITS // 2
+_LOW = (1 << _BITS) - 1
+_LARGEST = float(np.finfo(np.float32).max)
 
 Ints = npt.NDArray[np.int64]
 
@@ -68,54 +63,86 @@ def digest_of_all(num_records: int) -> int:
     return total & MASK
 
 
-def words(count: int, digest: int, generation: int, step: int, *, wish: bool) -> list[float]:
-    """The words of one worker but for the last, records x mean loss, which is the worker's to fill in."""
-    return [
-        float(count & 4095),
-        float(count >> 12),
-        float(digest & 4095),
-        float(digest >> 12),
-        float(generation & 4095),
-        float(step & 4095),
-        float(wish),
-        1.0,
-    ]
-
-
-def observing(*, wish: bool) -> list[float]:
-    """The words of a member that takes part without holding the state."""
-    return [0.0] * 6 + [float(wish), 0.0, 0.0]
-
-
-def counted(words: Sequence[float]) -> int:
-    """How many records `words` say, of one worker or summed."""
-    return round(words[0]) + (round(words[1]) << 12)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """The words of all workers, summed."""
+class StepAccount:
+    """What travels through the allreduce beside the gradients of a step: one member's account, or the sum over all.
 
-    count: int
-    digest: int
-    wishes: int
-    loss: float
-    """Mean over the step's records."""
+    A member that holds the state fills in all fields; one that is still taking the state (an observer) only `wishes`.
+    """
 
+    count: int = 0
+    """Records in the gradients."""
+    digest: int = 0
+    """Of these records, modulo 2**24."""
+    generations: int = 0
+    """The generation modulo 4096, once for each holder."""
+    steps: int = 0
+    """The step modulo 4096, once for each holder."""
+    wishes: int = 0
+    """Members that want to regroup."""
+    holders: int = 0
+    """Members that hold the state."""
+    loss_sum: float = 0.0
+    """Mean loss times records."""
+    rates: Sequence[float] = ()
+    """Records a second, by rank."""
+    LOSS_WORD: ClassVar[int] = 8
+    """Where `pack()` has `loss_sum`."""
 
-def check(summed: list[float], *, records: int, plan_digest: int, generation: int, step: int) -> Sums:
-    """Compares the summed words with the plan of the step: `records` in number. Raises RecordsMiscounted."""
-    low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, summed[:8])
-    count = low + (high << 12)
-    found = (digest_low + (digest_high << 12)) & MASK
-    same_step = steps == holders * (step & 4095) and generations == holders * (generation & 4095)
-    if count != records or found != plan_digest or not same_step or not holders:
-        raise RecordsMiscounted(
-            f"step {step} of generation {generation}: the gradients hold {count} records with digest {found:06x}, "
-            f"the plan has {records} with digest {plan_digest:06x}; the step was not applied",
-            hint="this is a defect of Trueline or of a changing data set; please report it with the job's logs",
-        )
-    return Sums(count=count, digest=found, wishes=wishes, loss=summed[8] / max(count, 1))
+    @classmethod
+    def of_holder(
+        cls, *, count: int, digest: int, generation: int, step: int, wish: bool, loss_sum: float = 0.0,
+        rates: Sequence[float] = (),
+    ) -> StepAccount:  # fmt: skip
+        """The account of one member that holds the state."""
+        return cls(
+            count=count, digest=digest & MASK, generations=generation & _LOW, steps=step & _LOW, wishes=int(wish),
+            holders=1, loss_sum=loss_sum, rates=rates,
+        )  # fmt: skip
+
+    @property
+    def loss(self) -> float:
+        """Mean over the records."""
+        return self.loss_sum / max(self.count, 1)
+
+    @staticmethod
+    def num_words(size: int) -> int:
+        """Length of `pack()` in a group of `size` members."""
+        return 9 + size
+
+    def pack(self) -> list[float]:
+        """As words whose sums over all members make the account of the step.
+
+        A word travels as float32 and its sum stays below 2**24, where float32 is exact, so numbers of 24 bits take two
+        words. A `loss_sum` beyond float32 becomes infinite.
+        """
+        return [
+            float(self.count & _LOW), float(self.count >> _BITS),
+            float(self.digest & _LOW), float(self.digest >> _BITS),
+            float(self.generations), float(self.steps), float(self.wishes), float(self.holders),
+            self.loss_sum if not abs(self.loss_sum) > _LARGEST else math.copysign(math.inf, self.loss_sum),
+            *self.rates,
+        ]  # fmt: skip
+
+    @classmethod
+    def unpack(cls, words: Sequence[float]) -> StepAccount:
+        """The account that packed words, or their sums, stand for."""
+        low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, words[:8])
+        return cls(
+            count=low + (high << _BITS), digest=(digest_low + (digest_high << _BITS)) & MASK, generations=generations,
+            steps=steps, wishes=wishes, holders=holders, loss_sum=words[cls.LOSS_WORD], rates=words[9:],
+        )  # fmt: skip
+
+    def check(self, *, records: int, plan_digest: int, generation: int, step: int) -> None:
+        """Compares the sum over all members with the plan of the step. Raises RecordsMiscounted."""
+        holders = self.holders
+        same_step = self.steps == holders * (step & _LOW) and self.generations == holders * (generation & _LOW)
+        if self.count != records or self.digest != plan_digest or not same_step or not holders:
+            raise RecordsMiscounted(
+                f"step {step} of generation {generation}: the gradients hold {self.count} records with digest "
+                f"{self.digest:06x}, the plan has {records} with digest {plan_digest:06x}; the step was not applied",
+                hint="this is a defect of Trueline or of a changing data set; please report it with the job's logs",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +179,18 @@ class Ledger:
         """True when an evaluation ended the job."""
         return bool(self.evaluations) and bool(self.evaluations[-1]["stop"])
 
-    def apply(self, sums: Sums, tally: npt.NDArray[np.int32] | None, left_out: LeftOut | None = None) -> None:
-        """Enters an applied step. `tally` is how often each record was in it, `left_out` what was set aside of it."""
+    def apply(self, account: StepAccount, tally: npt.NDArray[np.int32] | None, left_out: LeftOut | None = None) -> None:
+        """Enters the account of an applied step.
+
+        `tally`: how often each record was in it; `left_out`: what of it was set aside.
+        """
         if left_out is not None:
             self.epoch_left_out += left_out.ids
             self.epoch_left_out_of += left_out.of
         self.steps += 1
         self.epoch_steps += 1
-        self.epoch_records += sums.count
-        self.epoch_digest = (self.epoch_digest + sums.digest) & MASK
+        self.epoch_records += account.count
+        self.epoch_digest = (self.epoch_digest + account.digest) & MASK
         if self.tally is not None and tally is not None:
             self.tally += tally
 

@@ -22,9 +22,8 @@ from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import GradientExchange, Piece, Shares, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
-from trueline.train.step import ledger as books
 from trueline.train.step import model_traits
-from trueline.train.step.ledger import Ledger
+from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
 from trueline.train.step.optimizer_step import Advance
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
@@ -37,7 +36,7 @@ TALLY_BYTES = 64 << 10
 class Reduced:
     """What a step's allreduce gave, kept by a member that cannot apply it yet."""
 
-    words: list[float]
+    account: StepAccount
     beside: torch.Tensor
     gradients: list[torch.Tensor | None]
 
@@ -71,14 +70,14 @@ class Replica:
 
     def _make_exchange(self, group: GlooGroup) -> GradientExchange:
         if self.options.bitwise:
-            return OrderedExchange(self._parameters, group, self._width, loss_word=books.WORDS - 1)
+            return OrderedExchange(self._parameters, group, self._width, loss_word=StepAccount.LOSS_WORD)
         return DdpExchange(self.model, group, self._width, find_unused=self.options.find_unused_parameters)
 
     # The gradients' way. ---------------------------------------------------------------------------------------
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
-        self.exchange.attach(books.WORDS + size)
+        self.exchange.attach(StepAccount.num_words(size))
 
     def detach(self) -> None:
         """Leaves the group.
@@ -101,15 +100,17 @@ class Replica:
         self.exchange.add(self._piece(loss, weight, records))
         self._take_back()
 
-    def reduce(self, piece: tuple[torch.Tensor, float, Ints] | None, words: list[float], shares: Shares) -> list[float]:
+    def reduce(
+        self, piece: tuple[torch.Tensor, float, Ints] | None, account: StepAccount, shares: Shares
+    ) -> StepAccount:
         """Runs the backward of the last piece (loss, weight, records), if there is one, and sums over all members.
 
-        `words` are the ledger's and the rates; returns their sums. Raises RuntimeError when a peer fails.
+        Returns the sum of all members' accounts. Raises RuntimeError when a peer fails.
         """
         last = None if piece is None else self._piece(*piece)
-        summed, self._summed = self.exchange.reduce(last, words, shares)
+        summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
         self._take_back()
-        return summed
+        return StepAccount.unpack(summed)
 
     def _piece(self, loss: torch.Tensor, weight: float, records: Ints) -> Piece:
         """Enters the records, and what their forward did to the running statistics, beside the gradients."""
@@ -138,10 +139,10 @@ class Replica:
         if unused and not self.options.find_unused_parameters:
             raise unused_parameters(unused)
 
-    def keep(self, words: list[float]) -> Reduced:
+    def keep(self, account: StepAccount) -> Reduced:
         """What was just reduced, as a copy."""
         gradients = [None if value.grad is None else value.grad.clone() for value in self._parameters]
-        return Reduced(words, self._summed.clone(), gradients)
+        return Reduced(account, self._summed.clone(), gradients)
 
     def recall(self, reduced: Reduced) -> None:
         """As if `reduced` had just been reduced."""
@@ -149,7 +150,7 @@ class Replica:
         for parameter, gradient in zip(self._parameters, reduced.gradients, strict=True):
             parameter.grad = gradient
 
-    def apply(self, sums: books.Sums, measured: float | None = None, *, left_out: books.LeftOut | None = None) -> bool:
+    def apply(self, account: StepAccount, measured: float | None = None, *, left_out: LeftOut | None = None) -> bool:
         """Applies the step; False when its gradients overflowed: nothing but their scale has changed.
 
         `left_out`: what of the step was set aside.
@@ -167,7 +168,7 @@ class Replica:
                 for counter in self._counters:
                     counter += 1
         tally = np.rint(self._summed[: self._tallied].cpu().numpy()).astype(np.int32) if self._tallied else None
-        self.ledger.apply(sums, tally, left_out)
+        self.ledger.apply(account, tally, left_out)
         return True
 
     # The state's way. ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from trueline.train.link import Link
 from trueline.train.regroup.regroup import Fellowship
-from trueline.train.step.ledger import Sums
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.timing import Pace
 from trueline.train.worker.step_report import Stepped
@@ -31,7 +31,7 @@ class Report:
         """The next step is the first one of a generation: it comes with the time since the one before."""
         self._regrouped, self._dealt = True, ()
 
-    def applied(self, step: int, sums: Sums, certificate: dict[str, Any] | None) -> None:
+    def applied(self, step: int, account: StepAccount, certificate: dict[str, Any] | None) -> None:
         """Step `step` was applied; `certificate`: of the epoch that it ends."""
         self.pace.applied()
         now = time.monotonic_ns()
@@ -40,7 +40,7 @@ class Report:
         fellows = self.fellows
         generation = fellows.generation
         said = Stepped(
-            step, generation, sums.count, sums.digest, sums.loss, fellows.size, gap_ms, now, fellows.rates,
+            step, generation, account.count, account.digest, account.loss, fellows.size, gap_ms, now, fellows.rates,
             self._new_shares(step), *self.pace.last_ms, self.redone,
         )  # fmt: skip
         self.redone = 0
