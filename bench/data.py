@@ -41,8 +41,8 @@ from trueline.data.source import Unit
 from trueline.data.sources.records_source import TableSource
 from trueline.data.tools import inspect
 from trueline.storage.block_cache import BlockCache
-from trueline.storage.object_store import ObjectStore, RetryPolicy
-from trueline.storage.remote import list_store, open_store
+from trueline.storage.listing import list_store
+from trueline.storage.object_store import ObjectStore, RetryPolicy, open_store
 from trueline.train.step.plan import JobPlan
 
 _BYTES = 784

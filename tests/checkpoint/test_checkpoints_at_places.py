@@ -10,7 +10,7 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError, StorageError, UsageError
-from trueline.storage.checkpoint_store import join_location
+from trueline.storage.location import join_location
 from worlds.recipes import small
 
 

@@ -12,7 +12,8 @@ import pytest
 from conformance.checkpoint_store import *  # noqa: F403  the shared tests
 from conformance.checkpoint_store import PARTS
 from trueline.errors import StorageError
-from trueline.storage.checkpoint_store import join_location, open_checkpoint_store, parse_location, split_location
+from trueline.storage.checkpoint_store import open_checkpoint_store
+from trueline.storage.location import join_location, parse_location, split_location
 
 STORES = ["memory://tests", *filter(None, [os.environ.get("TRUELINE_TEST_S3")])]
 

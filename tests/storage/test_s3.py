@@ -15,7 +15,7 @@ from trueline.data.records import FileRecords
 from trueline.data.tools import inspect
 from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder
 from trueline.errors import DataError
-from trueline.storage import remote
+from trueline.storage import listing, object_store
 from trueline.storage.block_cache import BlockCache
 from worlds.records import WORLDS, flat, rows_of
 from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
@@ -38,8 +38,8 @@ def bucket(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setitem(conf, "s3", {"key": KEY, "secret": SECRET, "endpoint_url": s3_endpoint})
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
-    fs, _ = remote.open_store("s3://records/")
+    monkeypatch.setattr(listing, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
+    fs, _ = object_store.open_store("s3://records/")
     fs.mkdir("records")
     return "s3://records"
 
@@ -53,10 +53,10 @@ def test_records_are_converted_to_s3_and_read_back_from_it(bucket: str, tmp_path
 
 
 def test_an_object_that_was_replaced_is_an_error_and_an_absent_one_is_named(bucket: str, tmp_path: Path) -> None:
-    fs, _ = remote.open_store(bucket)
+    fs, _ = object_store.open_store(bucket)
     fs.pipe_file("records/a.parquet", WORLDS["parquet"].write(tmp_path / "a", flat(20)).read_bytes())
-    uncached = remote.ObjectStore(fs, remote.RetryPolicy(), None)
-    records = FileRecords(ParquetFormat(), remote.list_store(f"{bucket}/a.parquet", (), store=uncached))
+    uncached = object_store.ObjectStore(fs, object_store.RetryPolicy(), None)
+    records = FileRecords(ParquetFormat(), listing.list_store(f"{bucket}/a.parquet", (), store=uncached))
     assert rows_of(records) == flat(20)
     fs.pipe_file("records/a.parquet", WORLDS["parquet"].write(tmp_path / "b", flat(21)).read_bytes())
     with pytest.raises(DataError, match=r"s3://records/a\.parquet was changed while it was in use"):
@@ -103,7 +103,7 @@ def said() -> Iterator[list[str]]:
 
 def _frozen_before_its_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks from here on saw nothing: as one that looked, was frozen, and goes on after the others."""
-    fs, _ = remote.open_store("s3://records/")
+    fs, _ = object_store.open_store("s3://records/")
     monkeypatch.setattr(type(fs), "exists", lambda self, path: False)
 
 
@@ -166,7 +166,7 @@ def test_where_a_store_overwrites_the_commit_list_shows_a_part_that_was_replaced
     (part,) = first.commit()["parts"]
     _frozen_before_its_put(monkeypatch)
     late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
-    fs, _ = remote.open_store(f"{bucket}/")
+    fs, _ = object_store.open_store(f"{bucket}/")
     assert files.sha256_bytes(fs.cat_file(f"records/answers/{part['name']}")) != part["sha256"]
 
 
@@ -175,7 +175,7 @@ def test_an_epoch_is_read_from_the_cache_once_its_blocks_are_there(
 ) -> None:
     inspect.convert(WORLDS["csv"].write(tmp_path / "a", flat(200)), f"{bucket}/flat", range_records=64)
     assert rows_of(open_records(f"{bucket}/flat")) == flat(200)
-    fs, _ = remote.open_store(bucket)
+    fs, _ = object_store.open_store(bucket)
     monkeypatch.setattr(type(fs), "_cat_file", None)  # whoever would ask the store now fails
     records = open_records(f"{bucket}/flat")
     assert rows_of(records) == flat(200)

@@ -24,7 +24,7 @@ from trueline.data.tools.writer import Plan
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
-from trueline.storage.checkpoint_store import Location, parse_location, split_location
+from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import devices
 from trueline.train.worker.call import call
 

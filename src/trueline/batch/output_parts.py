@@ -22,7 +22,7 @@ from trueline.checkpoint import checkpoint
 from trueline.data.open import open_records
 from trueline.data.tools.writer import Plan, RangeWriter
 from trueline.recipe.contract import Mode, Recipe
-from trueline.storage.file import is_remote, local_path
+from trueline.storage.location import is_remote, local_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

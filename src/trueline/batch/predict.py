@@ -31,7 +31,7 @@ from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime.session import open_program
-from trueline.storage.checkpoint_store import Location, parse_location
+from trueline.storage.location import Location, parse_location
 from trueline.train import devices
 
 if TYPE_CHECKING:

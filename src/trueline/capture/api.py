@@ -25,7 +25,7 @@ from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 if TYPE_CHECKING:
     from trueline.capture.ladder import Rung
     from trueline.recipe.contract import Recipe
-    from trueline.storage.checkpoint_store import Location
+    from trueline.storage.location import Location
 
 
 def capture(

@@ -19,7 +19,7 @@ from trueline.capture.versions import versions
 from trueline.checkpoint.checkpoint import read_manifest
 from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
-from trueline.storage.checkpoint_store import Location
+from trueline.storage.location import Location
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

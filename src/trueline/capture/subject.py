@@ -19,7 +19,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import as_trained
 from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
-from trueline.storage.checkpoint_store import Location
+from trueline.storage.location import Location
 
 if TYPE_CHECKING:
     from trueline.data.source import Source

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trueline.capture.proof.probes import Probe
     from trueline.capture.proof.prove import Observation
     from trueline.recipe.contract import Recipe
-    from trueline.storage.checkpoint_store import Location
+    from trueline.storage.location import Location
 
 FRESH_SEED = 1
 """Not the seed of capture: its probes were passed already. With seed 0 they are asked again."""

@@ -23,14 +23,8 @@ import safetensors.torch
 from trueline import clock, events, files
 from trueline.checkpoint import tensor_file, tree
 from trueline.errors import CheckpointError, RecipeError
-from trueline.storage.checkpoint_store import (
-    CheckpointStore,
-    Location,
-    Parts,
-    join_location,
-    open_checkpoint_store,
-    split_location,
-)
+from trueline.storage.checkpoint_store import CheckpointStore, Parts, open_checkpoint_store
+from trueline.storage.location import Location, join_location, split_location
 
 if TYPE_CHECKING:
     import torch

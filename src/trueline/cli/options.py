@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from trueline.storage.checkpoint_store import Location
+    from trueline.storage.location import Location
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -90,7 +90,7 @@ def checkpoint_path(given: str) -> Location:
     Raises UsageError, StorageError.
     """
     from trueline.errors import UsageError
-    from trueline.storage.checkpoint_store import parse_location
+    from trueline.storage.location import parse_location
 
     folder = parse_location(given)
     if isinstance(folder, Path):

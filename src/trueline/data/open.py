@@ -18,10 +18,9 @@ from trueline.data.sources.map_style import DatasetSource
 from trueline.data.sources.mixture import Drawn, DrawnSource
 from trueline.data.sources.records_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
-from trueline.storage.file import Uri, is_remote, is_visible, local_path
-from trueline.storage.listing import list_files
+from trueline.storage.listing import is_visible, list_files, list_store
+from trueline.storage.location import Uri, is_remote, local_path
 from trueline.storage.object_store import redact_uri
-from trueline.storage.remote import list_store
 
 FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "parquet": ((".parquet", ".pq"), "parquet", "ParquetFormat"),

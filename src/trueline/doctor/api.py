@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trueline.capture.model.eager import EagerSession
     from trueline.doctor.recorded_calls import RecordedCall
     from trueline.recipe.contract import Recipe
-    from trueline.storage.checkpoint_store import Location
+    from trueline.storage.location import Location
 
 Free = Mapping[str, Sequence[int]]
 """Input -> its dimensions whose size varies from request to request, beside those that `capture` takes for free."""

@@ -1,13 +1,12 @@
 """Blocks of remote files on a local disk: shared by all processes of a machine, bounded, and whole or absent.
 
     <folder>/<two letters>/<key>-<block>      content, then its CRC-32 and length (12 bytes)
-    <folder>/locks/<000..3ff>                 who fetches; a lock goes with its holder, also after SIGKILL
+    <folder>/locks/<000..3ff>                 held while a block is fetched; SIGKILL releases it too
 
-A block is written beside its name and renamed, so a writer that is killed leaves a part that nobody reads and that is
-swept an hour later. Each process verifies a block when it first maps it; a damaged one, such as a machine that lost its
-power leaves behind, is fetched again: what can be had again is not worth an fsync. The key holds the object's stamp:
-another content has other blocks. A disk that is full or read-only costs speed, not the job: the last blocks are then
-held in memory.
+A block is written under a temporary name and renamed. Leftovers of killed writers are swept after an hour. Each process
+verifies a block when it first maps it and fetches a damaged one again, which is cheaper than an fsync for each. The key
+holds the object's stamp, so new content has new blocks. A full or read-only disk costs speed, not the job: the last
+blocks are then kept in memory.
 """
 
 from __future__ import annotations
@@ -30,44 +29,44 @@ from trueline import events, files
 
 _TRAILER = struct.Struct("<IQ")
 _LOCKS = 1024
-_MAPPED, _HELD = 64, 16
-"""Blocks that a process keeps at hand: files that are mapped, and memory where there is no file."""
+_MAX_MAPPED, _MAX_IN_MEMORY = 64, 16
+"""Blocks that a process keeps at hand: mapped files, and memory where there is no file."""
 _ABANDONED_S = 3600.0
-_FULL, _ROOM = 1.0, 0.9
-"""Over the bound, the blocks that were used longest ago go until nine tenths are taken."""
+_SWEPT_TO = 0.9
+"""Of the bound: above it, the least recently used blocks are removed down to this."""
 
 
 class BlockCache:
-    """`now` is the wall clock in seconds, as file times are."""
+    """Holds `max_bytes` on disk; `now` is the wall clock in seconds, as file times are."""
 
     def __init__(self, folder: Path, max_bytes: int, *, now: Callable[[], float] = time.time) -> None:
         self._folder, self._max_bytes, self._now = folder, max_bytes, now
         self._mapped: dict[Path, memoryview] = {}
-        self._held: dict[Path, memoryview] = {}
+        self._in_memory: dict[Path, memoryview] = {}
         self._lock = Lock()
         self._until_swept = 0
         self.has_room = True
-        """Whether the last block that came found room on the disk."""
+        """Whether the last block could be written."""
 
     def get(self, key: str, block: int, fetch: Callable[[], bytes]) -> memoryview:
-        """The block, from the disk if it is there, else from `fetch` and kept. Raises what `fetch` raises."""
+        """The block from the disk, else from `fetch`, whose result is stored. Raises what `fetch` raises."""
         path = self._path(key, block)
-        found = self._lookup(path)
-        if found is not None:
-            return found
+        content = self._lookup(path)
+        if content is not None:
+            return content
         with self._lock_block(f"{(int(path.name[:8], 16) + block) % _LOCKS:03x}"):
-            found = self._lookup(path)
-            if found is None:
-                found = memoryview(fetch())
-                self._store(path, found)
-        return found
+            content = self._lookup(path)
+            if content is None:
+                content = memoryview(fetch())
+                self._store(path, content)
+        return content
 
     def peek(self, key: str, block: int) -> memoryview | None:
         """The block if it is on the disk."""
         return self._lookup(self._path(key, block))
 
     def num_bytes(self) -> int:
-        """What the cache takes on the disk now."""
+        """Size on the disk now."""
         return sum(size for _, size, _ in self._entries())
 
     def _path(self, key: str, block: int) -> Path:
@@ -76,14 +75,13 @@ class BlockCache:
 
     def _lookup(self, path: Path) -> memoryview | None:
         with self._lock:
-            found = self._mapped.pop(path, None)
-            held = self._held.get(path)
-        if found is None and held is None:
-            found = self._read(path)
-        if found is not None:
+            mapped, in_memory = self._mapped.pop(path, None), self._in_memory.get(path)
+        if mapped is None and in_memory is None:
+            mapped = self._read(path)
+        if mapped is not None:
             with self._lock:
-                _remember(self._mapped, path, found, _MAPPED)
-        return held if found is None else found
+                _remember(self._mapped, path, mapped, _MAX_MAPPED)
+        return in_memory if mapped is None else mapped
 
     def _read(self, path: Path) -> memoryview | None:
         try:
@@ -99,15 +97,15 @@ class BlockCache:
             return None
         except (OSError, ValueError) as error:
             events.emit("cache.damaged", path=str(path), why=str(error))
-            with contextlib.suppress(OSError):  # what cannot be removed is replaced when the block is kept
+            with contextlib.suppress(OSError):  # it is replaced when the block is stored
                 path.unlink()
             return None
-        with contextlib.suppress(OSError):  # a block of another user is read, and seems older than it is
+        with contextlib.suppress(OSError):  # another user's block is read and keeps its time
             os.utime(path, (self._now(), self._now()))
         return content
 
     def _store(self, path: Path, data: memoryview) -> None:
-        """On the disk if it can be, else among the last ones in memory: a reader asks for a block many times."""
+        """On the disk, else among the last ones in memory: a reader needs a block many times."""
         try:
             self._write(path, data)
             self.has_room = True
@@ -115,7 +113,7 @@ class BlockCache:
             self.has_room = False
             events.emit("cache.not_kept", path=str(path), why=files.storage_error(error, path).message)
             with self._lock:
-                _remember(self._held, path, data, _HELD)
+                _remember(self._in_memory, path, data, _MAX_IN_MEMORY)
 
     def _write(self, path: Path, data: memoryview) -> None:
         if self._until_swept <= 0:
@@ -135,30 +133,28 @@ class BlockCache:
         self._until_swept -= len(data)
 
     def _sweep(self) -> None:
-        """Makes room. It is done after a sixty-fourth of the bound was written, and by each process for itself."""
+        """Makes room. Each process sweeps for itself, after it wrote a sixty-fourth of the bound."""
         self._until_swept = max(self._max_bytes // 64, 1)
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
-        room = self._max_bytes * (_ROOM if total + self._until_swept > self._max_bytes * _FULL else _FULL)
+        bound = self._max_bytes * (_SWEPT_TO if total + self._until_swept > self._max_bytes else 1)
         for used_at, size, path in entries:
-            abandoned = path.name.startswith(files.PARTIAL) and used_at < self._now() - _ABANDONED_S
-            if total > room and not path.name.startswith(files.PARTIAL):
-                abandoned = True
-            if abandoned:
+            partial = path.name.startswith(files.PARTIAL)
+            if used_at < self._now() - _ABANDONED_S if partial else total > bound:
                 path.unlink(missing_ok=True)
                 total -= size
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
         for path in self._folder.glob("??/*") if self._folder.is_dir() else ():
             try:
-                found = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 continue  # another process made room
-            yield found.st_mtime, found.st_size, path
+            yield status.st_mtime, status.st_size, path
 
     @contextmanager
     def _lock_block(self, name: str) -> Iterator[None]:
-        """Where no lock can be had, two may fetch the same."""
+        """Without a lock, on a read-only disk, two processes may fetch the same block."""
         handle = -1
         with contextlib.suppress(OSError):
             (self._folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -171,7 +167,7 @@ class BlockCache:
                 os.close(handle)
 
 
-def _remember(kept: dict[Path, memoryview], path: Path, view: memoryview, most: int) -> None:
-    kept[path] = view
-    while len(kept) > most:
-        kept.pop(next(iter(kept)))
+def _remember(blocks: dict[Path, memoryview], path: Path, view: memoryview, max_blocks: int) -> None:
+    blocks[path] = view
+    while len(blocks) > max_blocks:
+        blocks.pop(next(iter(blocks)))

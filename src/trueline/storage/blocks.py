@@ -1,10 +1,10 @@
-"""Objects of a store as seekable files, in blocks that are fetched when they are wanted, or many at the same time.
+"""Objects of a store as seekable files, read in blocks: one when it is needed, or many at the same time.
 
-    whole     | 0 ........ | 1 ........ | 2 .... |      4 MiB each, from the start: for who reads records
-    little    | 3 ...... | 2 ..... | 1 .. | 0 . |       from the end, 64 KiB and four times as much each: for footers
+    from the start  | 0 ........ | 1 ........ | 2 .... |      4 MiB each: for records
+    from the end    | 3 ...... | 2 ..... | 1 .. | 0 . |       64 KiB and four times as much each: for footers
 
-Every block is compared with the stamp that the object was listed with after it came, so an object that is replaced is
-an error and not a mixture; footers of many objects are compared together (`footers`).
+After a block arrives, the object's stamp is compared with the listed one, so an object that is replaced is an error and
+not a mixture. The footers of many objects are checked together (`read_footers`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from trueline.storage.file import File, Stamp
 from trueline.storage.object_store import REFUSED, ListedPrefix, ObjectStore, find_objects, get_info, stamp_of
 
 _TAIL_BYTES, _GROWTH = 64 << 10, 4
-_GROUP, _GROUPS = 1000, 8
-"""Footers that are kept together, at least; groups at most: each is one more listing."""
+_MIN_GROUP, _MAX_GROUPS = 1000, 8
+"""Footers that are cached together; each group costs one more listing."""
 _LENGTH = np.dtype("<u4")
 _BLOCKS_AT_ONCE = 16
 """Of 4 MiB each, which are in memory two or three times on their way."""
-_TOGETHER = 64
-"""Blocks that are fetched before the first of them is looked at, at most: the cache keeps as many at hand."""
+_MAX_PREFETCHED = 64
+"""The cache keeps as many blocks mapped."""
 _PAGE = 1000
-"""Objects that a store names in one answer."""
+"""Objects in one response to a listing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """An object. `key` is its name in the store."""
+    """An object; `key` is its name in the store."""
 
     uri: str
     key: str = field(repr=False)
@@ -47,7 +47,7 @@ class StoredFile:
     store: ObjectStore = field(repr=False)
     prefix: ListedPrefix | None = field(default=None, repr=False)
     checked: bool = field(default=True, repr=False)
-    """Whether what is read is compared with the stamp, and kept; if not, whoever reads does it."""
+    """Whether what is read is compared with the stamp and cached; otherwise the reader has to do it."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class StoredFile:
         return cast(BinaryIO, io.BufferedReader(_BlockReader(self, grid), buffer_size=1 << 16))
 
     def check(self) -> None:
-        """Blocks are checked as they are fetched; those that are here are of the listed content."""
+        """Nothing: every block is checked when it is fetched."""
 
     def block(self, grid: BlockGrid, index: int) -> memoryview:
         fetch = partial(self._fetch, grid, index)
@@ -83,9 +83,7 @@ class StoredFile:
         except REFUSED:
             raise
         except Exception:
-            self.check_unchanged(
-                get_info(self.store.fs, self.key)
-            )  # rclone answers for what was written again with an old sum
+            self.check_unchanged(get_info(self.store.fs, self.key))  # rclone fails on the old sum of a new object
             raise
         if self.checked or len(data) != stop - start:
             self.check_unchanged(get_info(self.store.fs, self.key))
@@ -94,7 +92,7 @@ class StoredFile:
         return data
 
     def check_unchanged(self, info: dict[str, Any] | None) -> None:
-        """Raises DataError when what the store says of the object now is not what it said when it was listed."""
+        """Raises DataError when `info`, the store's facts on the object now, differs from the listing."""
         if info is None or stamp_of(info) != self.stamp:
             what = "has gone" if info is None else "was changed"
             raise DataError(
@@ -104,14 +102,14 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
-    """Where the blocks of `size` bytes lie."""
+    """The blocks of an object of `size` bytes."""
 
     size: int
     block_bytes: int
     from_end: bool = False
 
     def index(self, offset: int) -> int:
-        """The block that holds the byte `offset`."""
+        """The number of the block that holds the byte `offset`."""
         if not self.from_end:
             return offset // self.block_bytes
         index, start, length = 0, self.size, min(_TAIL_BYTES, self.block_bytes)
@@ -120,7 +118,7 @@ class BlockGrid:
         return index + (start - 1 - offset) // length
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The first byte of a block and the one behind its last.
+        """A block's first byte, and the one after its last.
 
         >>> [BlockGrid(10 << 20, 4 << 20, from_end=True).bounds(index)[0] >> 10 for index in range(5)]
         [10176, 9920, 8896, 4800, 704]
@@ -141,7 +139,7 @@ class _BlockReader(io.RawIOBase):
     def __init__(self, file: StoredFile, grid: BlockGrid) -> None:
         self._file, self._grid, self._at = file, grid, 0
         self._blocks: dict[int, memoryview] = {}
-        """The one read last; of what no cache holds, all: a footer of several blocks is read from its first on."""
+        """The block read last; all blocks where no cache holds them: a footer may span several."""
 
     def readable(self) -> bool:
         return True
@@ -172,78 +170,65 @@ class _BlockReader(io.RawIOBase):
         return done
 
     def _block(self, index: int) -> memoryview:
-        found = self._blocks.get(index)
-        if found is None:
-            found = self._file.block(self._grid, index)
+        block = self._blocks.get(index)
+        if block is None:
+            block = self._file.block(self._grid, index)
             if self._file.checked:
                 self._blocks.clear()
-            self._blocks[index] = found
-        return found
+            self._blocks[index] = block
+        return block
 
 
 def read_footers(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> Iterator[Callable[[], bytes]]:
-    """For each of `files` what gives the bytes that `read` makes of it by little reads, or raises what that raised.
+    """For each of `files`, a function that returns `read(file)` or raises its error.
 
-    They are asked for together, kept together, and compared with the listing together, by listing once more: half as
-    many requests as for each by itself. Who wants the same on this machine waits for who was first. Raises DataError
-    for the first object that was changed meanwhile.
+    Footers are read together, cached together, and checked together by one more listing: half as many requests as one
+    by one. Another process of this machine that needs the same waits for the first. Raises DataError for the first
+    object that was changed meanwhile.
     """
-    size = max(_GROUP, -(-len(files) // _GROUPS))
+    size = max(_MIN_GROUP, -(-len(files) // _MAX_GROUPS))
     for start in range(0, len(files), size):
         yield from _read_group(files[start : start + size], read)
 
 
 def _read_group(files: Sequence[StoredFile], read: Callable[[File], bytes]) -> list[Callable[[], bytes]]:
-    found: list[bytes | Exception] = []
+    results: list[Callable[[], bytes]] = []
 
     def fetch() -> bytes:
-        found.extend(_results(start_all(read, [replace(file, checked=False) for file in files])))
-        for place in {id(file.prefix): file.prefix for file in files}.values():
-            _check_all_unchanged(place, [file for file in files if file.prefix is place])
-        whole = [one for one in found if isinstance(one, bytes)]
-        if len(whole) < len(found):
-            raise _Incomplete
-        return np.array([len(one) for one in whole], _LENGTH).tobytes() + b"".join(whole)
+        results.extend(start_all(read, [replace(file, checked=False) for file in files]))
+        for prefix in {id(file.prefix): file.prefix for file in files}.values():
+            _check_all_unchanged(prefix, [file for file in files if file.prefix is prefix])
+        try:
+            footers = [result() for result in results]
+        except Exception as error:
+            raise _Incomplete from error
+        return np.array([len(footer) for footer in footers], _LENGTH).tobytes() + b"".join(footers)
 
     cache = files[0].store.cache
     names = sha256("|".join(f"{file.uri}|{file.stamp}" for file in files).encode()).hexdigest()
     try:
-        kept = cache.get(f"footers|{names}", 0, fetch) if cache is not None else memoryview(fetch())
+        group = cache.get(f"footers|{names}", 0, fetch) if cache is not None else memoryview(fetch())
     except _Incomplete:
-        return [partial(_value_or_raise, one) for one in found]
-    lengths = np.frombuffer(kept, _LENGTH, len(files))
+        return results
+    lengths = np.frombuffer(group, _LENGTH, len(files))
     ends = (np.cumsum(lengths, dtype=np.int64) + lengths.nbytes).tolist()
     starts = [lengths.nbytes, *ends[:-1]]
-    return [partial(bytes, kept[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [partial(bytes, group[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 class _Incomplete(Exception):
-    """Some of a group cannot be read."""
+    """Some footers of a group cannot be read, so it is not cached."""
 
 
-def _results(asked: Iterable[Callable[[], bytes]]) -> Iterator[bytes | Exception]:
-    for answer in asked:
-        try:
-            yield answer()
-        except Exception as error:  # noqa: BLE001  whoever wants this one is told
-            yield error
-
-
-def _value_or_raise(answer: bytes | Exception) -> bytes:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _check_all_unchanged(place: ListedPrefix | None, files: Sequence[StoredFile]) -> None:
-    """By one listing, unless that would be more to ask for than each object by itself."""
+def _check_all_unchanged(prefix: ListedPrefix | None, files: Sequence[StoredFile]) -> None:
+    """By one listing, unless it would take more requests than the objects one by one."""
     store = files[0].store
-    if place is None or place.num_listed > len(files) * _PAGE:
+    if prefix is None or prefix.num_listed > len(files) * _PAGE:
         map_concurrently(_check_one_unchanged, files)
     else:
-        found = store.retry.call(partial(find_objects, store.fs, place.top), place.uri)
+        infos = store.retry.call(partial(find_objects, store.fs, prefix.top), prefix.uri)
         for file in files:
-            file.check_unchanged(found.get(file.key))
+            file.check_unchanged(infos.get(file.key))
 
 
 def _check_one_unchanged(file: StoredFile) -> None:
@@ -251,20 +236,19 @@ def _check_one_unchanged(file: StoredFile) -> None:
 
 
 def prefetch_blocks(spans: Iterable[tuple[StoredFile, int, int]]) -> None:
-    """Gets bytes [start, stop) of objects into the cache, many blocks at the same time. Raises DataError."""
+    """Fetches bytes [start, stop) of objects into the cache, many blocks at the same time. Raises DataError."""
     missing: dict[tuple[str, int], tuple[StoredFile, BlockGrid, int]] = {}
     for file, start, stop in spans:
-        if len(missing) == _TOGETHER:
+        if len(missing) == _MAX_PREFETCHED:
             break
         if stop <= start:
             continue
         cache = file.store.cache
         if cache is None or not cache.has_room:
-            return  # nowhere to put them
+            return
         grid = BlockGrid(file.stamp.size, file.store.block_bytes)
         for index in range(grid.index(max(start, 0)), grid.index(max(min(stop, grid.size) - 1, 0)) + 1):
-            if len(missing) < _TOGETHER and cache.peek(file.block_key(grid), index) is None:
+            if len(missing) < _MAX_PREFETCHED and cache.peek(file.block_key(grid), index) is None:
                 missing[file.uri, index] = file, grid, index
-    if len(missing) < 2:
-        return  # who reads it gets it
-    map_concurrently(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)
+    if len(missing) > 1:  # one block is fetched by its reader
+        map_concurrently(lambda one: one[0].block(one[1], one[2]), missing.values(), at_once=_BLOCKS_AT_ONCE)

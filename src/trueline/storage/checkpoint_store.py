@@ -1,12 +1,13 @@
-"""Where checkpoints lie: a local folder, or a folder of an object store that fsspec can reach.
+"""Checkpoints in a local folder, or in a folder of an object store that fsspec can reach.
 
-    place    a folder                       runs/digits-1/checkpoints, s3://bucket/digits
+    store    a folder                       runs/digits-1/checkpoints, s3://bucket/digits
     name     one checkpoint in it           step-00000120
-    part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal: it comes last)
+    part     one file of a checkpoint       state.safetensors, checkpoint.json (the seal, which comes last)
 
-A local name is whole or absent by rename. Stores cannot rename a folder, so there a name exists once its seal does;
-parts without a seal are what a dead writer left. Implementations share `tests/conformance/checkpoint_store.py`.
-Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's PUT of one object is atomic.
+A local checkpoint is whole or absent by rename. Object stores cannot rename a folder, so a checkpoint exists there once
+its seal does; parts without a seal are leftovers of a dead writer. Implementations share
+`tests/conformance/checkpoint_store.py`. Source: fsspec's specification (filesystem_spec.readthedocs.io); S3's and GCS's
+PUT of one object is atomic.
 """
 
 from __future__ import annotations
@@ -21,73 +22,37 @@ from typing import Any, Protocol
 
 from trueline import files
 from trueline.errors import StorageError, TruelineError
-
-Location = str | Path
-"""A local path or a URL. A URL stays a string: a Path would take one of its two slashes."""
+from trueline.storage.location import Location, parse_location
 
 Parts = Iterable[tuple[str, Iterable[bytes | memoryview]]]
-"""Files with their content in pieces, in the order in which they are to be written."""
+"""Files with their content in pieces, in the order of writing."""
 
 BLOCK_BYTES = 16 << 20
-"""What is sent to a store at once."""
+"""Sent to a store at once."""
 
 
 class CheckpointStore(Protocol):
     def names(self, *, unfinished: bool = False) -> list[str]:
-        """What is whole here, sorted; or what is not: leftovers of writers, some of which may still be at work."""
+        """Complete checkpoints, sorted; or unfinished ones: of dead writers, or of some still at work."""
         ...
 
     def write(self, name: str, parts: Parts) -> None:
-        """Writes `parts` as `name`, whole or not at all; an older `name` is replaced. Raises StorageError."""
+        """Writes `parts` as `name`, completely or not at all; replaces an older `name`. Raises StorageError."""
         ...
 
     def fetch(self, name: str, part: str) -> AbstractContextManager[Path]:
-        """A local file with the part, as long as the block runs. Raises FileNotFoundError, StorageError."""
+        """A local file with the part, until the block ends. Raises FileNotFoundError, StorageError."""
         ...
 
     def remove(self, name: str) -> None:
-        """Removes what there is of `name`; a reader finds all of it or sees it as gone. Raises StorageError."""
+        """Removes `name` or its leftovers; a reader sees all of it or none. Raises StorageError."""
         ...
 
 
-def open_checkpoint_store(where: Location, *, seal: str) -> CheckpointStore:
-    """The place at a path or URL. Raises StorageError when no library for the URL's store is installed."""
-    found = parse_location(where)
-    return LocalCheckpointStore(found) if isinstance(found, Path) else RemoteCheckpointStore(found, seal=seal)
-
-
-def parse_location(where: Location) -> Location:
-    """`where` as a Path when it is local, else as a URL without a slash at its end.
-
-    >>> parse_location("s3://bucket/digits/"), parse_location("file:///tmp/digits")
-    ('s3://bucket/digits', PosixPath('/tmp/digits'))
-    """
-    text = str(where)
-    if isinstance(where, Path) or "://" not in text:
-        return Path(where)
-    return Path(text.removeprefix("file://")) if text.startswith("file://") else text.rstrip("/")
-
-
-def join_location(where: Location, name: str) -> Location:
-    """
-    >>> join_location("s3://bucket/digits", "step-00000120")
-    's3://bucket/digits/step-00000120'
-    """
-    found = parse_location(where)
-    return found / name if isinstance(found, Path) else f"{found}/{name}"
-
-
-def split_location(where: Location) -> tuple[Location, str]:
-    """The place and the name in it.
-
-    >>> split_location("s3://bucket/digits/step-00000120")
-    ('s3://bucket/digits', 'step-00000120')
-    """
-    found = parse_location(where)
-    if isinstance(found, Path):
-        return found.absolute().parent, found.absolute().name
-    head, _, name = found.rpartition("/")
-    return head, name
+def open_checkpoint_store(location: Location, *, seal: str) -> CheckpointStore:
+    """Raises StorageError when no library for the URL's store is installed."""
+    folder = parse_location(location)
+    return LocalCheckpointStore(folder) if isinstance(folder, Path) else RemoteCheckpointStore(folder, seal=seal)
 
 
 class LocalCheckpointStore:
@@ -95,8 +60,8 @@ class LocalCheckpointStore:
         self.folder = folder
 
     def names(self, *, unfinished: bool = False) -> list[str]:
-        found = (entry.name for entry in self.folder.glob("*") if entry.is_dir())
-        return sorted(name for name in found if name.startswith(files.PARTIAL) == unfinished)
+        names = (entry.name for entry in self.folder.glob("*") if entry.is_dir())
+        return sorted(name for name in names if name.startswith(files.PARTIAL) == unfinished)
 
     def write(self, name: str, parts: Parts) -> None:
         with files.atomic_dir(self.folder / name, replace=True) as partial:
@@ -139,8 +104,8 @@ class RemoteCheckpointStore:
     def names(self, *, unfinished: bool = False) -> list[str]:
         with translate_errors(self.url, "listing"):
             self._fs.invalidate_cache()
-            found = [str(path)[len(self._root) + 1 :].split("/") for path in self._fs.find(self._root)]
-        parts = {(path[0], path[1]) for path in found if len(path) == 2}
+            paths = [str(path)[len(self._root) + 1 :].split("/") for path in self._fs.find(self._root)]
+        parts = {(path[0], path[1]) for path in paths if len(path) == 2}
         sealed = {name for name, part in parts if part == self.seal}
         return sorted({name for name, _ in parts} - sealed if unfinished else sealed)
 
@@ -153,7 +118,7 @@ class RemoteCheckpointStore:
                         for piece in pieces:
                             file.write(piece)
             except BaseException:
-                with contextlib.suppress(Exception):  # the store that fails may fail here too; a sweep does it later
+                with contextlib.suppress(Exception):  # the store may fail here too; a later sweep does it
                     self.remove(name)
                 raise
 
@@ -181,7 +146,7 @@ class RemoteCheckpointStore:
 
 @contextmanager
 def translate_errors(url: str, doing: str, *, missing_is_fine: bool = False) -> Iterator[None]:
-    """Errors of a store's library, whatever their class, as StorageError in words."""
+    """Raises errors of a store's library, whatever their class, as StorageError."""
     try:
         yield
     except TruelineError:
@@ -189,24 +154,21 @@ def translate_errors(url: str, doing: str, *, missing_is_fine: bool = False) -> 
     except Exception as error:
         if missing_is_fine and isinstance(error, FileNotFoundError):
             raise
-        raise StorageError(f"{doing} {url} failed: {_why(error)}", hint=_hint(url, error)) from error
-
-
-def _why(error: Exception) -> str:
-    text = str(error).strip() or "no reason given"
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
+        why = (str(error).strip() or "no reason given").splitlines()[0]
+        message = f"{doing} {url} failed: {type(error).__name__}: {why}"
+        raise StorageError(message, hint=_hint(url, error)) from error
 
 
 def _hint(url: str, error: Any) -> str:
     scheme = url.partition("://")[0]
-    named = type(error).__name__.lower() + str(error).lower()
+    words = type(error).__name__.lower() + str(error).lower()
     if isinstance(error, ImportError):
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
         return f"pip install 'trueline[{extra}]'" if extra else f"install the fsspec library for {scheme}://"
-    if isinstance(error, ValueError) and "protocol" in named:
+    if isinstance(error, ValueError) and "protocol" in words:
         return "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a local folder"
     if isinstance(error, FileNotFoundError):
         return "create the bucket, or correct the URL"
-    if isinstance(error, PermissionError) or any(word in named for word in ("credential", "denied", "forbidden")):
+    if isinstance(error, PermissionError) or any(word in words for word in ("credential", "denied", "forbidden")):
         return "give this machine the store's credentials (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...)"
     return "when the store answers again, try again; a training job does so at its next checkpoint"

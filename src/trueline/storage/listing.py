@@ -1,65 +1,147 @@
-"""The files that a URI means, in a fixed order, each with a stamp that tells another content from this one.
+"""The files that URIs name, in a fixed order, each with the stamp of its content: local ones and objects of a store.
 
-Local paths, globs, folders and `file://` here; every other scheme goes to `remote`. A file given twice is refused:
-its records would be trained twice. Nothing is read.
+No content is read. A file that is named twice is refused, since its records would be trained twice, and so is a folder
+that `data/tools/writer.py` has written in part.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
+import json
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trueline.errors import DataError, join_names
-from trueline.storage.completeness import PLAN, check_complete
+from trueline.storage.block_cache import BlockCache
+from trueline.storage.blocks import StoredFile
 from trueline.storage.concurrent import map_concurrently
-from trueline.storage.file import File, LocalFile, Uri, is_remote, is_visible, local_path
-from trueline.storage.remote import list_store
+from trueline.storage.file import File, LocalFile
+from trueline.storage.location import Uri, is_remote, local_path
+from trueline.storage.object_store import (
+    ListedPrefix,
+    ObjectStore,
+    RetryPolicy,
+    find_objects,
+    open_store,
+    redact_uri,
+    stamp_of,
+)
+from trueline.storage.offset_index import cache_folder
+
+COMMIT, PLAN = "_commit.json", "_plan.json"
+CACHE_BYTES = "TRUELINE_CACHE_BYTES"
+_DEFAULT_CACHE_BYTES = 20 << 30
 
 
 def list_files(uris: Sequence[Uri], suffixes: Sequence[str], *, complete: bool = True) -> list[File]:
-    """The files of `uris`, in the order given; of folders those that end in one of `suffixes`, by name.
+    """The files of `uris` in the order given: paths, globs, folders (files that end in one of `suffixes`, by name).
 
     A file that is named outright is taken whatever its ending. Raises DataError for what does not exist, for a folder
-    without such files, for a file that is meant twice, and, if `whole`, for a folder that was written in part.
+    without such files, for a file that is named twice and, if `complete`, for a folder that was written in part.
     """
-    listed_one = partial(_list_one, suffixes, complete)
-    every = map_concurrently(listed_one, uris) if any(map(is_remote, uris)) else None
-    found = list(chain.from_iterable(every or map(listed_one, uris)))
+    list_one = partial(_list_one, suffixes, complete)
+    listings = map_concurrently(list_one, uris) if any(map(is_remote, uris)) else map(list_one, uris)
+    files = list(chain.from_iterable(listings))
     seen: set[str] = set()
-    for file in found:
+    for file in files:
         identity = os.path.realpath(file.path) if file.path else file.uri
         if identity in seen:
             raise DataError(
                 f"{file.uri} is given twice", hint="name each file once; its records would be trained twice"
             )
         seen.add(identity)
-    return found
+    return files
 
 
-def _list_one(suffixes: Sequence[str], whole: bool, uri: Uri) -> list[File]:
+def is_visible(path: str) -> bool:
+    """False for files that a writer left for itself (`_SUCCESS`, `.crc`) and that hold no records."""
+    return not path.rpartition("/")[2].startswith((".", "_"))
+
+
+def _list_one(suffixes: Sequence[str], complete: bool, uri: Uri) -> list[File]:
     if is_remote(uri):
-        return list_store(os.fspath(uri), suffixes, complete=whole)
-    folder = local_path(uri)
-    if whole and (folder / PLAN).exists():
-        check_complete(str(uri), os.listdir(folder), lambda name: (folder / name).read_bytes())
-    return [LocalFile.at(path) for path in _paths(os.fspath(uri), suffixes)]
-
-
-def _paths(uri: str, suffixes: Sequence[str]) -> list[Path]:
+        return list_store(os.fspath(uri), suffixes, complete=complete)
     path = local_path(uri)
+    if complete and (path / PLAN).exists():
+        _check_complete(str(uri), os.listdir(path), lambda name: (path / name).read_bytes())
     if path.is_dir():
-        found = sorted(
-            one for one in path.rglob("*") if one.suffix in suffixes and is_visible(one.name) and one.is_file()
-        )
+        entries = path.rglob("*")
+        paths = sorted(one for one in entries if one.suffix in suffixes and is_visible(one.name) and one.is_file())
     elif path.exists():
-        found = [path]
+        paths = [path]
     else:
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
-    if not found:
+        paths = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+    if not paths:
         kind = f"folder has no {join_names(suffixes)} files" if path.is_dir() else "file does not exist"
         raise DataError(f"no records at '{uri}': the {kind}", hint="paths are relative to the current folder")
-    return found
+    return [LocalFile.at(path) for path in paths]
+
+
+def list_store(
+    uri: str, suffixes: Sequence[str], *, store: ObjectStore | None = None, complete: bool = False
+) -> list[File]:
+    """The objects of `uri`: one, those that match a pattern, or those below a folder. Raises DataError."""
+    fs, root = open_store(uri)
+    store = store or ObjectStore(fs, RetryPolicy(), _shared_cache())
+    shown = redact_uri(uri)
+    pattern = any(sign in root for sign in "*?[")
+    top = root.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0] if pattern else root
+    infos = store.retry.call(partial(find_objects, store.fs, top), shown)
+    if complete and not pattern:
+        below = root.rstrip("/") + "/"
+        names = [key.removeprefix(below) for key in infos]
+        _check_complete(shown, names, lambda name: store.retry.call(partial(store.fs.cat_file, below + name), shown))
+    if pattern:
+        chosen = {key: info for key, info in infos.items() if fnmatch.fnmatchcase(key, root)}
+    elif list(infos) == [root]:
+        chosen = infos
+    else:
+        chosen = {key: info for key, info in infos.items() if key.endswith(tuple(suffixes)) and is_visible(key)}
+    if not chosen:
+        kind = f"folder has no {join_names(suffixes)} files" if infos and not pattern else "object does not exist"
+        raise DataError(f"no records at '{shown}': the {kind}", hint="look at the name, and at the credentials")
+    host, prefix = f"{urlsplit(uri).scheme}://", ListedPrefix(shown, top, len(infos))
+    return [
+        StoredFile(redact_uri(host + key.lstrip("/")), key, stamp_of(info), store, prefix)
+        for key, info in sorted(chosen.items())
+    ]
+
+
+@lru_cache(maxsize=1)
+def _shared_cache() -> BlockCache:
+    max_bytes = os.environ.get(CACHE_BYTES, str(_DEFAULT_CACHE_BYTES))
+    if not max_bytes.isdigit():
+        raise DataError(f"{CACHE_BYTES} is '{max_bytes}', expected a number of bytes")
+    return BlockCache(cache_folder() / "blocks", int(max_bytes))
+
+
+def _check_complete(folder: str, names: Collection[str], read: Callable[[str], bytes]) -> None:
+    """Raises DataError when `folder`, which holds `names`, lacks a part of its plan. Without a plan it is complete.
+
+    `read` returns the content of one of `names`.
+    """
+    if PLAN not in names:
+        return
+    endings = sorted({name[name.rindex(".") :] for name in names if name.startswith("part-") and "." in name})
+    hint = f"name the parts that are there: {folder}/part-*{endings[0]}" if endings else "name another folder"
+    if COMMIT not in names:
+        raise DataError(
+            f"{folder} is not whole: its writer has not finished it (it has {PLAN} and no {COMMIT})",
+            hint=f"run again what wrote it, or {hint}",
+        )
+    try:
+        parts = [str(part["name"]) for part in json.loads(read(COMMIT))["parts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}/{COMMIT} is torn: {type(error).__name__}: {error}") from error
+    lost = [name for name in parts if name not in names]
+    if lost:
+        raise DataError(
+            f"{folder} is not whole: {len(lost)} of the {len(parts)} parts that {COMMIT} lists are missing, "
+            f"first {lost[0]}",
+            hint=f"write it again to a new folder, or {hint}",
+        )

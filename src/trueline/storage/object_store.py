@@ -1,8 +1,8 @@
-"""What object stores are asked and what they answer, in words: patience, stamps, and no secret in any message.
+"""Object stores through fsspec: retries, stamps, and messages without secrets.
 
-What fails for a moment is tried again, with waits that grow; what is refused (no such object, no right) is not. URIs
-are shown without user, password and query, and what a store says is shown without keys and tokens: credentials come
-from the store's own environment or from fsspec's configuration (`FSSPEC_S3_KEY`, ...).
+Transient errors are retried with growing waits; a missing object or a missing right is not. URIs are shown without
+user, password and query, and a store's errors without keys and tokens: credentials come from the store's own
+environment or from fsspec's configuration (`FSSPEC_S3_KEY`, ...).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from trueline import events
 from trueline.errors import DataError
 from trueline.storage.block_cache import BlockCache
 from trueline.storage.file import Stamp
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 BLOCK_BYTES = 4 << 20
 REFUSED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -37,19 +38,22 @@ _HINTS = {
     "the whole object with a part of it (rclone does)"
 }
 _USER = re.compile(r"(\w://)[^/@\s]+@")
+_VERSIONS = (
+    "ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "mtime", "created",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and how long a store is asked again: waits double from `first_s`, shortened at random by up to half."""
+    """Waits between attempts double from `first_s`, each shortened at random by up to half."""
 
     attempts: int = 6
     first_s: float = 0.2
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
-    def call(self, request: Callable[[], Found], what: str) -> Found:
-        """What `call` gives. Raises DataError in words once it was refused, or failed `attempts` times."""
+    def call(self, request: Callable[[], Result], what: str) -> Result:
+        """`request()`. Raises DataError when it is refused, or has failed `attempts` times."""
         for attempt in range(self.attempts):
             try:
                 return request()
@@ -71,7 +75,7 @@ class RetryPolicy:
 
 
 class ObjectStore:
-    """A store as this process reaches it: a fork of the process that opened it makes connections of its own."""
+    """A store with connections of this process: a fork opens its own."""
 
     def __init__(
         self, fs: Any, retry: RetryPolicy | None = None, cache: BlockCache | None = None, block_bytes: int = BLOCK_BYTES
@@ -80,7 +84,7 @@ class ObjectStore:
         self.cache = cache
         self.block_bytes = block_bytes
         self._opened = [(os.getpid(), fs)]
-        """By whom; the parent's stays, since to let go of it is to close its connections."""
+        """By process; the parent's stays, since to drop it is to close its connections."""
         self._lock = Lock()
 
     @property
@@ -99,40 +103,42 @@ class ObjectStore:
 
 @dataclass(frozen=True, slots=True)
 class ListedPrefix:
-    """Where objects were listed: `uri` for people, `top` as the store calls it."""
+    """Where objects were listed: `uri` for messages, `top` as the store calls it."""
 
     uri: str
     top: str
     num_listed: int
 
 
+def open_store(uri: str) -> tuple[Any, str]:
+    """fsspec's file system of a URI, and its path there. Raises DataError."""
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(uri)
+    except (ImportError, ValueError) as error:
+        scheme = urlsplit(uri).scheme
+        hint = f"pip install 'trueline[{scheme}]'" if scheme in ("s3", "gcs") else "see fsspec's list of stores"
+        raise DataError(f"cannot open '{redact_uri(uri)}': {redact_text(str(error))}", hint=hint) from None
+    return fs, str(root)
+
+
 def find_objects(fs: Any, top: str) -> dict[str, dict[str, Any]]:
-    """What the store says of every object below `top`, or of the object `top`: fsspec's `find` says nothing of that."""
+    """The store's facts on every object below `top`, or on the object `top`, on which fsspec's `find` has none."""
     fs.invalidate_cache(top)
     return {key: info if "size" in info else fs.info(key) for key, info in fs.find(top, detail=True).items()}
 
 
 def get_info(fs: Any, key: str) -> dict[str, Any]:
-    """What the store says of one object now."""
+    """The store's facts on one object now."""
     fs.invalidate_cache(key.rpartition("/")[0])
-    found: dict[str, Any] = fs.info(key)
-    return found
+    info: dict[str, Any] = fs.info(key)
+    return info
 
 
 def stamp_of(info: dict[str, Any]) -> Stamp:
-    """By the first that the store knows: listings and single objects give times in different forms."""
-    names = (
-        "ETag",
-        "etag",
-        "md5Hash",
-        "content_md5",
-        "generation",
-        "LastModified",
-        "last_modified",
-        "mtime",
-        "created",
-    )
-    version = next((info[name] for name in names if info.get(name)), "")
+    """From the first version field that the store has: times differ in form between listings and single objects."""
+    version = next((info[name] for name in _VERSIONS if info.get(name)), "")
     if isinstance(version, datetime):
         version = version.timestamp()
     return Stamp(int(info["size"]), str(version).strip('"'))
@@ -151,8 +157,8 @@ def redact_uri(uri: str) -> str:
     >>> redact_uri("s3://id:secret@bucket/day.parquet?X-Amz-Signature=abc")
     's3://bucket/day.parquet'
     """
-    glob = "*" in uri or "[" in uri
-    return _USER.sub(r"\1", uri if glob else uri.partition("?")[0])
+    is_glob = "*" in uri or "[" in uri
+    return _USER.sub(r"\1", uri if is_glob else uri.partition("?")[0])
 
 
 def redact_text(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Where the records of a file begin, found once and kept: arrays of numbers under a name made of the file's stamp.
+"""An index of where the records of a file begin, built once: arrays in a cache file named by the file's stamp.
 
-A changed file has another stamp, so an index is never stale. An index that cannot be read or written is made again;
-small files are not worth keeping one. The folder is `$TRUELINE_CACHE`, or `trueline` in the user's cache folder.
+A changed file has another stamp, so an index is never stale. One that cannot be read or written is built again. The
+folder is `$TRUELINE_CACHE`, or `trueline` in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,39 +24,36 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 
 CACHE = "TRUELINE_CACHE"
 _VERSION = 1
-_WORTH_BYTES = 1 << 20
-"""Smaller files are indexed whenever they are listed."""
+_MIN_FILE_BYTES = 1 << 20
+"""The index of a smaller file is not stored."""
 
 
 def cache_folder() -> Path:
-    """Where this user's caches lie; processes of one machine share it."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given)
+    """The folder of this user's caches, which all processes of a machine share."""
+    folder = os.environ.get(CACHE)
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
 
 
-def load_index(file: File, kind: str, make: Callable[[], Arrays]) -> Arrays:
-    """What `make` gives for `file`, from the cache when it is there. `kind` says what was looked for, and how."""
-    if file.stamp.size < _WORTH_BYTES:
-        return make()
-    path = cache_folder() / "index" / f"{_key(file, kind)}.npz"
-    found = _read(path)
-    if found is None:
-        found = make()
-        _write(path, found)
-    return found
-
-
-def _key(file: File, kind: str) -> str:
-    where = os.path.realpath(file.path) if file.path else file.uri
-    return hashlib.sha256(f"{_VERSION}|{kind}|{where}|{file.stamp}".encode()).hexdigest()[:40]
+def load_index(file: File, kind: str, build: Callable[[], Arrays]) -> Arrays:
+    """`build()`, from the cache when it was stored there for this file and `kind` of index."""
+    if file.stamp.size < _MIN_FILE_BYTES:
+        return build()
+    location = os.path.realpath(file.path) if file.path else file.uri
+    key = hashlib.sha256(f"{_VERSION}|{kind}|{location}|{file.stamp}".encode()).hexdigest()[:40]
+    path = cache_folder() / "index" / f"{key}.npz"
+    arrays = _read(path)
+    if arrays is None:
+        arrays = build()
+        _write(path, arrays)
+    return arrays
 
 
 def _read(path: Path) -> Arrays | None:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

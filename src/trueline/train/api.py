@@ -21,7 +21,7 @@ from trueline.checkpoint.checkpoint import steps as checkpoint_steps
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.storage.checkpoint_store import Location, parse_location, split_location
+from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folders
 from trueline.train.launch import overrides as settled

@@ -27,7 +27,7 @@ from trueline.data.source import Batch
 from trueline.data.sources.maxcompute import MaxComputeRecords
 from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
-from trueline.storage import remote
+from trueline.storage import listing
 from trueline.storage.block_cache import BlockCache
 from trueline.train.elastic import Elastic
 from trueline.train.step.blame import failing
@@ -213,7 +213,7 @@ def of_images(folder):
 @pytest.mark.parametrize("place", [of_store, of_odps, of_images])
 def test_records_far_away_are_read_by_processes_that_connect_for_themselves(place, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "odps", None)
-    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 24))
+    monkeypatch.setattr(listing, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 24))
 
     def feed(records, mode):
         return torch.full((len(records),), float(os.getpid())), torch.arange(len(records)) + hash_of(records)

@@ -19,7 +19,7 @@ from trueline.data.open import open_records
 from trueline.data.tools import inspect
 from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder, committed
 from trueline.errors import DataError
-from trueline.storage.completeness import COMMIT, PLAN
+from trueline.storage.listing import COMMIT, PLAN
 from worlds.records import WORLDS, as_table, flat, nested, raw, rich, rows_of
 
 
@@ -58,10 +58,10 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
     first = RangeWriter(where, plan)
     first.write(40, 80, table.slice(40, 40))
     assert committed(where) is None
-    with pytest.raises(DataError, match="is not whole: who wrote it has not finished it"):
+    with pytest.raises(DataError, match="is not whole: its writer has not finished it"):
         open_records(where)
     (fault,) = inspect.verify(where).faults
-    assert (fault.unit, fault.why) == ("folder", f"who wrote it has not finished it: it has {PLAN} and no {COMMIT}")
+    assert (fault.unit, fault.why) == ("folder", f"its writer has not finished it: it has {PLAN} and no {COMMIT}")
     second = RangeWriter(where, plan)
     assert second.missing() == [(0, 40), (80, 100)]
     with pytest.raises(DataError, match=r"lacks 2 of 3 ranges, first \(0, 40\)"):
@@ -83,7 +83,7 @@ def test_a_folder_from_which_a_part_went_is_not_read_as_if_it_were_whole(where: 
     lost = "part-000000000040-000000000080.parquet"
     fs, root = fsspec.core.url_to_fs(where)
     fs.rm(f"{root}/{lost}")
-    with pytest.raises(DataError, match=f"1 of the 3 parts that {COMMIT} lists are not there, first {lost}"):
+    with pytest.raises(DataError, match=f"1 of the 3 parts that {COMMIT} lists are missing, first {lost}"):
         open_records(where)
     assert rows_of(open_records(f"{where}/part-*.parquet")) == [*flat(100)[:40], *flat(100)[80:]]
     fs.pipe_file(f"{root}/{COMMIT}", b'{"parts": [{}]}')

@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from trueline.data.source import Unit
 from trueline.errors import DataError
-from trueline.storage.file import LocalFile, is_visible
+from trueline.storage.file import LocalFile
+from trueline.storage.listing import is_visible
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 UNIT_RECORDS = 256

@@ -18,8 +18,8 @@ from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.sources.sql import is_sql
 from trueline.data.tools.writer import RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
 from trueline.errors import DataError
-from trueline.storage.completeness import COMMIT, PLAN
-from trueline.storage.file import Uri, is_remote, is_visible, local_path
+from trueline.storage.listing import COMMIT, PLAN, is_visible
+from trueline.storage.location import Uri, is_remote, local_path
 
 Advanced = Callable[[int, int], None]
 """Told how many records are done, and of how many."""
@@ -102,7 +102,7 @@ def differing(where: Uri) -> list[Quarantined]:
     facts = committed(where)
     if facts is None:
         unfinished = PLAN in folder.names()
-        why = f"who wrote it has not finished it: it has {PLAN} and no {COMMIT}"
+        why = f"its writer has not finished it: it has {PLAN} and no {COMMIT}"
         return [Quarantined(fspath(where), "folder", 0, why)] if unfinished else []
     for part in facts["parts"]:
         data = folder.get(part["name"])

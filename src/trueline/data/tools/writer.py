@@ -26,8 +26,8 @@ import pyarrow as pa
 from trueline import events, files
 from trueline.data.formats.encode import PACKERS, pack
 from trueline.errors import DataError, StorageError, join_names
-from trueline.storage.completeness import COMMIT, PLAN
-from trueline.storage.file import Uri, is_remote, local_path
+from trueline.storage.listing import COMMIT, PLAN
+from trueline.storage.location import Uri, is_remote, local_path
 
 RANGE_RECORDS = 65536
 TWICE = "_twice"
@@ -159,7 +159,7 @@ def _words(error: Exception) -> str:
 def folder_at(where: Uri) -> Folder:
     if not is_remote(where):
         return LocalFolder(local_path(where))
-    from trueline.storage.remote import open_store
+    from trueline.storage.object_store import open_store
 
     fs, root = open_store(str(where))
     return StoreFolder(fs, root.rstrip("/"))

@@ -35,7 +35,7 @@ import msgspec
 
 from trueline import errors, events, files
 from trueline.engine.local import start_agent
-from trueline.storage.checkpoint_store import parse_location
+from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import shutdown

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
-from trueline.storage.checkpoint_store import split_location
+from trueline.storage.location import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
 from trueline.train.regroup.regroup import Fellowship

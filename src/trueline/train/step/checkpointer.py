@@ -23,7 +23,7 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
-from trueline.storage.checkpoint_store import Location, parse_location
+from trueline.storage.location import Location, parse_location
 from trueline.train.faults import Faults
 from trueline.train.link import Link
 from trueline.train.settings import Fault, JobSettings

@@ -29,11 +29,10 @@ from trueline.data.open import open_records
 from trueline.data.records import FileRecords
 from trueline.data.sources.records_source import TableSource
 from trueline.errors import DataError
-from trueline.storage import remote
+from trueline.storage import listing
 from trueline.storage.block_cache import BlockCache
-from trueline.storage.listing import list_files
+from trueline.storage.listing import list_files, list_store
 from trueline.storage.object_store import ObjectStore, RetryPolicy, redact_text, redact_uri
-from trueline.storage.remote import list_store
 from worlds.records import FILES, WORLDS, flat, no_feed, rich, rows_of
 
 pytestmark = pytest.mark.slow  # hundreds of files
@@ -81,7 +80,7 @@ def patient(waits: list[float] | None = None, attempts: int = 4) -> RetryPolicy:
 def test_every_format_is_read_from_a_store_as_from_a_disk(
     name: str, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
+    monkeypatch.setattr(listing, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
     rows = WORLDS[name].rows(120)
     path = WORLDS[name].write(tmp_path / "world", rows)
     one = upload(path, f"{bucket}/day=1/{path.name}")
@@ -289,7 +288,7 @@ def test_units_of_a_batch_are_fetched_at_the_same_time_and_a_long_one_in_pieces(
 
 def test_a_list_of_objects_is_looked_up_at_the_same_time(tmp_path: Path, busy: Busy, monkeypatch: Any) -> None:
     filled(busy, 5, tmp_path)
-    monkeypatch.setattr(remote, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
+    monkeypatch.setattr(listing, "_shared_cache", lambda: BlockCache(tmp_path / "cache", 1 << 26))
     meeting = threading.Barrier(5, timeout=60)
     find = Busy.find
 
