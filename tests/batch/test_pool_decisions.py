@@ -15,7 +15,6 @@ from trueline.batch import evaluate, output_parts, pool, worker
 from trueline.batch.pool import Message, Work
 from trueline.batch.worker import Order
 from trueline.checkpoint import checkpoint
-from trueline.data.source import Batch
 from trueline.data.tools.writer import Plan
 from trueline.engine.contract import Kind, Seen
 
@@ -224,44 +223,12 @@ def test_means_count_each_record_once_whatever_the_chunks_are():
     assert evaluate._means(chunks, 10) == {"loss": 0.9, "metric a": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("found", "total"), [([1.0, 2.0, 3.0], 6.0), (2.0, 6.0), ([[1.0, 3.0], [2.0, 4.0], [5.0, 5.0]], 10.0)], ids=str
-)
-def test_a_value_for_each_record_or_their_mean_makes_the_same_sum(found, total):
-    assert evaluate._sum("loss", found, 3) == total
-
-
-def test_another_number_of_values_than_records_is_refused():
-    with pytest.raises(errors.RecipeError, match=r"'loss' returned \[2\] values for 3 records"):
-        evaluate._sum("loss", [1.0, 2.0], 3)
-
-
 def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
     recipe, how = SimpleNamespace(path=None, digest="d", name="r"), {"records": 3, "batch": 2}
     found = pool.work("a:b", recipe, "r:x", "s", "evaluation", **how)
     assert (found.recipe, found.recipe_digest, found.num_records, found.batch) == ("r:x", "d", 3, 2)
     with pytest.raises(errors.UsageError, match="has no file that worker processes could load"):
         pool.work("a:b", recipe, object(), "s", "evaluation", **how)
-
-
-class Drawing:
-    """Records that are drawn anew at each reading."""
-
-    num_records = 8
-
-    def read(self, indices):
-        return Batch(torch.rand(len(indices), 1), None)
-
-
-def test_what_an_evaluation_draws_is_of_its_chunk_and_leaves_the_generators_alone():
-    recipe = SimpleNamespace(loss=lambda outputs, labels: outputs.mean(), metrics=None)
-    compute = evaluate.measuring(recipe, torch.nn.Identity(), Drawing())
-    torch.manual_seed(1)
-    found = [compute(start, start + 4)["loss"] for start in (0, 4, 0)]
-    assert (found[0] == found[2], found[0] == found[1]) == (True, False)
-    drawn = torch.rand(1).item()
-    torch.manual_seed(1)
-    assert torch.rand(1).item() == drawn
 
 
 # Parts. --------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def checkpoint_of(recipe: Path, folder: Path, *, seed: int = 1) -> Path:
 def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:
     """The same steps in one process without Trueline's loop: what any number of workers has to arrive at."""
     from trueline.train.step.plan import JobPlan
-    from trueline.train.worker.call import call
+    from trueline.train.worker.measure import call_model
 
     torch.manual_seed(recipe.defaults.seed)
     model = recipe.model().train()
@@ -45,6 +45,6 @@ def plain_loop(recipe, steps: int) -> dict[str, torch.Tensor]:
     for step in range(steps):
         batch = source.read(plan.records(step))
         optimizer.zero_grad()
-        recipe.loss(call(model, batch.inputs), batch.labels).backward()
+        recipe.loss(call_model(model, batch.inputs), batch.labels).backward()
         optimizer.step()
     return model.state_dict()

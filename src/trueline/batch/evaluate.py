@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_map
 from trueline import events, files
 from trueline.batch import output_parts, pool
 from trueline.batch.output_parts import PART_RECORDS, Answer
-from trueline.batch.pool import Compute, Work, seeded
+from trueline.batch.pool import Compute, Work
 from trueline.checkpoint.checkpoint import load_model
-from trueline.data.source import Source
+from trueline.data.loading.seeding import seeded
 from trueline.data.tools.writer import Plan
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import devices
-from trueline.train.worker.call import call
+from trueline.train.worker.measure import call_model, make_measure, sum_values
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -121,7 +121,7 @@ def _opened(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[i
     with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
         model = load_model(recipe, checkpoint or None).to(devices.mine(device))
     source = recipe.source(mode)
-    return source.num_records, measuring(recipe, model, source)
+    return source.num_records, make_measure(recipe, model, source)
 
 
 def _each(
@@ -178,7 +178,7 @@ def _valuing(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[
         with torch.no_grad(), seeded(start):
             batch = source.read(np.arange(start, stop, dtype=np.int64))
             records = devices.placed_batch(batch, devices.of_model(model))
-            outputs = call(model, records.inputs)
+            outputs = call_model(model, records.inputs)
             return {name: _values(name, one, outputs, records.labels, stop - start) for name, one in functions.items()}
 
     return source.num_records, answer
@@ -188,7 +188,7 @@ def _values(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels
     """A value for each record. Raises RecipeError when those of single records do not make that of the batch."""
     found = torch.as_tensor(function(outputs, labels), dtype=torch.float64)
     if found.ndim:
-        _sum(name, found, count)  # refuses what has another number of values
+        sum_values(name, found, count)  # refuses what has another number of values
         return found.reshape(count, -1).mean(dim=1).cpu().numpy()
     alone = [function(_record(outputs, at, count), _record(labels, at, count)) for at in range(count)]
     each = [torch.as_tensor(one, dtype=torch.float64).mean().item() for one in alone]
@@ -211,35 +211,3 @@ def _record(value: Any, at: int, count: int) -> Any:
         return leaf[at : at + 1] if whole else leaf
 
     return tree_map(one, value)
-
-
-def measuring(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callable[[int, int], dict[str, float]]:
-    """A function of (start, stop): the sums over these records of `loss` and of each metric, as `metric NAME`.
-
-    What reading draws depends on `start` alone, so the same chunks give the same sums in every process.
-    """
-    functions = {"loss": recipe.loss}
-    functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
-
-    def compute(start: int, stop: int) -> dict[str, float]:
-        with torch.no_grad(), seeded(start):
-            records = devices.placed_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
-            outputs = call(model, records.inputs)
-            return {
-                name: _sum(name.removeprefix("metric "), function(outputs, records.labels), stop - start)
-                for name, function in functions.items()
-            }
-
-    return compute
-
-
-def _sum(name: str, found: Any, count: int) -> float:
-    """The sum over `count` records of a value for each of them, or of their mean."""
-    values = torch.as_tensor(found, dtype=torch.float64)
-    if values.ndim == 0:
-        return values.item() * count
-    if values.shape[0] != count:
-        raise RecipeError(
-            f"'{name}' returned {list(values.shape)} values for {count} records; expected one for each, or their mean"
-        )
-    return values.reshape(count, -1).mean(dim=1).sum().item()

@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -111,16 +111,6 @@ def work(entry: str, recipe: Recipe, given: object, source: str, mode: Mode, *, 
         num_records=records,
         batch=batch,
     )
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """The global generators at `seed` within the block, and as they were after it: whoever draws in it, draws alike."""
-    from trueline.data.loading.seeding import kept, seed_all
-
-    with kept():
-        seed_all(seed)
-        yield
 
 
 def run(work: Work, *, workers: int, advanced: Callable[[int], None]) -> list[Reply]:

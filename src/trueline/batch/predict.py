@@ -21,11 +21,12 @@ from trueline import events, files
 from trueline.batch import output_parts as parts
 from trueline.batch import pool
 from trueline.batch.output_parts import PART_RECORDS, Answer
-from trueline.batch.pool import Compute, Work, seeded
+from trueline.batch.pool import Compute, Work
 from trueline.bundle.read import open_bundle
 from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
+from trueline.data.loading.seeding import seeded
 from trueline.data.tools.writer import Plan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from trueline.batch.pool import FOLDER, SOCKET, WORK, Compute, Work
-from trueline.errors import RecipeError, TruelineError
-from trueline.train.worker.main import place_of
+from trueline.errors import RecipeError
+from trueline.train.worker import failure
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +93,6 @@ def _named(compute: Compute, order: Order) -> str:
 
 
 def _words(error: Exception, which: str = "") -> dict[str, Any]:
-    if isinstance(error, TruelineError):
-        what, code, hint = error.message, error.code, error.hint
-    else:
-        what, code, hint = f"{type(error).__name__}: {error}", RecipeError.code, place_of(error)
+    code, what, hint = failure.describe(error, RecipeError.code)
     prefix = f"{which}: " if which and which not in what else ""
     return {"code": code, "why": (prefix + what)[:4000], "hint": hint[:4000]}

@@ -14,7 +14,7 @@ from trueline.train.api import Summary
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import jobs, launcher, shutdown
 from trueline.train.master.journal import Journal
-from trueline.train.worker import script
+from trueline.train.worker import main as worker
 from trueline.wire import train_pb2 as pb
 
 JOB = settings.JobSettings(name="job", recipe="none.py", recipe_digest="", workers=1, epochs=2, global_batch=4, seed=0)
@@ -200,10 +200,10 @@ def test_a_folder_of_jobs_says_which_one_is_meant_and_hides_none_for_a_damaged_o
 def test_a_script_may_end_when_its_job_has_finished(phase, refused):
     status = {"phase": phase} if phase else None  # its master is away
     if not refused:
-        script.expect_finished(status, "train.py")
+        worker.expect_finished(status, "train.py")
         return
     with pytest.raises(errors.UsageError, match=r"train\.py ended before its loop"):
-        script.expect_finished(status, "train.py")
+        worker.expect_finished(status, "train.py")
 
 
 def seen(ref, code=None):

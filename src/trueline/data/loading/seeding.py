@@ -113,6 +113,14 @@ def kept() -> Iterator[None]:
             torch.cuda.set_rng_state(state)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The generators are at `seed` within the block, and after it as they were before."""
+    with kept():
+        seed_all(seed)
+        yield
+
+
 class SeededReader:
     """Reads `source` for training; `drawing` is True once a read has drawn."""
 

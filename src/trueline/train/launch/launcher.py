@@ -45,8 +45,9 @@ from trueline.train.worker.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
-PRELOAD = ("trueline.train.worker.main", "trueline.train.worker.preload")
-"""What every worker needs; the agent imports it once, and the libraries that the recipe imports."""
+PRELOAD = ("trueline.train.worker.main", "torch._dynamo", "torch.nn.parallel", "torch.optim")
+"""What every worker needs; the agent imports it once, and the libraries that the recipe imports. torch itself imports
+`torch._dynamo`, which takes about a second, when the first optimizer is made."""
 POLL_S = 0.25
 """Between two looks at whether the agent lives; the end of a master's stream of events is looked into at once."""
 EXIT_S = 0.1

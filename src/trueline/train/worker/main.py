@@ -1,4 +1,8 @@
-"""A worker: the recipe's blanks in an `Elastic` loop. Forked by the agent, it lives until the job ends."""
+"""The worker process: a recipe's functions in an `Elastic` loop, or a script with a loop of its own.
+
+The agent forks it; it lives until the job ends. A script runs as `__main__` with its arguments, the same in every
+worker. On SIGTERM a worker leaves between two steps. An exception ends the job, because every worker would meet it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import functools
 import logging
 import os
 import random
+import runpy
 import signal
 import sys
 import threading
@@ -18,16 +23,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trueline import events
-from trueline.batch.evaluate import measuring
+from trueline import events, files
 from trueline.data.source import Batch, Source
-from trueline.errors import CheckpointError, TruelineError
+from trueline.errors import CheckpointError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.train import devices
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
+from trueline.train.launch import jobs
 from trueline.train.link import connect
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits
@@ -35,11 +40,9 @@ from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
 from trueline.train.step.validation import Rule, Validation
-from trueline.train.worker.call import call
+from trueline.train.worker import failure
+from trueline.train.worker.measure import call_model, make_measure
 
-UNREACHABLE_EXIT = 75
-LOST_EXIT = 77
-"""The device or a reader of this process failed, and with it this process alone."""
 TRIED = 8
 """Records of the forward that is tried before the first step."""
 
@@ -49,28 +52,42 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     job_dir = Path(os.environ["TRUELINE_JOB"])
     settings = job_settings.load(job_dir)
-    if settings.script:
-        from trueline.train.worker.script import main as run_script
-
-        return run_script()
     torch.set_num_threads(settings.threads)
+    return _run_script(settings, job_dir) if settings.script else _run_recipe(settings, job_dir)
+
+
+def _run_recipe(settings: JobSettings, job_dir: Path) -> int:
     job: Elastic | None = None
     try:
         recipe = load_recipe(settings.recipe)
         check_digest(recipe, settings)
         job = build(recipe, settings, job_dir)
-        _leave_on_sigterm(job)
+        _leave_on_sigterm(job.leave)
         train(recipe, job, Options.of(settings))
         return 0
-    except Exception as error:  # noqa: BLE001  the process boundary: everybody would meet this error, so the job ends
+    except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
+        traceback.print_exc()
         if isinstance(error, RuntimeError) and is_collective(error):
-            traceback.print_exc()  # of the network, and of this process alone: the master replaces it
-            return UNREACHABLE_EXIT
+            return failure.UNREACHABLE_EXIT  # the master replaces this process
         if devices.is_lost(error):
-            traceback.print_exc()  # with all that depends on it; the master replaces this process
-            return LOST_EXIT
-        _report(job, error)
+            return failure.LOST_EXIT  # the master replaces this process
+        _fail(error, "recipe_raised", connect(lambda _: None).fail if job is None else job.fail)
         return 1
+
+
+def _fail(error: Exception, code: str, fail: Callable[[str, str], None]) -> None:
+    code, what, detail = failure.describe(error, code)
+    fail(f"{code}|{what}", detail)
+
+
+def _leave_on_sigterm(leave: Callable[[], None]) -> None:
+    def handle(*_: object) -> None:
+        threading.Thread(target=leave, name="leave", daemon=True).start()  # gRPC must not run in a signal handler
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+# A recipe. ---------------------------------------------------------------------------------------------------------
 
 
 def check_digest(recipe: Recipe, settings: JobSettings) -> None:
@@ -116,7 +133,7 @@ def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_tra
 
     def loss() -> torch.Tensor:
         batch = devices.placed_batch(source.read(first), devices.of_model(model))
-        return recipe.loss(call(model, batch.inputs), batch.labels)
+        return recipe.loss(call_model(model, batch.inputs), batch.labels)
 
     try:
         return model_traits.tried(model, loss, len(first))
@@ -132,7 +149,7 @@ def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings)
     rule = Rule(every=settings.evaluate_every, monitor=settings.monitor or "loss", patience=settings.patience)
     names = tuple(recipe.metrics()) if recipe.metrics is not None else ()
     source = recipe.source("evaluation")
-    compute = measuring(recipe, model, source)
+    compute = make_measure(recipe, model, source)
 
     def measure(start: int, stop: int) -> list[float]:
         with model_traits.evaluating(model):
@@ -148,7 +165,7 @@ def train(recipe: Recipe, job: Elastic, options: Options) -> None:
 
     def loss_of(batch: Batch | StepBatch) -> torch.Tensor:
         with cast():
-            loss = recipe.loss(call(job.model, batch.inputs), batch.labels)
+            loss = recipe.loss(call_model(job.model, batch.inputs), batch.labels)
             return loss if loss.dim() == 0 else loss.mean()  # of one number it is two operations for nothing
 
     job.try_with(loss_of)
@@ -170,26 +187,45 @@ def autocast(model: torch.nn.Module, options: Options) -> Callable[[], AbstractC
     return functools.partial(torch.autocast, device, dtype=dtypes[options.precision])
 
 
-def _leave_on_sigterm(job: Elastic) -> None:
-    def leave(*_: object) -> None:
-        threading.Thread(target=job.leave, name="leave", daemon=True).start()  # gRPC must not run in a signal handler
-
-    signal.signal(signal.SIGTERM, leave)
+# A script. ---------------------------------------------------------------------------------------------------------
 
 
-def place_of(error: Exception) -> str:
-    """Where the user's code raised: the innermost frame that is not Trueline's or a library's, in words."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[2])
-    users = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
-    frame = users[-1] if users else frames[-1]
-    return f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}; the worker's log has the whole traceback"
+def _run_script(settings: JobSettings, job_dir: Path) -> int:
+    _leave_on_sigterm(lambda: connect(lambda _: None).leave())
+    try:
+        run_script(settings)
+        expect_finished(jobs.status(job_dir), settings.script[0])
+        return 0
+    except Exception as error:  # noqa: BLE001  the process boundary: every worker would meet this error, so the job ends
+        traceback.print_exc()
+        if devices.is_lost(error):
+            return failure.LOST_EXIT
+        if not _has_finished(jobs.status(job_dir)):  # else only this process is concerned: its exit code says so
+            _fail(error, "script_raised", connect(lambda _: None).fail)
+        return 1
 
 
-def _report(job: Elastic | None, error: Exception) -> None:
-    traceback.print_exc()
-    what = error.message if isinstance(error, TruelineError) else f"{type(error).__name__}: {error}"
-    detail = error.hint if isinstance(error, TruelineError) else place_of(error)
-    code = error.code if isinstance(error, TruelineError) else "recipe_raised"
-    fail = job.fail if job is not None else connect(lambda _: None).fail
-    fail(f"{code}|{what}", detail)
+def run_script(settings: JobSettings) -> None:
+    """Runs the script as `__main__`, with its arguments and its folder on the path. Raises what it raises."""
+    script, *arguments = settings.script
+    if files.sha256_file(Path(script)) != settings.recipe_digest:
+        raise CheckpointError(
+            f"the script {script} was changed since the job began",
+            hint="start a new job with the changed script, or restore the old one",
+        )
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def expect_finished(status: dict[str, object] | None, script: str) -> None:
+    """Raises UsageError when the script has ended and its job has not; a master that is away (None) proves nothing."""
+    if status is not None and not _has_finished(status):
+        raise UsageError(
+            f"the script {script} ended before its loop over trueline.Elastic did",
+            hint="make one Elastic in every worker and iterate over it to its end",
+        )
+
+
+def _has_finished(status: dict[str, object] | None) -> bool:
+    return status is not None and status.get("phase") == "finished"

@@ -1,0 +1,29 @@
+"""How a worker reports an error that ends it, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from trueline.errors import TruelineError
+
+UNREACHABLE_EXIT = 75
+"""The network failed, for this process alone."""
+LOST_EXIT = 77
+"""The device or a reader of this process failed, and with it this process alone."""
+
+
+def describe(error: Exception, code: str) -> tuple[str, str, str]:
+    """Code, message and hint; an error that is not Trueline's has the `code`, and the user's line as its hint."""
+    if isinstance(error, TruelineError):
+        return error.code, error.message, error.hint
+    return code, f"{type(error).__name__}: {error}", locate(error)
+
+
+def locate(error: Exception) -> str:
+    """Where the user's code raised: the innermost frame that is not Trueline's or a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[2])
+    users = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(ours)]
+    frame = users[-1] if users else frames[-1]
+    return f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}; the worker's log has the whole traceback"

@@ -1,0 +1,59 @@
+"""What a model makes of records: its outputs, and the sums of the recipe's loss and metrics over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueline.data.loading.seeding import seeded
+from trueline.data.source import Source
+from trueline.errors import RecipeError
+from trueline.recipe.contract import Recipe
+from trueline.train import devices
+
+
+def call_model(model: torch.nn.Module, inputs: Any) -> Any:
+    """Calls the model: a tuple or list are positional arguments, a dict keywords, all else is one argument."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Callable[[int, int], dict[str, float]]:
+    """A function of (start, stop): the sums over these records of `loss` and of each metric, as `metric NAME`.
+
+    What reading draws depends on `start` alone, so the same chunks give the same sums in every process.
+    """
+    functions = {"loss": recipe.loss}
+    functions |= {f"metric {name}": function for name, function in (recipe.metrics() if recipe.metrics else {}).items()}
+
+    def measure(start: int, stop: int) -> dict[str, float]:
+        with torch.no_grad(), seeded(start):
+            records = devices.placed_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
+            outputs = call_model(model, records.inputs)
+            return {
+                name: sum_values(name.removeprefix("metric "), function(outputs, records.labels), stop - start)
+                for name, function in functions.items()
+            }
+
+    return measure
+
+
+def sum_values(name: str, values: Any, count: int) -> float:
+    """Sums what the function `name` returned for `count` records: a value for each of them, or their mean.
+
+    Raises RecipeError for another number of values.
+    """
+    tensor = torch.as_tensor(values, dtype=torch.float64)
+    if tensor.ndim == 0:
+        return tensor.item() * count
+    if tensor.shape[0] != count:
+        raise RecipeError(
+            f"'{name}' returned {list(tensor.shape)} values for {count} records; expected one for each, or their mean"
+        )
+    return tensor.reshape(count, -1).mean(dim=1).sum().item()
