@@ -27,7 +27,8 @@ from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
 from trueline.runtime import offload
-from trueline.runtime.session import Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 
 WARM_UP, TURNS = 5, 40
 

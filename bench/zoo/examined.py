@@ -29,7 +29,8 @@ from trueline.doctor.diagnosis import Row
 from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import survey
 from trueline.errors import TruelineError
-from trueline.runtime.session import USUAL, Format, Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import USUAL, Format, Session
 
 GRAPHS: tuple[Format, ...] = USUAL
 """What capture makes when it is not told otherwise; both hold no Python."""

@@ -23,7 +23,7 @@ from trueline.capture.onnx import emit
 from trueline.errors import BundleError, CaptureError, NotProven, RecipeError, StorageError, TruelineError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.runtime.session import open_program, open_session
+from trueline.runtime.open import open_program, open_session
 from worlds import marks, recipes
 from worlds.models import Mlp
 

@@ -31,7 +31,8 @@ from trueline.checkpoint import checkpoint
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.runtime.session import USUAL, open_program, replay
+from trueline.runtime.open import open_program, replay
+from trueline.runtime.session import USUAL
 from worlds import TESTS, models
 from worlds.models import Branch, Counter, Eigen, Mlp, OnlyMany, ShapeBranch
 from worlds.recipes import never, untrained
@@ -317,7 +318,7 @@ def test_a_bundle_is_served_without_the_recipe_and_without_torch(made: Made) -> 
 import sys
 from pathlib import Path
 from trueline.bundle import open_bundle
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 bundle = open_bundle(Path(sys.argv[1]))
 assert len(replay(bundle, open_program(bundle))) == 3
 sys.exit("torch imported" if "torch" in sys.modules else 0)

@@ -20,7 +20,7 @@ from trueline.capture.api import capture
 from trueline.capture.verify import verify
 from trueline.errors import DataError, NotProven, RequestError, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from worlds import marks, models, recipes
 
 pytestmark = pytest.mark.slow

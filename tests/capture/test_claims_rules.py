@@ -12,7 +12,7 @@ import pytest
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture import claims
-from trueline.capture.export.torch_export import Exported
+from trueline.capture.export.exported import Exported
 from trueline.capture.proof.probes import Probe
 from trueline.capture.proof.prove import Observation
 

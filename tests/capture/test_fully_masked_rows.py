@@ -23,7 +23,7 @@ from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import judge, observe
 from trueline.capture.verify import verify
 from trueline.errors import NotProven, RequestError
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from worlds.recipes import untrained
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])

@@ -18,7 +18,7 @@ from trueline.capture.verify import verify
 from trueline.errors import NotProven
 from trueline.recipe.contract import Recipe
 from trueline.runtime import distribution
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow  # asks models hundreds of times

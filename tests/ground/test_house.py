@@ -83,3 +83,15 @@ def test_a_module_has_no_name_that_the_glossary_does_not_use(tmp_path: Path) -> 
     assert unused == {"weather"}
     found = breaches(tmp_path, {"weather.py": "", "rain.py": ""}, unused)
     assert found == ["pkg/weather.py: docs/glossary.md has another word for weather"]
+
+
+def test_serving_reaches_fewer_than_twenty_modules_of_runtime() -> None:
+    """A server opens programs; what else runtime knows is none of its memory or its start."""
+    modules = house.modules_of(house.ROOT / "src" / "trueline")
+    reached, todo = set(), [name for name in modules if name.startswith("trueline.serve")]
+    while todo:
+        for other in house.imports_of(modules[todo.pop()], modules) - reached:
+            reached.add(other)
+            todo.append(other)
+    assert len([name for name in reached if name.startswith("trueline.runtime.")]) < 20
+    assert not [name for name in reached if name.startswith(("trueline.capture", "trueline.train"))]

@@ -22,7 +22,7 @@ from trueline.errors import BundleError, RegistryError, RequestError, StorageErr
 from trueline.registry import RunFacts, add, find, register, resolve, store, versions
 from trueline.registry import __main__ as child
 from trueline.registry.flavor import BundleModel
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from worlds import bundles
 from worlds.waiting import until
 

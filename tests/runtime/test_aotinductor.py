@@ -16,7 +16,8 @@ from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.errors import BundleError, CaptureError, RequestError
 from trueline.runtime.aotinductor import CHECK_INPUTS
-from trueline.runtime.session import Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 from worlds.models import Mlp, ShapeBranch
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here, and AOTInductor compiles C++")

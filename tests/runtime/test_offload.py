@@ -18,7 +18,8 @@ from trueline.capture.model.eager import EagerSession
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
 from trueline.runtime import graph, offload
 from trueline.runtime.compare import compare
-from trueline.runtime.session import Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError, RequestError, UsageError
 from trueline.runtime.compare import compare
-from trueline.runtime.session import Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 from worlds.models import Identity, InPlace, Mlp, Nested, Pair, Recurrent, Running, ShapeBranch, Text
 
 pytestmark = pytest.mark.slow  # exports programs
@@ -155,20 +156,23 @@ def test_a_program_that_is_not_its_signatures_is_refused(tmp_path: Path) -> None
             open_session(format, emit(exported, tmp_path), other)
 
 
-def test_opening_and_running_an_onnx_program_imports_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["onnx", "torch_export"])
+def test_opening_and_running_a_program_imports_nothing_that_exports(tmp_path: Path, format: str) -> None:
+    """And of an ONNX program not torch either: this is all that a server of it loads."""
     eager = EagerSession(Mlp().eval(), torch.zeros(3, 8))
     exported = torch_export.export(eager.module, eager.calling)
-    path = onnx_emit.emit(exported, tmp_path)
+    path = (onnx_emit if format == "onnx" else torch_export).emit(exported, tmp_path)
     (tmp_path / "signature.json").write_bytes(__import__("msgspec").json.encode(exported.signature))
     code = f"""
 import sys, msgspec, numpy as np
-import trueline.bundle, trueline.capture
+import trueline.bundle
 from pathlib import Path
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 signature = msgspec.json.decode(Path({str(tmp_path / "signature.json")!r}).read_bytes(), type=trueline.bundle.Signature)
-session = open_session("onnx", Path({str(path)!r}), signature, threads=1)
+session = open_session({format!r}, Path({str(path)!r}), signature, threads=1)
 assert session.run({{"x": np.zeros((1, 8), np.float32)}})["output"].shape == (1, 4)
-sys.exit("torch imported" if "torch" in sys.modules else 0)
+heavy = ("trueline.capture.", "trueline.train.", "onnxscript", *(("torch",) if {format!r} == "onnx" else ()))
+print(", ".join(name for name in sys.modules if name.startswith(heavy)), end="")
 """
     found = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True)
     assert (found.returncode, found.stderr, found.stdout) == (0, "", "")

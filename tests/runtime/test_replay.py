@@ -13,8 +13,8 @@ import pytest
 
 from trueline.bundle import Dim, Golden, Signature, TensorSpec
 from trueline.errors import BundleError, NotProven, UsageError
-from trueline.runtime import session
-from trueline.runtime.session import open_session, replay
+from trueline.runtime import open as opening
+from trueline.runtime.open import open_session, replay
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
 OUT = tuple(TensorSpec(name=name, datatype="FP32", shape=("batch",)) for name in ("mean", "spread"))
@@ -131,7 +131,7 @@ def test_a_program_is_opened_with_what_its_masks_have_to_show(monkeypatch: pytes
         def signature_of(self, format: str | None = None) -> Signature:
             return plain.with_rows({"mask": "some"}) if format == "onnx" else plain
 
-    monkeypatch.setattr(session, "open_session", lambda format, path, signature, **_: (format, signature.rows))
+    monkeypatch.setattr(opening, "open_session", lambda format, path, signature, **_: (format, signature.rows))
     bundle: Any = Two(1)
-    assert session.open_program(bundle, "onnx") == ("onnx", {"mask": "some"})
-    assert session.open_program(bundle, "torch_export") == ("torch_export", {})
+    assert opening.open_program(bundle, "onnx") == ("onnx", {"mask": "some"})
+    assert opening.open_program(bundle, "torch_export") == ("torch_export", {})

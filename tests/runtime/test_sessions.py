@@ -10,14 +10,14 @@ import torch
 
 from conformance.session import *  # noqa: F403 - the shared tests
 from trueline.capture.export import torch_export, torchscript
-from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.eager import CompiledSession, EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.onnx.opsets import checked, opset_for
 from trueline.cli.line import capture as capture_verb
 from trueline.errors import BundleError, UsageError
 from trueline.runtime import openvino
-from trueline.runtime.compiled import CompiledSession
-from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import FORMATS, TARGETS, Session, formats_for
 from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # exports programs

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from trueline.capture.export import torch_export, torchscript
-from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.eager import CompiledSession, EagerSession
 from trueline.capture.onnx import emit
 from trueline.errors import UsageError
 from trueline.runtime import openvino
-from trueline.runtime.compiled import CompiledSession
-from trueline.runtime.session import Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 from trueline.runtime.settings import Settings
 from worlds.models import Mlp
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from trueline.capture.export import torch_export
-from trueline.capture.export.torch_export import Exported
+from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime.compare import compare
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 from worlds import TESTS
 from worlds.models import Mlp
 

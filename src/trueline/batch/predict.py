@@ -31,7 +31,7 @@ from trueline.data.tools.writer import Plan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from trueline.storage.location import Location, parse_location
 from trueline.train import devices
 

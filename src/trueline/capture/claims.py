@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trueline.bundle.signature import Dim, Signature
-from trueline.capture.export.torch_export import Exported, LoadedProgram
+from trueline.capture.export.exported import Exported
+from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import prove

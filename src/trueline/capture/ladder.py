@@ -20,7 +20,7 @@ from trueline.capture import claims, fully_masked_rows
 from trueline.capture.attempt import Attempt, tell
 from trueline.capture.export import aotinductor, torch_export
 from trueline.capture.export import offload as offload_emit
-from trueline.capture.export.torch_export import Exported
+from trueline.capture.export.exported import Exported
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
@@ -36,7 +36,8 @@ from trueline.capture.torchscript_rung import DEPRECATED, climb_scripted
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
-from trueline.runtime.session import Format, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import Format
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -23,7 +23,7 @@ from trueline.capture.proof import stateful, tensor_reads
 from trueline.capture.proof.prove import Observation, Proof, judge, parting
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 FROZEN = (
     "a number is taken out of a tensor or a size there, and no probe changes what it decides: a trace would freeze it"

@@ -19,7 +19,8 @@ from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
 from trueline.capture.attempt import State
 from trueline.errors import RequestError, TruelineError, UsageError
-from trueline.runtime.session import NATIVE, Session, open_program, replay
+from trueline.runtime.open import open_program, replay
+from trueline.runtime.session import NATIVE, Session
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature

@@ -78,10 +78,10 @@ def calls_of(eager: EagerSession) -> list[RecordedCall]:
 
     Values that are no numbers are left out: a submodule is asked what a request may ask it.
     """
-    from trueline.capture.model.eager import to_tensors
     from trueline.capture.model.signature import BATCH, Slot
     from trueline.capture.proof.probes import make_probes, resize
     from trueline.doctor.recorded_calls import RecordedCall
+    from trueline.runtime.tensors import to_tensors
 
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)

@@ -21,7 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.capture.export import specialization
 from trueline.capture.export.silence import quiet
-from trueline.capture.export.torch_export import followable
+from trueline.capture.export.tracing import followable
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Place
 from trueline.capture.patches import nonzero_loops as places

@@ -92,6 +92,6 @@ class BundleModel:
 
 
 def _load_pyfunc(path: str) -> BundleModel:
-    from trueline.runtime.session import open_program
+    from trueline.runtime.open import open_program
 
     return BundleModel(open_program(open_bundle(Path(path))))

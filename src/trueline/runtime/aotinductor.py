@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.capture.model.eager import to_arrays, to_tensors
 from trueline.errors import BundleError, TruelineError
 from trueline.runtime import torch_settings
 from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Signature
-from trueline.capture.export import torch_export
-from trueline.capture.model.eager import to_tensors
 from trueline.errors import RequestError, UsageError, join_names
+from trueline.runtime import torch_export
+from trueline.runtime.tensors import to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

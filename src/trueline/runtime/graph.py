@@ -103,7 +103,7 @@ def _offload(path: Path, *, ssa: bool) -> str:
 
 
 def _export(path: Path, *, ssa: bool) -> str:
-    from trueline.capture.export import torch_export
+    from trueline.runtime import torch_export
 
     program = torch_export.load(path)
     if ssa:

@@ -19,11 +19,10 @@ import msgspec
 import torch
 
 from trueline.bundle.signature import Check, Signature
-from trueline.capture.export import torch_export
-from trueline.capture.model.eager import to_arrays, to_tensors
 from trueline.errors import BundleError, RequestError, TruelineError
-from trueline.runtime import onnx, subprogram, torch_settings, torch_weights
+from trueline.runtime import onnx, subprogram, torch_export, torch_settings, torch_weights
 from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

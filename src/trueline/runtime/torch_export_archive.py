@@ -14,13 +14,14 @@ import ast
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trueline.capture.model import code_paths
 from trueline.errors import BundleError
 
+SOURCE_LINE = re.compile(r"[\w-]+\.py:\d+")
+"""What a bundle says of the origin of a value: `layers.py:13`, and no folder."""
 _JSON = re.compile(r"models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json")
 _RAW = re.compile(
     r"data/weights/weight_\d+|data/constants/tensor_\d+|archive_(format|version)|byteorder"
@@ -61,17 +62,17 @@ _TREES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _STAMP = (1980, 1, 1, 0, 0, 0)
 
 
-def clean(raw: BinaryIO, path: Path) -> None:
-    """Copies the archive `raw` to `path` without example inputs and guards, with `layers.py:13` for a stack trace, in
-    fixed bytes, and checks it.
+def clean(raw: BinaryIO, path: Path, brief: Callable[[str], str]) -> None:
+    """Copies the archive `raw` to `path` without example inputs and guards, in fixed bytes, and checks it.
 
+    `brief` shortens a stack trace to a SOURCE_LINE, or to nothing.
     The guards' ranges stand in the signature and are enforced there. Raises BundleError.
     """
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(path, "w") as target:
         for member in source.infolist():
             content = source.read(member)
             if member.filename.endswith("/models/model.json"):
-                content = _cleaned(content)
+                content = _cleaned(content, brief)
             target.writestr(zipfile.ZipInfo(member.filename, _STAMP), content)
     try:
         check(path)
@@ -80,12 +81,12 @@ def clean(raw: BinaryIO, path: Path) -> None:
         raise
 
 
-def _cleaned(content: bytes) -> bytes:
+def _cleaned(content: bytes, brief: Callable[[str], str]) -> bytes:
     program = json.loads(content)
     program["guards_code"] = []
     for key, holder in _walk(program):
         if key == "metadata":
-            place = code_paths.brief(holder[key].get("stack_trace") or "")
+            place = brief(holder[key].get("stack_trace") or "")
             holder[key] = {"stack_trace": place} if place else {}
     return json.dumps(program, separators=(",", ":"), sort_keys=True).encode()
 
@@ -144,9 +145,7 @@ def _walk(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _check_entry(key: str, value: Any, where: str) -> None:
     if key == "use_pickle" and value:
         raise BundleError(f"{where} stores a tensor as a pickle; a bundle holds none")
-    place = (
-        key == "metadata" and set(value) == {"stack_trace"} and code_paths.BRIEF.fullmatch(str(value["stack_trace"]))
-    )
+    place = key == "metadata" and set(value) == {"stack_trace"} and SOURCE_LINE.fullmatch(str(value["stack_trace"]))
     if key in ("guards_code", "metadata") and value and not place:
         raise BundleError(f"{where} carries {key}, which torch would turn into code")
     if key in ("as_custom_obj", "as_script_obj", "custom_obj") and value is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.capture.export.buffer_writes import may_write_buffers
-from trueline.capture.export.torch_export import tracing
+from trueline.capture.export.tracing import tracing
 
 
 class Sums(nn.Module):

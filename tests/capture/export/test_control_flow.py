@@ -17,7 +17,7 @@ from trueline.capture.onnx import emit
 from trueline.capture.proof import determinism, hostile_values
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import hidden_state, observe
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow  # each new shape is compiled
 

@@ -14,7 +14,7 @@ from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 from worlds import marks
 
 pytestmark = pytest.mark.slow  # exports programs

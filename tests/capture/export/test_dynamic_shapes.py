@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
 from trueline.capture.export import torch_export
-from trueline.capture.export.torch_export import Exported
+from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import CaptureError, RequestError
 from trueline.runtime.compare import compare
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from trueline.capture.export import float_guards, torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.errors import RequestError
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 
 def said(condition: str, **example: int) -> list[str]:

@@ -17,7 +17,7 @@ from trueline.capture.proof.prove import observe
 from trueline.capture.torchscript_rung import FROZEN, climb_scripted
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 from worlds.models import Branch, Mlp, Nested, Pair
 
 pytestmark = pytest.mark.slow  # exports programs

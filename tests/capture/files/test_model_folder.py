@@ -20,7 +20,7 @@ from trueline.capture.files.program import capture_file
 from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from trueline.runtime.torchscript import undeprecated
 
 pytestmark = pytest.mark.slow  # exports programs

@@ -16,7 +16,7 @@ from trueline.bundle import open_bundle
 from trueline.capture.files.program import capture_file
 from trueline.cli import app
 from trueline.errors import BundleError, CaptureError, NotProven, RequestError, UsageError
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from worlds.models import ShapeBranch
 
 pytestmark = pytest.mark.slow  # exports programs

@@ -15,7 +15,7 @@ from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.probes import make_probes
 from trueline.errors import CaptureError, RequestError
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from worlds.recipes import untrained
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from worlds.recipes import untrained
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from trueline.capture.proof.probes import LIMIT, make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError, NotProven, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from worlds import marks, models, recipes
 
 pytestmark = pytest.mark.slow  # exports programs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import opt_einsum
 
-from trueline.capture.export.torch_export import followable
+from trueline.capture.export.tracing import followable
 
 EQUATION = "...nd,...de,...n->...ne"  # linear attention
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.capture.export.torch_export import Exported, export
+from trueline.capture.export.exported import Exported
+from trueline.capture.export.torch_export import export
 from trueline.capture.model.eager import EagerSession
 from trueline.errors import CaptureError
 

@@ -15,7 +15,7 @@ from trueline.capture.patches import constant_folding
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from trueline.capture.onnx import emit
 from trueline.capture.patches import recurrent
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
-from trueline.runtime.session import open_session
+from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow
 

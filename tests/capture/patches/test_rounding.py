@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trueline.capture.export.torch_export import emit, export, load
+from trueline.capture.export.torch_export import emit, export
 from trueline.capture.model.eager import EagerSession
+from trueline.runtime.torch_export import load
 
 
 class Share(nn.Module):

@@ -23,7 +23,8 @@ from trueline.capture.subject import Subject
 from trueline.doctor.api import calls_of
 from trueline.doctor.examine import ask_original, examine
 from trueline.errors import CaptureError
-from trueline.runtime.session import USUAL, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import USUAL
 
 ENDS = st.none() | st.integers(-12, 12)
 STEPS = st.none() | st.integers(-4, 4).filter(bool)

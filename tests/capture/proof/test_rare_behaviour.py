@@ -22,7 +22,7 @@ from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import observe
 from trueline.capture.proof.rare_behaviour import seldom
 from trueline.errors import CaptureError, NotProven
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from worlds import marks, recipes
 
 pytestmark = pytest.mark.slow

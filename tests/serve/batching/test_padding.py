@@ -10,7 +10,7 @@ import numpy as np
 from onnx import helper
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
-from trueline.runtime.session import open_program
+from trueline.runtime.open import open_program
 from trueline.serve.batching.execution_plan import draw_up
 from trueline.serve.batching.policy import run_batch
 from worlds import bundles

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from trueline.capture.export.exported import Exported
 from trueline.capture.export.silence import quiet
-from trueline.capture.export.torch_export import Exported
 from trueline.errors import CaptureError
 from trueline.runtime.aotinductor import CHECK_INPUTS, FILE
 

@@ -8,16 +8,13 @@ size only is exported again in units of powers of two, the smallest that do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from trueline.bundle.signature import Dim
+from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.model.signature import BATCH
 from trueline.errors import CaptureError
-
-if TYPE_CHECKING:
-    from trueline.capture.export.torch_export import Exported, Fixed
 
 MOST = 32
 """Networks of vision halve a size five times."""
@@ -60,8 +57,6 @@ def largest(size: int) -> int:
 def _attempt(
     export: Callable[[dict[str, int]], Exported], steps: dict[str, int]
 ) -> tuple[Exported | None, Fixed | None]:
-    from trueline.capture.export.torch_export import Fixed
-
     try:
         return export(steps), None
     except Fixed as error:

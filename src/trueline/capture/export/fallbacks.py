@@ -15,14 +15,15 @@ What comes of it is an exported program like any other: it is proven, or refused
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule
 
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
+from trueline.capture.export.exported import Exported, Fixed
+from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resized
 from trueline.capture.model.signature import BATCH, Calling, Flat, as_trained
 from trueline.capture.patches import (
@@ -36,18 +37,23 @@ from trueline.capture.patches import (
 from trueline.errors import CaptureError
 from trueline.runtime import compare
 
-if TYPE_CHECKING:
-    from trueline.capture.export.torch_export import Exported
-
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
-Export = Callable[[torch.nn.Module], "Exported"]
+Export = Callable[[torch.nn.Module], Exported]
 """Exports a module that takes flat tensors and gives them."""
 
 
-def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export: Export) -> Exported | None:
-    """The program that another way of tracing gives, after torch.export raised `error`; None when none does."""
-    from trueline.capture.export.torch_export import Fixed
+@dataclass(frozen=True, slots=True)
+class Exporters:
+    """The exporter that failed, for another try."""
 
+    whole: Export
+    single: Callable[[torch.nn.Module, Calling], torch.export.ExportedProgram]
+    """Exports for one record."""
+
+
+def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, exporters: Exporters) -> Exported | None:
+    """The program that another way of tracing gives, after torch.export raised `error`; None when none does."""
+    export = exporters.whole
     flat = Flat(module, calling)
     listed = isinstance(error, Fixed) and error.symbol != BATCH and size_lists.may_help(module)
     if listed or (isinstance(error, Fixed) and size_lists.counts(module)):
@@ -72,7 +78,7 @@ def tried(error: CaptureError, module: torch.nn.Module, calling: Calling, export
     if found is None and below_python.may_help(module, error.message):
         found = _beneath(flat, calling, export)
     in_rows = all(spec.shape[:1] == (BATCH,) for spec in calling.signature.inputs)
-    return found or (_by_records(flat, calling, export) if in_rows else None)
+    return found or (_by_records(flat, calling, exporters) if in_rows else None)
 
 
 def _chosen(flat: Flat, export: Export) -> Exported | None:
@@ -111,8 +117,6 @@ def _small_calls(calling: Calling) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:
     """What the operators beneath the model make, where they can be traced with free sizes."""
-    from trueline.capture.export.torch_export import tracing
-
     try:
         with tracing():
             graph = below_python.graph(flat, calling)
@@ -122,16 +126,14 @@ def _beneath(flat: Flat, calling: Calling, export: Export) -> Exported | None:
         return None
 
 
-def _by_records(flat: Flat, calling: Calling, export: Export) -> Exported | None:
+def _by_records(flat: Flat, calling: Calling, exporters: Exporters) -> Exported | None:
     """A program that asks for each record, if it answers the example as the model does, and one record more."""
-    from trueline.capture.export.torch_export import single
-
     try:
         with size_lists.kept(flat.module):
-            by_records = per_record.Records(single(per_record.Single(flat), calling))
+            by_records = per_record.Records(exporters.single(per_record.Single(flat), calling))
         if not _draws(by_records.program) and not all(_agree(by_records, flat, calling, more) for more in (0, 1)):
             return None  # what the prover would say of it is less than what torch.export said of the model
-        return _told(replace(export(by_records), how=BY_RECORDS), BY_RECORDS)
+        return _told(replace(exporters.whole(by_records), how=BY_RECORDS), BY_RECORDS)
     except Exception as error:  # noqa: BLE001 - whatever the exporter raises: what it said of the whole is what counts
         events.emit("program.unfollowed", by="records", why=f"{type(error).__name__}: {error}")
         return None

@@ -23,14 +23,15 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from trueline import events
 from trueline.capture.export import torch_export
+from trueline.capture.export.exported import Exported
 from trueline.capture.export.silence import quiet
-from trueline.capture.export.torch_export import Exported
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import onnx, subprogram
 from trueline.runtime.offload import FILE, VERSION, Kept, Part, Plan
 from trueline.runtime.settings import DEFAULTS
 from trueline.runtime.subprogram import Piece
+from trueline.runtime.torch_export import load
 
 LEAST = 3
 """Operators of a part; each crossing costs about as much as a small operator."""
@@ -50,7 +51,7 @@ def emit(exported: Exported, folder: Path) -> Path:
     with quiet():
         functional = exported.program.run_decompositions({})  # no writes in place: a part could not see them
     torch_export.save(functional, whole)
-    program = torch_export.load(whole)  # as it will be opened: the plan names its nodes
+    program = load(whole)  # as it will be opened: the plan names its nodes
     program.graph.eliminate_dead_code()  # a result of several that nobody reads would hold its operator back
     operators = [node for node in program.graph.nodes if subprogram.is_operator(node)]
     kept = refused(program, operators)

@@ -9,78 +9,35 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 import torch
-from torch.export.passes import move_to_device_pass
-from torch.overrides import _get_current_function_mode_stack, _pop_mode
-from torch.utils._pytree import tree_leaves
 
 from trueline import files
-from trueline.bundle.signature import Check, Dim, Signature, TensorSpec
+from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.export import buffer_writes, custom_ops, divisible_dims, fallbacks, guard_ranges, specialization
-from trueline.capture.export.silence import quiet
+from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
+from trueline.capture.export.tracing import tracing
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resized
-from trueline.capture.model.eager import to_arrays, to_tensors
-from trueline.capture.model.signature import BATCH, Calling, Flat, as_trained
+from trueline.capture.model.signature import BATCH, Calling, Flat
 from trueline.capture.patches import (
-    causal_mask,
-    einsum_order,
     lru_cache,
-    module_to,
-    packed_sequence,
-    recurrent,
     rounding,
-    symbolic_sizes,
 )
-from trueline.capture.patches.decomposition_cache import looked_up_once
-from trueline.errors import BundleError, CaptureError, RequestError, TruelineError, join_names
-from trueline.runtime import torch_export_archive, torch_settings, torch_weights
-from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.errors import BundleError, CaptureError, join_names
+from trueline.runtime import torch_export_archive
+from trueline.runtime.tensors import to_arrays, to_tensors
+from trueline.runtime.torch_export import FILE, one_line
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
-FILE = "programs/model.pt2"
-STATE_HINT = (
-    "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
-    "value yourself, or write only `if self.training`"
-)
 _UNITS = re.compile(r"(\d+)\*([A-Za-z_]\w*)$")
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """An exported program with the signature that it claims."""
-
-    program: torch.export.ExportedProgram
-    signature: Signature
-    symbols: dict[str, str]
-    """torch's name of a symbol -> its name in the signature."""
-    claims: tuple[Signature, ...]
-    """From the widest to the strictest; `signature` is one of them."""
-    boundaries: Mapping[str, tuple[int, ...]]
-    """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
-    weight_bytes: int
-    how: str = ""
-    """What there is to say of how the model was traced."""
-    opset: int | None = None
-    """Of its ONNX program; None leaves it to the exporter."""
-
-
-class Fixed(CaptureError):
-    """A free dimension became a constant."""
-
-    def __init__(self, message: str, *, hint: str, symbol: str, size: int) -> None:
-        super().__init__(message, hint=hint)
-        self.symbol, self.size = symbol, size
 
 
 def export(module: torch.nn.Module, calling: Calling) -> Exported:
@@ -96,7 +53,9 @@ def export(module: torch.nn.Module, calling: Calling) -> Exported:
         exported = None
         if isinstance(error, Fixed):
             exported = divisible_dims.tried(error, lambda steps: _export(flat, calling, steps))
-        exported = exported or fallbacks.tried(error, module, calling, lambda flat: _export(flat, calling, {}))
+        exported = exported or fallbacks.tried(
+            error, module, calling, fallbacks.Exporters(lambda flat: _export(flat, calling, {}), _single)
+        )
         if exported is None:
             raise
         return exported
@@ -116,7 +75,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
         _refuse_constant(error, calling, fixed)
         place = code_paths.users_line(error)
         raise CaptureError(
-            f"torch.export cannot follow the model: {_reason(error)}", hint=f"{place}" if place else ""
+            f"torch.export cannot follow the model: {one_line(error)}", hint=f"{place}" if place else ""
         ) from error
     if mutated:
         names = join_names(name.removeprefix("module.").removeprefix("_users.") for name in mutated.values())
@@ -135,7 +94,7 @@ def _mutated(program: torch.export.ExportedProgram) -> Mapping[str, str]:
     return found
 
 
-def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
+def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:
     """What torch.export makes of `flat` for one record, in functional form. Raises what it raises."""
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resized(tensor, {0: 1}) for tensor in calling.example]
@@ -144,36 +103,6 @@ def single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProg
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional
-
-
-@contextmanager
-def followable() -> Iterator[None]:
-    """Parts of torch that its own exporter fixes or refuses are such as it can follow."""
-    with ExitStack() as held:
-        for way in (
-            recurrent.whole,
-            packed_sequence.padded,
-            causal_mask.masks_as_given,
-            symbolic_sizes.free_sizes,
-            module_to.left_alone,
-            einsum_order.ordered_by_example,
-        ):
-            held.enter_context(way())
-        yield
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """What holds while torch.export follows a model."""
-    before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    try:
-        with torch.no_grad(), as_trained(), quiet(), looked_up_once(), followable():
-            yield
-    finally:
-        # torch.export leaves its own mode behind when it fails while another is on (torch 2.13), and all that is traced
-        # in this process afterwards would go through it
-        while len(_get_current_function_mode_stack()) > before:  # type: ignore[no-untyped-call]
-            _pop_mode()  # type: ignore[no-untyped-call]
 
 
 def _free_axes(calling: Calling) -> list[list[int]]:
@@ -217,11 +146,6 @@ def _fixed(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_path
     if place is None:
         return Fixed(why, hint=act, symbol=symbol, size=size)
     return Fixed(f"{why}: {act}", hint=f"{place}", symbol=symbol, size=size)
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _described(
@@ -372,7 +296,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
         raw = io.BytesIO()  # not a file: torch's writer aborts the process when the disk is full
         with rounding.storable(program):
             torch.export.save(program, raw)
-        torch_export_archive.clean(raw, path)
+        torch_export_archive.clean(raw, path, code_paths.brief)
     except BundleError as error:
         place = custom_ops.line_of(program, error.message)
         raise CaptureError(
@@ -381,18 +305,9 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     except OSError as error:
         raise files.storage_error(error, path) from error
     except Exception as error:
-        raise CaptureError(f"torch cannot save the exported program: {_reason(error)}") from error
+        raise CaptureError(f"torch cannot save the exported program: {one_line(error)}") from error
     finally:
         program._example_inputs = example
-
-
-def load(path: Path) -> torch.export.ExportedProgram:
-    """The program at `path`, after its archive was checked. Raises BundleError."""
-    torch_export_archive.check(path)
-    try:
-        return torch.export.load(path)
-    except Exception as error:
-        raise BundleError(f"{path} is no program that this torch can open: {_reason(error)}") from error
 
 
 @final
@@ -409,39 +324,3 @@ class LoadedProgram:
         self.signature.check(inputs)
         with torch.no_grad():
             return to_arrays(self.signature, self._module(*to_tensors(self.signature, inputs)))
-
-
-@final
-class ExportSession:
-    """A torch.export program, on the CPU unless `settings` names a CUDA device; bf16 and fp16 are torch's autocast.
-
-    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
-    """
-
-    format = "torch_export"
-
-    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
-        self._device = torch_settings.device(settings)
-        self._settings = settings
-        torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
-        program = load(path)
-        if self._device.type != "cpu":
-            program = move_to_device_pass(program, self._device)
-        self._module = program.module(check_guards=False)
-        torch_weights.share(self._module, settings)
-        if len(program.graph_signature.user_inputs) != len(signature.inputs):
-            raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
-        self.signature = signature
-        self._check = Check(signature)
-
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
-        self._check(inputs)
-        try:
-            with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
-                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
-        except IndexError as error:
-            raise RequestError(f"the program refuses these values: {_reason(error)}") from error
-        except Exception as error:
-            raise TruelineError(f"the program failed on a request that it accepted: {_reason(error)}") from error
-        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))

@@ -13,15 +13,14 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from trueline import events, files
-from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
+from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Summary
 from trueline.bundle import seal as seal_bundle
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
@@ -30,29 +29,17 @@ from trueline.capture.attempt import Attempt, Captured, tell
 from trueline.capture.files import model_folder
 from trueline.capture.files import probes as file_probes
 from trueline.capture.files.input_specs import Declared, declared
-from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.prove import Observation, judge, observe
+from trueline.capture.files.wrapped import Kind, Wrapped, observed
+from trueline.capture.proof.prove import judge
 from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, UsageError, join_names
 from trueline.recipe.contract import Recipe
 from trueline.runtime import torchscript_archive
-from trueline.runtime.session import USUAL, Format, Session, open_session
+from trueline.runtime.open import open_session
+from trueline.runtime.session import USUAL, Format
 
-Kind = Literal["onnx", "torch_export", "torchscript"]
 GOLDEN_SIZES = (1, 2, 5)
 OTHER_SIZE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapped:
-    """A file as a subject of proof: what it claims, who answers for it, and how each format is made of it."""
-
-    kind: Kind
-    signature: Signature
-    oracle: Session
-    against: str
-    observations: tuple[Observation, ...]
-    emit: dict[Format, Callable[[Path], Path]]
 
 
 def capture_file(
@@ -297,14 +284,6 @@ def _golden(wrapped: Wrapped) -> list[Golden]:
         inputs = file_probes.made(wrapped.signature, sizes, np.random.default_rng(size))
         found.setdefault(case, Golden(case=case, inputs=inputs, outputs=wrapped.oracle.run(inputs)))
     return list(found.values())
-
-
-def observed(oracle: Session, probes: Sequence[Probe]) -> tuple[Observation, ...]:
-    """What the file answers. The probes are made up, so a size that it claims and cannot answer is held against it."""
-    return tuple(
-        replace(seen, probe=replace(seen.probe, origin="given")) if seen.outputs is None else seen
-        for seen in observe(oracle, probes)
-    )
 
 
 def _wrap_onnx(path: Path, work: Path, known: Declared | None) -> Wrapped:

@@ -20,16 +20,18 @@ from torch.jit._fuser import optimized_execution
 
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture.export import torch_export as export
-from trueline.capture.export.torch_export import Exported
+from trueline.capture.export.exported import Exported
 from trueline.capture.files import probes as file_probes
 from trueline.capture.files.input_specs import Declared
-from trueline.capture.files.program import Wrapped, observed
-from trueline.capture.model.eager import to_tensors
+from trueline.capture.files.wrapped import Wrapped, observed
+from trueline.capture.model import code_paths
 from trueline.capture.onnx import emit as onnx_emit
 from trueline.capture.output_sizes import seen_signature
 from trueline.capture.proof.probes import make_probes as probes_of
 from trueline.errors import BundleError, CaptureError, UsageError, join_names
 from trueline.runtime import torch_export_archive, torchscript_archive
+from trueline.runtime.tensors import to_tensors
+from trueline.runtime.torch_export import load
 from trueline.runtime.torchscript import FILE as TORCHSCRIPT
 from trueline.runtime.torchscript import first, undeprecated
 
@@ -124,7 +126,7 @@ def torch_export(path: Path, work: Path) -> Wrapped:
             f"{path.name} holds only where {strange[0]!r}, a guard that is no range of one size",
             hint="capture the recipe that it came from: its guards are then found anew and carried along",
         )
-    program = export.load(clean)
+    program = load(clean)
     claimed = _signature(program, path)
     oracle = _Interpreted(program, claimed)
     observations = observed(oracle, file_probes.make(claimed))
@@ -158,7 +160,7 @@ def _cleaned(path: Path, target: Path) -> list[str]:
     except (zipfile.BadZipFile, ValueError, EOFError) as error:
         raise BundleError(f"{path} is torn: {error}") from error
     raw.seek(0)
-    torch_export_archive.clean(raw, target)
+    torch_export_archive.clean(raw, target, code_paths.brief)
     return guards
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from trueline.runtime.torch_export_archive import SOURCE_LINE
+
 MAX_EVENTS = 200_000
 """What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
 
@@ -41,7 +43,6 @@ class Endless(RuntimeError):
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-BRIEF = re.compile(r"[\w-]+\.py:\d+")
 
 Event = tuple[int, CodeType, int]
 """Number of the call within the watched call, its code, offset of the instruction that runs next."""
@@ -132,7 +133,7 @@ def brief(trace: str) -> str:
     much of where a program came from, and no folder."""
     frames = [(file, line) for file, line in _FRAME.findall(trace) if is_users(file)]
     found = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
-    return found if BRIEF.fullmatch(found) else ""
+    return found if SOURCE_LINE.fullmatch(found) else ""
 
 
 def divergence(one: Sequence[Event], other: Sequence[Event]) -> Place | None:

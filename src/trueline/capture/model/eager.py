@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 
 from trueline.bundle.signature import Signature
@@ -16,6 +15,7 @@ from trueline.capture.model.signature import BATCH, Calling, as_trained, learn
 from trueline.errors import CaptureError
 from trueline.runtime import torch_settings
 from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -83,21 +83,23 @@ class EagerSession:
         return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
 
 
-def to_tensors(
-    signature: Signature, inputs: Mapping[str, Array], device: torch.device | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Copies `inputs` into tensors in the signature's order, on `device`."""
-    made = (torch.from_numpy(np.array(inputs[spec.name], order="C")) for spec in signature.inputs)
-    return tuple(made if device is None else (tensor.to(device) for tensor in made))
+@final
+class CompiledSession:
+    """`module` as torch.compile makes it, for any batch size: to compare with. Thread-safe as torch.compile is."""
 
+    format = "compile"
 
-def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False) -> dict[str, Array]:
-    """Names the outputs. They are copied: a module may go on writing into a buffer that it returned.
+    def __init__(
+        self, module: torch.nn.Module, example: Any, *, backend: str = "inductor", settings: Settings = DEFAULTS
+    ) -> None:
+        self._eager = EagerSession(module, example, settings=settings)
+        compiled: Any = torch.compile(module, dynamic=True, backend=backend)
+        self._eager.module = compiled
 
-    `cast`: under autocast an output comes in the precision that was computed in, and goes out in the signature's.
-    """
-    named = zip(signature.outputs, found, strict=True)
-    if cast:  # numpy has no bfloat16
-        plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
-        return {spec.name: tensor.detach().cpu().numpy().astype(spec.dtype) for spec, tensor in plain}
-    return {spec.name: tensor.detach().cpu().numpy().copy() for spec, tensor in named}
+    @property
+    def signature(self) -> Signature:
+        return self._eager.signature
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name. Raises RequestError for inputs outside the signature."""
+        return self._eager.run(inputs)

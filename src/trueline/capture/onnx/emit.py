@@ -22,8 +22,8 @@ from onnx_ir.passes.common import NameFixPass
 
 from trueline import files
 from trueline.capture.export import custom_ops
+from trueline.capture.export.exported import Exported
 from trueline.capture.export.silence import quiet
-from trueline.capture.export.torch_export import Exported
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import padded_pool, pass_workarounds, size_arithmetic, small_constants, torchlib_cache
 from trueline.capture.onnx.opsets import FORMAT_VERSIONS

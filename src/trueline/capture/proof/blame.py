@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from trueline.capture.export.torch_export import Exported
-from trueline.capture.model.eager import EagerSession, to_tensors
+from trueline.capture.export.exported import Exported
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import users_own
 from trueline.capture.model.signature import as_trained
 from trueline.capture.onnx import emit
 from trueline.runtime import compare
+from trueline.runtime.tensors import to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -20,7 +20,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trueline.capture.export.torch_export import STATE_HINT
+from trueline.capture.export.exported import STATE_HINT
 from trueline.capture.model import code_paths, explicit_state, first_call
 from trueline.capture.model.code_paths import Event, Place
 from trueline.capture.model.explicit_state import Asked

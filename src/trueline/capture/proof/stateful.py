@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trueline.bundle.schema import Evidence
-from trueline.capture.model.eager import EagerSession, to_arrays, to_tensors
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, Explicit
 from trueline.capture.model.signature import as_trained
 from trueline.capture.proof import prove
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Observation, Proof
 from trueline.runtime.session import Session
+from trueline.runtime.tensors import to_arrays, to_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

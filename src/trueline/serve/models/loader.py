@@ -14,7 +14,7 @@ from pathlib import Path
 from trueline import events
 from trueline.bundle.read import Bundle
 from trueline.errors import BundleError
-from trueline.runtime.session import open_program, replay
+from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import draw_up
 from trueline.serve.models.version import Loaded

@@ -1,0 +1,43 @@
+"""What an export gives: a program and the signatures that it claims, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trueline.bundle.signature import Signature
+from trueline.errors import CaptureError
+
+STATE_HINT = (
+    "`trueline capture --state explicit` makes it an input and an output that the caller hands on; or return the new "
+    "value yourself, or write only `if self.training`"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An exported program with the signature that it claims."""
+
+    program: torch.export.ExportedProgram
+    signature: Signature
+    symbols: dict[str, str]
+    """torch's name of a symbol -> its name in the signature."""
+    claims: tuple[Signature, ...]
+    """From the widest to the strictest; `signature` is one of them."""
+    boundaries: Mapping[str, tuple[int, ...]]
+    """Sizes of each symbol at which a guard or a range changes its answer: worth probing, on both sides."""
+    weight_bytes: int
+    how: str = ""
+    """What there is to say of how the model was traced."""
+    opset: int | None = None
+    """Of its ONNX program; None leaves it to the exporter."""
+
+
+class Fixed(CaptureError):
+    """A free dimension became a constant."""
+
+    def __init__(self, message: str, *, hint: str, symbol: str, size: int) -> None:
+        super().__init__(message, hint=hint)
+        self.symbol, self.size = symbol, size

@@ -1,0 +1,73 @@
+"""torch.export's programs: opened from a checked `.pt2` and run. Nothing here exports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch.export.passes import move_to_device_pass
+from torch.utils._pytree import tree_leaves
+
+from trueline.bundle.signature import Check, Signature
+from trueline.errors import BundleError, RequestError, TruelineError
+from trueline.runtime import torch_export_archive, torch_settings, torch_weights
+from trueline.runtime.settings import DEFAULTS, Settings
+from trueline.runtime.tensors import to_arrays, to_tensors
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+
+FILE = "programs/model.pt2"
+
+
+def one_line(error: Exception) -> str:
+    """The type of `error` and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def load(path: Path) -> torch.export.ExportedProgram:
+    """The program at `path`, after its archive was checked. Raises BundleError."""
+    torch_export_archive.check(path)
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise BundleError(f"{path} is no program that this torch can open: {one_line(error)}") from error
+
+
+@final
+class ExportSession:
+    """A torch.export program, on the CPU unless `settings` names a CUDA device; bf16 and fp16 are torch's autocast.
+
+    Thread-safe. Threads above 0 set torch's intra-op threads for the whole process.
+    """
+
+    format = "torch_export"
+
+    def __init__(self, path: Path, signature: Signature, *, settings: Settings = DEFAULTS) -> None:
+        self._device = torch_settings.device(settings)
+        self._settings = settings
+        torch_settings.autocast(settings, self._device)  # refuses a precision before anything is loaded
+        program = load(path)
+        if self._device.type != "cpu":
+            program = move_to_device_pass(program, self._device)
+        self._module = program.module(check_guards=False)
+        torch_weights.share(self._module, settings)
+        if len(program.graph_signature.user_inputs) != len(signature.inputs):
+            raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
+        self.signature = signature
+        self._check = Check(signature)
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
+        self._check(inputs)
+        try:
+            with torch.no_grad(), torch_settings.autocast(self._settings, self._device):
+                found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
+        except IndexError as error:
+            raise RequestError(f"the program refuses these values: {one_line(error)}") from error
+        except Exception as error:
+            raise TruelineError(f"the program failed on a request that it accepted: {one_line(error)}") from error
+        return to_arrays(self.signature, found, cast=torch_settings.casts(self._settings))
