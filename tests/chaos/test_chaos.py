@@ -19,7 +19,7 @@ from trueline.chaos.schedule import KINDS, plan
 from trueline.cli.jobs import chaos as verb
 from trueline.train import faults
 from trueline.train.master.journal import Journal
-from trueline.train.master.server import Master
+from trueline.train.master.master import Master
 from trueline.train.master.service import Door
 from trueline.train.settings import Fault, JobSettings
 from worlds import TESTS

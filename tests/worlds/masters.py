@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 
 from trueline.train.master.journal import Journal
-from trueline.train.master.server import Master
+from trueline.train.master.master import Master
 from trueline.train.master.service import Door, Service
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings

@@ -10,7 +10,7 @@ import pytest
 
 from trueline.errors import StorageError
 from trueline.train.master.journal import Journal
-from trueline.train.master.server import Master
+from trueline.train.master.master import Master
 from trueline.train.master.status import status
 from trueline.train.membership import events as h
 from trueline.train.settings import Fault
@@ -131,7 +131,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp
     async def scenario():
         heard = []
         async with serving(job, tmp_path) as (master, _):
-            master.page_hook = lambda *event: heard.append(event)
+            master.teller.hook = lambda *event: heard.append(event)
             file = tmp_path / "events.jsonl"
             master.teller.close()
             file.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp
             file.write_text('{"torn": ')  # by a master that was killed within a line
             master.say("step.applied", step=2)
             master.say("step.applied", step=3)
-            master.page_hook = lambda *_: 1 / 0
+            master.teller.hook = lambda *_: 1 / 0
             master.say("step.applied", step=4)
             return heard, [json.loads(line) for line in file.read_text().splitlines()[1:]], said(master)
 
@@ -189,12 +189,12 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
 
 def test_status_needs_no_worker(job, tmp_path):
     master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
-    assert status(master)["members"] == []
+    assert status(job, master.state, master.account, now=0.0, uptime_s=0.0)["members"] == []
     master.journal.close()
 
 
 def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_engine_has(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("trueline.train.master.server.TICK_S", 0)
+    monkeypatch.setattr("trueline.train.master.master.TICK_S", 0)
     monkeypatch.setattr("trueline.train.membership.autoscale.SETTLE_S", 0.01)
 
     async def scenario():
@@ -258,9 +258,9 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         asked.append((workers, records, bounds.low, bounds.high, bounds.capacity))
         return wants, "more pays"
 
-    monkeypatch.setattr("trueline.train.master.server.TICK_S", 0.0)
-    monkeypatch.setattr("trueline.train.master.server.CAPACITY_S", -1.0)
-    monkeypatch.setattr("trueline.train.master.server.decide", decide)
+    monkeypatch.setattr("trueline.train.master.master.TICK_S", 0.0)
+    monkeypatch.setattr("trueline.train.master.master.CAPACITY_S", -1.0)
+    monkeypatch.setattr("trueline.train.master.master.decide", decide)
 
     async def scenario():
         master = master_of(tmp_path, msgspec.structs.replace(JOB, min_workers=2), engine=Room())

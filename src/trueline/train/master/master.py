@@ -1,53 +1,34 @@
-"""The master: the torch-free process that knows who is in the job.
+"""The master's state and what its decisions cause.
 
-A thin shell around `members.decide`: RPCs (`service.py`), engine events and time become its events; its actions become
-rows of the journal, answers to workers, and orders to the engine. It may be killed at any instant: training goes
-on, and the next master replays the journal, asks the engine what runs, and adopts it (workers reconnect to the port).
+A thin shell around `membership.decide`: RPCs (`service.py`), engine events and time become its events; its actions
+become rows of the journal, answers to workers, and orders to the engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import logging
 import math
-import os
-import signal
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import grpc
-import msgspec
-
 from trueline import clock, events, files
-from trueline.engine import lifeline
 from trueline.engine.contract import Engine, ProcessSpec, make_ref
-from trueline.engine.local import LocalEngine
 from trueline.errors import StorageError
-from trueline.train import settings
 from trueline.train.master.journal import Journal, Row, apply
 from trueline.train.master.progress import Account
-from trueline.train.master.publisher import Hook, Teller
-from trueline.train.master.service import Door, Service
+from trueline.train.master.publisher import Teller
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.autoscale import Bounds, Scaling, decide
 from trueline.train.membership.state import Policy, State
-from trueline.train.monitor import server as page
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
-from trueline.wire import train_pb2_grpc as pb_grpc
 
 TICK_S = 0.25
-BURST = 100_000
-"""Calls that may wait at the door: all workers come back at once after a master's death. gRPC cancels from 1,000 on."""
-PAGE_S, PAGE_SHARE = 1.0, 0.2
-"""A successor's page opens so long after it, and reads the past in so much of a processor's time: when a master dies,
-all that its workers and its launcher do for it comes at once already, and the steps of training pay for it."""
 CAPACITY_S = 30.0
 """How long what the engine says of its room is believed."""
 _HINTS = {
@@ -103,15 +84,6 @@ class Master:
         self.failed = False
         if self.state.generation:
             self.view = self._as_view("the master is back")
-
-    @property
-    def page_hook(self) -> Hook | None:
-        """Called with (name, fields, time) of each event."""
-        return self.teller.hook
-
-    @page_hook.setter
-    def page_hook(self, hook: Hook | None) -> None:
-        self.teller.hook = hook
 
     # Decisions and what they cause. ------------------------------------------------------------------------------
 
@@ -365,66 +337,3 @@ def _answer(waiting: dict[str, asyncio.Future[pb.Plan]], plan: pb.Plan) -> None:
         if not future.done():
             future.set_result(plan)
     waiting.clear()
-
-
-async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
-    """Serves the job in `job_dir` until it is stopped; returns the exit code."""
-    job = settings.load(job_dir)
-    secret = (job_dir / "secret").read_text()
-    journal = Journal(job_dir / "journal.sqlite")
-    master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
-    live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
-    master.page_hook = live.hear
-    launch = not (job_dir / "master.json").exists()  # the launcher has removed that of an earlier launch
-    options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
-               ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
-    server = grpc.aio.server(interceptors=[Door(secret, master.crashed)], options=options)
-    pb_grpc.add_MasterServicer_to_server(Service(master), server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
-    master.address = f"127.0.0.1:{bound}"
-    await server.start()
-    where = {"address": master.address, "pid": os.getpid(), **({"page": live.last_url} if live.last_url else {})}
-    files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
-    await master.adopt(launch=launch)
-    background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
-    if job.autoscale:
-        background.append(master.keep(master.run_scaling()))
-
-    async def show() -> None:
-        where["page"] = await live.open(page_port, master.say)
-        files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
-
-    async def show_later() -> None:
-        await asyncio.sleep(PAGE_S)
-        with contextlib.suppress(StorageError):  # the address that is written there is the right one in general
-            await show()
-
-    if launch:
-        await show()
-    else:
-        background.append(master.keep(show_later()))
-    await master.stopped.wait()
-    for task in background:
-        task.cancel()
-    await live.close()
-    await server.stop(0.2)
-    journal.close()
-    master.teller.close()
-    return 0
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trueline.train.master.server")
-    parser.add_argument("job_dir", type=Path)
-    parser.add_argument("--agent", required=True, help="Unix socket of the local engine's agent")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--page-port", type=int, default=0, help="of the live page; 0: any")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lifeline.watch_in_thread()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.exit(asyncio.run(run(arguments.job_dir, LocalEngine(arguments.agent), arguments.port, arguments.page_port)))
-
-
-if __name__ == "__main__":
-    main()

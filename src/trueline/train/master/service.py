@@ -10,20 +10,18 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from trueline.train import settings
+from trueline.train.master.master import Master
 from trueline.train.master.status import status
 from trueline.train.membership import events as h
 from trueline.train.membership.decide import scale_fault
 from trueline.train.settings import beyond
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
-
-if TYPE_CHECKING:
-    from trueline.train.master.server import Master
 
 CALLERS = (grpc.aio.AbortError, grpc.aio.InternalError)
 """What ends a call and no more: it was refused, or its caller is gone before the answer, as fenced workers are."""
@@ -143,7 +141,9 @@ class Service(pb_grpc.MasterServicer):
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
-        return pb.JobStatus(json=json.dumps(status(self.master)))
+        master = self.master
+        facts = status(master.job, master.state, master.account, now=master.now(), uptime_s=master.now() - master.born)
+        return pb.JobStatus(json=json.dumps(facts))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
         async for event in self.master.teller.follow(request.after):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from trueline.train.master.server import Master
+from trueline.train.master.progress import Account
+from trueline.train.membership.state import State
+from trueline.train.settings import JobSettings
 
 
-def status(master: Master) -> dict[str, Any]:
+def status(job: JobSettings, state: State, account: Account, *, now: float, uptime_s: float) -> dict[str, Any]:
     """`since` is for how many seconds a member has been in its phase, `rate` the records a second it computes."""
-    state, account, now = master.state, master.account, master.now()
     generation, rates = account.rates
     known = rates if generation == state.generation and len(rates) == len(state.view) else ()
     people = [
@@ -25,9 +25,9 @@ def status(master: Master) -> dict[str, Any]:
         for member in state.members.values()
     ]
     evaluations = account.evaluated()
-    epoch_steps = max(1, account.total_steps // max(1, master.job.epochs))
+    epoch_steps = max(1, account.total_steps // max(1, job.epochs))
     return {
-        "name": master.job.name,
+        "name": job.name,
         "phase": state.phase,
         "generation": state.generation,
         "workers": state.workers,
@@ -38,13 +38,13 @@ def status(master: Master) -> dict[str, Any]:
         "careful": state.careful,
         "committed": state.committed,
         "total_steps": account.total_steps,
-        "epoch": min(state.committed // epoch_steps, master.job.epochs - 1),
+        "epoch": min(state.committed // epoch_steps, job.epochs - 1),
         "loss": account.loss,
         "records_per_s": round(account.records_per_s(now), 1),
         "checkpoint": state.checkpoint,
         "checkpoint_step": state.checkpoint_step,
         "evaluations": {"last": evaluations[-1] if evaluations else None, "best": account.best()},
-        "uptime_s": round(now - master.born, 1),
+        "uptime_s": round(uptime_s, 1),
     }
 
 

@@ -1,0 +1,100 @@
+"""The master's process: torch-free, it knows who is in the job.
+
+It may be killed at any instant: training goes on, and the next master replays the journal, asks the engine what runs,
+and adopts it. Workers reconnect to the port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from trueline import clock, files
+from trueline.engine import lifeline
+from trueline.engine.contract import Engine
+from trueline.engine.local import LocalEngine
+from trueline.errors import StorageError
+from trueline.train import settings
+from trueline.train.master.journal import Journal
+from trueline.train.master.master import Master
+from trueline.train.master.service import Door, Service
+from trueline.train.monitor import server as page
+from trueline.wire import train_pb2_grpc as pb_grpc
+
+BURST = 100_000
+"""Calls that may wait at the door: all workers come back at once after a master's death. gRPC cancels from 1,000 on."""
+PAGE_S, PAGE_SHARE = 1.0, 0.2
+"""A successor's page opens so long after it, and reads the past in so much of a processor's time: when a master dies,
+all that its workers and its launcher do for it comes at once already, and the steps of training pay for it."""
+
+
+async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
+    """Serves the job in `job_dir` until it is stopped; returns the exit code."""
+    job = settings.load(job_dir)
+    secret = (job_dir / "secret").read_text()
+    journal = Journal(job_dir / "journal.sqlite")
+    master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
+    live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
+    master.teller.hook = live.hear
+    launch = not (job_dir / "master.json").exists()  # the launcher has removed that of an earlier launch
+    options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
+               ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
+    server = grpc.aio.server(interceptors=[Door(secret, master.crashed)], options=options)
+    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    master.address = f"127.0.0.1:{bound}"
+    await server.start()
+    where = {"address": master.address, "pid": os.getpid(), **({"page": live.last_url} if live.last_url else {})}
+    files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+    await master.adopt(launch=launch)
+    background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
+    if job.autoscale:
+        background.append(master.keep(master.run_scaling()))
+
+    async def show() -> None:
+        where["page"] = await live.open(page_port, master.say)
+        files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+
+    async def show_later() -> None:
+        await asyncio.sleep(PAGE_S)
+        with contextlib.suppress(StorageError):  # the address that is written there is the right one in general
+            await show()
+
+    if launch:
+        await show()
+    else:
+        background.append(master.keep(show_later()))
+    await master.stopped.wait()
+    for task in background:
+        task.cancel()
+    await live.close()
+    await server.stop(0.2)
+    journal.close()
+    master.teller.close()
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trueline.train.master.server")
+    parser.add_argument("job_dir", type=Path)
+    parser.add_argument("--agent", required=True, help="Unix socket of the local engine's agent")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--page-port", type=int, default=0, help="of the live page; 0: any")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.watch_in_thread()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    sys.exit(asyncio.run(run(arguments.job_dir, LocalEngine(arguments.agent), arguments.port, arguments.page_port)))
+
+
+if __name__ == "__main__":
+    main()
