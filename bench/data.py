@@ -31,14 +31,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from trueline.data.formats import recordio, snappy
 from trueline.data.formats.parquet import ParquetFormat
-from trueline.data.loading.decoded_cache import Tables
+from trueline.data.loading.decoded_cache import TableCache
 from trueline.data.loading.tensors import tensor
 from trueline.data.open import open_records
 from trueline.data.order.permutation import record_at, split
 from trueline.data.order.windowed import WindowOrder
 from trueline.data.records import FileRecords, Records
 from trueline.data.source import Unit
-from trueline.data.sources.records_source import TableSource
+from trueline.data.sources.table_source import TableSource
 from trueline.data.tools import inspect
 from trueline.storage.block_cache import BlockCache
 from trueline.storage.listing import list_store
@@ -91,7 +91,7 @@ def feed(table: pa.Table, mode: str) -> Any:
 def epoch(records: Records, batch: int) -> None:
     """One epoch of tables in the order of windows."""
     order = WindowOrder(records.units, seed=0, window_records=8 * _GROUP)
-    tables = Tables(records, _CACHE)
+    tables = TableCache(records, _CACHE)
     for start in range(0, order.num_records, batch * 64):
         found = order.at(np.arange(start, min(start + batch * 64, order.num_records)), epoch=0)
         for at in range(0, len(found), batch):
@@ -201,7 +201,9 @@ def record_files(folder: Path, count: int) -> dict[str, float]:
         path = folder / f"{kind}.recordio"
         with path.open("wb") as file:
             for at in range(0, count, 1300):
-                file.write(recordio.chunk(values[at : at + 1300], compressor="none" if kind == "mixed" else kind))
+                file.write(
+                    recordio.encode_chunk(values[at : at + 1300], compressor="none" if kind == "mixed" else kind)
+                )
         records = open_records(path)
         loop = rate(count, lambda path=path: sum(map(len, bare(path.read_bytes()))))
         ours = rate(count, lambda records=records: [records.load(n, 0, u.count) for n, u in enumerate(records.units)])
@@ -244,7 +246,7 @@ def membership(folder: Path, count: int = 20_011) -> dict[str, int]:
 
 
 def read_by_turns(records: Records, chance: np.random.Generator, batch: int = 64) -> Counter[int]:
-    total = inspect.count_of(records)
+    total = inspect.count_records(records)
     orders = (
         WindowOrder(records.units, seed=5, window_records=3000).at(np.arange(total), epoch=2),
         record_at(np.arange(total), seed=5, epoch=2, num_records=total),
@@ -255,7 +257,7 @@ def read_by_turns(records: Records, chance: np.random.Generator, batch: int = 64
         steps = [order[at : at + batch] for at in range(0, total, batch)]
         changes = [0, *sorted(chance.choice(len(steps), 3, replace=False).tolist()), len(steps)]
         for workers, (begin, end) in zip((4, 3, 5, 8), pairwise(changes), strict=True):
-            tables = [Tables(records, 1 << 20) for _ in range(workers)]
+            tables = [TableCache(records, 1 << 20) for _ in range(workers)]
             weights = (chance.random(workers) + 0.1).tolist()
             for step in range(begin, end):
                 for worker, (start, stop) in enumerate(split(len(steps[step]), weights)):

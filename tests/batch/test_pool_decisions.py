@@ -15,7 +15,7 @@ from trueline.batch import evaluate, output_parts, pool, worker
 from trueline.batch.pool import Message, Work
 from trueline.batch.worker import Order
 from trueline.checkpoint import checkpoint
-from trueline.data.tools.writer import Plan
+from trueline.data.tools.writer import WritePlan
 from trueline.engine.contract import Kind, Seen
 
 WORK = Work(entry="x:y", recipe="r.py", recipe_digest="d", source="", mode="evaluation", num_records=10, batch=4)
@@ -245,7 +245,7 @@ def test_answers_are_made_of_the_recipe_the_checkpoints_content_what_is_read_and
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_where_all_parts_are_there_nothing_is_opened_or_started(tmp_path, monkeypatch, workers):
-    plan = Plan(num_records=5, range_records=2, format="jsonl", of="x")
+    plan = WritePlan(num_records=5, range_records=2, format="jsonl", of="x")
 
     def answer(start, stop):
         return {"y": np.arange(start, stop, dtype=np.float64)}

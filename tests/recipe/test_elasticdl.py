@@ -48,7 +48,7 @@ def recipe(folder: Path, dataset_fn: str, values: str = TWO, *, place: Path):
 def records(tmp_path):
     path = tmp_path / "records.recordio"
     rows = [np.array([number, number + 0.5, 2 * number], np.float32).tobytes() for number in range(10)]
-    path.write_bytes(recordio.chunk(rows[:6]) + recordio.chunk(rows[6:]))
+    path.write_bytes(recordio.encode_chunk(rows[:6]) + recordio.encode_chunk(rows[6:]))
     return path
 
 

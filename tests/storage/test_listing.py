@@ -27,7 +27,7 @@ from trueline import events
 from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.open import open_records
 from trueline.data.records import FileRecords
-from trueline.data.sources.records_source import TableSource
+from trueline.data.sources.table_source import TableSource
 from trueline.errors import DataError
 from trueline.storage import listing
 from trueline.storage.block_cache import BlockCache

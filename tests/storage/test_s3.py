@@ -13,7 +13,7 @@ from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.open import open_records
 from trueline.data.records import FileRecords
 from trueline.data.tools import inspect
-from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder
+from trueline.data.tools.writer import RangeWriter, StoreFolder, WritePlan
 from trueline.errors import DataError
 from trueline.storage import listing, object_store
 from trueline.storage.block_cache import BlockCache
@@ -79,7 +79,7 @@ def test_a_store_that_refuses_the_key_is_an_error_that_names_the_object_and_no_s
 
 
 def test_parts_that_were_written_before_a_death_are_not_written_again(bucket: str) -> None:
-    plan = Plan(num_records=100, range_records=40, of="model 7")
+    plan = WritePlan(num_records=100, range_records=40, of="model 7")
     table = pa.table({"record": list(range(100))})
     first = RangeWriter(f"{bucket}/answers", plan)
     first.write(40, 80, table[40:80])
@@ -90,7 +90,7 @@ def test_parts_that_were_written_before_a_death_are_not_written_again(bucket: st
     again.commit()
     assert rows_of(open_records(f"{bucket}/answers")) == table.to_pylist()
     with pytest.raises(DataError, match="made of something else"):
-        RangeWriter(f"{bucket}/answers", Plan(num_records=100, range_records=40, of="model 8"))
+        RangeWriter(f"{bucket}/answers", WritePlan(num_records=100, range_records=40, of="model 8"))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def _frozen_before_its_put(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_that_is_there_is_not_replaced_by_a_writer_that_was_frozen_before_its_put(
     bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(num_records=4, range_records=4)
+    plan = WritePlan(num_records=4, range_records=4)
     late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
     first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
     facts = first.commit()
@@ -126,7 +126,7 @@ def test_a_part_that_is_there_is_not_replaced_by_a_writer_that_was_frozen_before
 def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(num_records=4, of="model 7")
+    plan = WritePlan(num_records=4, of="model 7")
     asked: list[str] = []
     get = StoreFolder.get
 
@@ -134,7 +134,7 @@ def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
         asked.append(name)
         found = get(folder, name)
         if len(asked) == 1:  # the other one begins between the look and the PUT of this one
-            RangeWriter(f"{bucket}/answers", Plan(num_records=4, of="model 8"))
+            RangeWriter(f"{bucket}/answers", WritePlan(num_records=4, of="model 8"))
             _frozen_before_its_put(monkeypatch)
             monkeypatch.setattr(StoreFolder, "names", lambda folder: set())
         return found
@@ -148,7 +148,7 @@ def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
 def test_where_a_store_overwrites_it_is_said_and_a_late_writer_that_looks_changes_nothing(
     bucket: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(num_records=4, range_records=4)
+    plan = WritePlan(num_records=4, range_records=4)
     late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
     first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
     late.write(0, 4, pa.table({"record": [1, 2, 3, 5]}))
@@ -160,7 +160,7 @@ def test_where_a_store_overwrites_it_is_said_and_a_late_writer_that_looks_change
 def test_where_a_store_overwrites_the_commit_list_shows_a_part_that_was_replaced_later(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(num_records=4, range_records=4)
+    plan = WritePlan(num_records=4, range_records=4)
     late, first = RangeWriter(f"{bucket}/answers", plan), RangeWriter(f"{bucket}/answers", plan)
     first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
     (part,) = first.commit()["parts"]

@@ -159,7 +159,9 @@ def write_chunks(compressor: str) -> Callable[[Path, Rows], Path]:
     def write(path: Path, rows: Rows) -> Path:
         out = path.with_suffix(".recordio")
         records = [row["record"] for row in rows]
-        chunks = [recordio.chunk(records[at : at + 13], compressor=compressor) for at in range(0, len(records), 13)]
+        chunks = [
+            recordio.encode_chunk(records[at : at + 13], compressor=compressor) for at in range(0, len(records), 13)
+        ]
         out.write_bytes(b"".join(chunks))
         return out
 
@@ -168,7 +170,7 @@ def write_chunks(compressor: str) -> Callable[[Path, Rows], Path]:
 
 def write_dmlc(path: Path, rows: Rows) -> Path:
     out = path.with_suffix(".rec")
-    out.write_bytes(b"".join(recordio.dmlc_record(row["record"]) for row in rows))
+    out.write_bytes(b"".join(recordio.encode_dmlc_record(row["record"]) for row in rows))
     return out
 
 

@@ -20,7 +20,7 @@ from trueline.batch.output_parts import PART_RECORDS, Answer
 from trueline.batch.pool import Compute, Work
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seeded
-from trueline.data.tools.writer import Plan
+from trueline.data.tools.writer import WritePlan
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
@@ -138,7 +138,7 @@ def _each(
 ) -> Evaluation:
     """Writes the values of each record, and evaluates what was written."""
     of = files.sha256_bytes(f"evaluation|{output_parts.made_of(recipe, where, mode, batch)}".encode())
-    plan = Plan(num_records=recipe.source(mode).num_records, range_records=part_records, format=format, of=of)
+    plan = WritePlan(num_records=recipe.source(mode).num_records, range_records=part_records, format=format, of=of)
 
     def work() -> Work:
         said = pool.work(EACH, recipe, given, where, mode, records=plan.num_records, batch=part_records)

@@ -20,7 +20,7 @@ from trueline.batch.pool import Compute, Work
 from trueline.bundle.read import open_bundle
 from trueline.checkpoint import checkpoint
 from trueline.data.open import open_records
-from trueline.data.tools.writer import Plan, RangeWriter
+from trueline.data.tools.writer import RangeWriter, WritePlan
 from trueline.recipe.contract import Mode, Recipe
 from trueline.storage.location import is_remote, local_path
 
@@ -54,7 +54,7 @@ def made_of(recipe: Recipe, where: str, mode: Mode, batch: int) -> str:
 
 def write(
     out: str | Path,
-    plan: Plan,
+    plan: WritePlan,
     rows: int,
     *,
     answering: Callable[[], tuple[int, Answer]],
@@ -98,7 +98,7 @@ def place(out: str | Path) -> Path | str:
 
 def opened(work: Work, count: int, answer: Answer) -> tuple[int, Compute]:
     """What a pool's worker does with its chunks: each is a part that it writes to the folder `work.out`."""
-    plan = Plan(num_records=work.num_records, range_records=work.batch, format=work.format, of=work.of)
+    plan = WritePlan(num_records=work.num_records, range_records=work.batch, format=work.format, of=work.of)
     writer = RangeWriter(work.out, plan)
 
     def compute(start: int, stop: int) -> dict[str, Any]:

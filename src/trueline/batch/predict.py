@@ -27,7 +27,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seeded
-from trueline.data.tools.writer import Plan
+from trueline.data.tools.writer import WritePlan
 from trueline.errors import UsageError
 from trueline.recipe.contract import Mode, Recipe
 from trueline.recipe.load import load_recipe
@@ -78,7 +78,7 @@ def predict(
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     where, on = str(parse_location(source)), device or found.defaults.device
     if parts.is_folder(out):
-        plan = Plan(
+        plan = WritePlan(
             num_records=found.source(mode).num_records,
             range_records=part_records,
             format=format,

@@ -15,8 +15,8 @@ from trueline.data.loading.default_feed import DefaultFeed
 from trueline.data.records import FileRecords, Format, OnBad, Records
 from trueline.data.source import Mode, Source
 from trueline.data.sources.map_style import DatasetSource
-from trueline.data.sources.mixture import Drawn, DrawnSource
-from trueline.data.sources.records_source import CACHE_BYTES, TableSource
+from trueline.data.sources.mixture import SampledDataset, SampledSource
+from trueline.data.sources.table_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
 from trueline.storage.listing import is_visible, list_files, list_store
 from trueline.storage.location import Uri, is_remote, local_path
@@ -54,10 +54,10 @@ def as_source(
     """
     if isinstance(found, Source):
         return found
-    if isinstance(found, Drawn):
+    if isinstance(found, SampledDataset):
         how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
         how |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
-        return DrawnSource([as_source(part, **how) for part in found.parts], found)
+        return SampledSource([as_source(part, **how) for part in found.parts], found)
     uris = _uris(found)
     if uris:
         if feed is not None:
@@ -88,9 +88,9 @@ def open_source(
     cache_bytes: int = CACHE_BYTES,
 ) -> TableSource:
     """The records at `uris` as a Source; `feed(records, mode)` gets a pyarrow.Table of them. Raises DataError."""
-    given = _given(uris)
+    given = _as_list(uris)
     records = open_records(given, format=format, on_bad=on_bad)
-    return TableSource(records, feed, mode=mode, where=named(given), cache_bytes=cache_bytes)
+    return TableSource(records, feed, mode=mode, where=describe_uris(given), cache_bytes=cache_bytes)
 
 
 def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad = "stop") -> Records:
@@ -100,30 +100,30 @@ def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad =
     and what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
     that cannot be listed. Raises DataError.
     """
-    given = _given(uris)
+    given = _as_list(uris)
     if len(given) == 1 and not format:
         from trueline.data.sources.sql import SqlRecords, is_sql
 
         only = os.fspath(given[0])
         if is_sql(only):
-            return _unless_quarantined(SqlRecords(only), on_bad)
+            return _refuse_quarantine(SqlRecords(only), on_bad)
         if only.startswith("odps://"):
-            from trueline.data.sources.maxcompute import open_table
+            from trueline.data.sources.maxcompute import open_odps_table
 
-            return _unless_quarantined(open_table(only), on_bad)
+            return _refuse_quarantine(open_odps_table(only), on_bad)
         path = local_path(only)
         if not is_remote(only) and path.is_dir():
-            found = _folder(path, on_bad)
+            found = _open_folder(path, on_bad)
             if found is not None:
                 return found
     chosen = format or _format_of(given)
     if chosen not in FORMATS:
         raise DataError(f"'{chosen}' is no format of records (there are: {join_names(FORMATS)})")
     suffixes = FORMATS[chosen][0]
-    return FileRecords(format_named(chosen), list_files(given, suffixes, complete=on_bad == "stop"), on_bad=on_bad)
+    return FileRecords(make_format(chosen), list_files(given, suffixes, complete=on_bad == "stop"), on_bad=on_bad)
 
 
-def format_named(name: str) -> Format:
+def make_format(name: str) -> Format:
     _, module, kind = FORMATS[name]
     made: Format = getattr(import_module(f"trueline.data.formats.{module}"), kind)()
     return made
@@ -134,7 +134,7 @@ def format_of_name(name: str) -> str:
     return next((kind for kind, (suffixes, _, _) in FORMATS.items() if name.endswith(suffixes)), "")
 
 
-def named(uris: Sequence[Uri]) -> str:
+def describe_uris(uris: Sequence[Uri]) -> str:
     """The first of `uris`, for messages: without credentials."""
     return ", ".join(redact_uri(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 
@@ -147,20 +147,20 @@ def _uris(found: Any) -> list[str]:
     return []
 
 
-def _given(uris: Uri | Sequence[Uri]) -> list[Uri]:
+def _as_list(uris: Uri | Sequence[Uri]) -> list[Uri]:
     given = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
     if not given:
         raise DataError("no records are named", hint="give at least one path or URI")
     return given
 
 
-def _unless_quarantined(records: Records, on_bad: OnBad) -> Records:
+def _refuse_quarantine(records: Records, on_bad: OnBad) -> Records:
     if on_bad == "quarantine":
         raise DataError(f"{type(records).__name__} knows no quarantine: only files can be left out")
     return records
 
 
-def _folder(path: Path, on_bad: OnBad) -> Records | None:
+def _open_folder(path: Path, on_bad: OnBad) -> Records | None:
     """Folders that are more than files of one ending."""
     from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
     from trueline.data.formats.image_folder import ImageRecords, is_image_folder
@@ -168,7 +168,7 @@ def _folder(path: Path, on_bad: OnBad) -> Records | None:
     if is_hugging_face(path):
         return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
     if is_image_folder(path) and not _formats_in(path):
-        return _unless_quarantined(ImageRecords(path), on_bad)
+        return _refuse_quarantine(ImageRecords(path), on_bad)
     return None
 
 
@@ -184,7 +184,8 @@ def _format_of(uris: Sequence[Uri]) -> str:
             found.setdefault(kind, os.fspath(uri))
     if len(found) > 1:
         raise DataError(
-            f"{named(uris)} holds several formats: {join_names(found)}", hint="name files of one format, or a pattern"
+            f"{describe_uris(uris)} holds several formats: {join_names(found)}",
+            hint="name files of one format, or a pattern",
         )
     return next(iter(found))
 
@@ -196,7 +197,7 @@ def _formats_at(uri: Uri) -> list[str]:
         return [kind]
     if text.endswith(_PACKED):
         raise DataError(
-            f"{named([uri])} is compressed as a whole, so no record in it can be reached by its number",
+            f"{describe_uris([uri])} is compressed as a whole, so no record in it can be reached by its number",
             hint="decompress it, or convert it: a format that compresses in pieces is Parquet",
         )
     if is_remote(uri):

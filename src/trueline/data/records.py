@@ -84,7 +84,7 @@ class Fetching(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileUnit:
     """A unit inside a file: how many records, and between which bytes (or numbers) its format finds them."""
 
     count: int
@@ -93,9 +93,9 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class FileListing:
     schema: pa.Schema
-    parts: Sequence[Part]
+    parts: Sequence[FileUnit]
 
 
 class Format(Protocol):
@@ -112,14 +112,14 @@ class Format(Protocol):
     @property
     def ranged(self) -> bool: ...
 
-    def list(self, file: File) -> Listed: ...
+    def list(self, file: File) -> FileListing: ...
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table: ...
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table: ...
 
 
 @runtime_checkable
 class StreamedFormat(Protocol):
-    def stream(self, file: File, parts: Sequence[Part], rows: int) -> Iterator[Iterator[pa.Table]]:
+    def stream(self, file: File, parts: Sequence[FileUnit], rows: int) -> Iterator[Iterator[pa.Table]]:
         """For each of `parts` its records, `rows` at a time; it is asked for the next part when one is used up."""
         ...
 
@@ -130,12 +130,12 @@ class FooterFormat(Protocol):
 
     def footer(self, file: File) -> bytes: ...
 
-    def listed(self, file: File, footer: bytes) -> Listed: ...
+    def parse_footer(self, file: File, footer: bytes) -> FileListing: ...
 
 
 @runtime_checkable
 class PlacedFormat(Protocol):
-    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+    def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         """Between which bytes of the file those lie that `load` needs for the same."""
         ...
 
@@ -160,7 +160,7 @@ class FileRecords:
     def __init__(self, format: Format, files: Sequence[File], *, on_bad: OnBad = "stop") -> None:
         self.format = format
         self.quarantined: list[Quarantined] = []
-        self._parts: list[tuple[File, int, Part]] = []
+        self._parts: list[tuple[File, int, FileUnit]] = []
         self._units: list[Unit] = []
         self._schema: pa.Schema | None = None
         self._empty: pa.Schema | None = None
@@ -196,7 +196,7 @@ class FileRecords:
         file.check()
         if not self.local:
             self.fetch([(number, start, stop)])
-        table = self._decoded(file, index, part, start, stop)
+        table = self._decode(file, index, part, start, stop)
         file.check()  # what was decoded while it changed may be of both
         self._check_columns(file, table)
         return table
@@ -214,14 +214,14 @@ class FileRecords:
 
     def _span(self, format: PlacedFormat, wanted: Range) -> tuple[File, tuple[int, int]]:
         file, index, part = self._parts[wanted[0]]
-        with damaged(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
+        with translate_damage(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
             return file, format.span(file, part, *wanted[1:])
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
         format = self.format
-        return self._streamed(format, number, rows) if isinstance(format, StreamedFormat) else None
+        return self._stream(format, number, rows) if isinstance(format, StreamedFormat) else None
 
-    def _streamed(self, format: StreamedFormat, number: int, rows: int) -> Iterator[pa.Table]:
+    def _stream(self, format: StreamedFormat, number: int, rows: int) -> Iterator[pa.Table]:
         behind = enumerate(self._parts[number:], number)
         for file, found in groupby(behind, key=lambda one: one[1][0]):
             parts = [(here, index, part) for here, (_, index, part) in found]
@@ -231,10 +231,10 @@ class FileRecords:
                 self.fetch([(here, 0, part.count)])
                 yield from self._unit(file, index, part, units)
 
-    def _unit(self, file: File, index: int, part: Part, units: Iterator[Iterator[pa.Table]]) -> Iterator[pa.Table]:
+    def _unit(self, file: File, index: int, part: FileUnit, units: Iterator[Iterator[pa.Table]]) -> Iterator[pa.Table]:
         """The next of `units`, which is `part`. The file is compared with what it was before a table is given out."""
         where, found = f"{self.format.unit} {index} (at {part.at})", 0
-        with damaged(file, self.format.name, where):
+        with translate_damage(file, self.format.name, where):
             tables = next(units)
         while found < part.count:
             first, table = not found, None
@@ -244,17 +244,17 @@ class FileRecords:
                 if table is not None and found == part.count:  # there must be no more, before the last is given out
                     found += sum(map(len, tables))
             except DAMAGE as error:
-                raise damage(file, self.format.name, where, error) from error
+                raise damage_error(file, self.format.name, where, error) from error
             file.check()
             if table is None or found > part.count:
-                raise self._torn(file, index, part, found)
+                raise self._torn_error(file, index, part, found)
             if first:
                 self._check_columns(file, table)
             yield table.replace_schema_metadata(None)
 
     def _check_columns(self, file: File, table: pa.Table) -> None:
         if not table.schema.equals(self.schema):
-            raise DataError(f"{file.uri} has other columns than when it was listed: {columns(table.schema)}")
+            raise DataError(f"{file.uri} has other columns than when it was listed: {describe_columns(table.schema)}")
 
     def fingerprint(self) -> str:
         """Over schema, and name, stamp and units of every file."""
@@ -263,7 +263,7 @@ class FileRecords:
             digest.update(f"{file.name}:{index}:{file.stamp}:{part.count};".encode())
         return digest.hexdigest()
 
-    def _listings(self, files: Sequence[File]) -> Iterator[Callable[[], Listed]]:
+    def _listings(self, files: Sequence[File]) -> Iterator[Callable[[], FileListing]]:
         """What gives the listing of each file, or raises."""
         format = self.format
         if self.local:
@@ -276,10 +276,10 @@ class FileRecords:
             yield from start_all(format.list, files)
             return
         for file, footer in zip(files, read_footers(stored, format.footer), strict=True):
-            yield lambda file=file, footer=footer: format.listed(file, footer())  # type: ignore[misc]  # defaults
+            yield lambda file=file, footer=footer: format.parse_footer(file, footer())  # type: ignore[misc]  # defaults
 
-    def _add(self, file: File, listing: Callable[[], Listed]) -> None:
-        with damaged(file, self.format.name):
+    def _add(self, file: File, listing: Callable[[], FileListing]) -> None:
+        with translate_damage(file, self.format.name):
             found = listing()
             names = found.schema.names
             _read_names(found.schema)
@@ -294,7 +294,7 @@ class FileRecords:
             self._schema = found.schema.remove_metadata()
             self._first = file
         elif self._first is not None and not found.schema.equals(self._schema):
-            ours = f"{columns(found.schema)}, expected {columns(self._schema)}"
+            ours = f"{describe_columns(found.schema)}, expected {describe_columns(self._schema)}"
             raise DataError(f"{file.uri} has other columns than {self._first.uri}: {ours}")
         self._parts += [(file, index, part) for index, part in enumerate(found.parts) if part.count]
 
@@ -304,16 +304,16 @@ class FileRecords:
             self._units.append(Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count))
             offset += part.count
 
-    def _decoded(self, file: File, index: int, part: Part, start: int, stop: int) -> pa.Table:
+    def _decode(self, file: File, index: int, part: FileUnit, start: int, stop: int) -> pa.Table:
         if not 0 <= start <= stop <= part.count:
             raise DataError(f"{file.uri}#{index} has no records {start} to {stop} (it has {part.count})")
-        with damaged(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
+        with translate_damage(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
             table = self.format.load(file, part, start, stop)
         if len(table) != stop - start:
-            raise self._torn(file, index, part, len(table), stop - start)
+            raise self._torn_error(file, index, part, len(table), stop - start)
         return table.replace_schema_metadata(None)
 
-    def _torn(self, file: File, index: int, part: Part, found: int, announced: int = -1) -> DataError:
+    def _torn_error(self, file: File, index: int, part: FileUnit, found: int, announced: int = -1) -> DataError:
         announced = part.count if announced < 0 else announced
         return DataError(
             f"{file.uri} is torn in {self.format.unit} {index} (at {part.at}): "
@@ -324,7 +324,7 @@ class FileRecords:
         readable = []
         for file, index, part in self._parts:
             try:
-                self._decoded(file, index, part, 0, part.count)
+                self._decode(file, index, part, 0, part.count)
                 readable.append((file, index, part))
             except DataError as error:
                 self._set_aside(file.uri, f"{self.format.unit} {index}", part.count, error)
@@ -336,15 +336,15 @@ class FileRecords:
 
 
 @contextmanager
-def damaged(file: File, kind: str, where: str = "") -> Iterator[None]:
+def translate_damage(file: File, kind: str, where: str = "") -> Iterator[None]:
     """Errors of decoders within the block become a DataError that names the file and `where` in it."""
     try:
         yield
     except DAMAGE as error:
-        raise damage(file, kind, where, error) from error
+        raise damage_error(file, kind, where, error) from error
 
 
-def damage(file: File, kind: str, where: str, error: Exception) -> DataError:
+def damage_error(file: File, kind: str, where: str, error: Exception) -> DataError:
     """One of DAMAGE in words: the file, and `where` in it."""
     if isinstance(error, PermissionError | FileNotFoundError):
         return DataError(f"cannot read {file.uri}: {error.strerror or error}")
@@ -360,7 +360,7 @@ def _read_names(fields: Iterable[pa.Field]) -> None:
             _read_names(kind.field(index) for index in range(kind.num_fields))
 
 
-def columns(schema: pa.Schema) -> str:
+def describe_columns(schema: pa.Schema) -> str:
     """A schema for a message."""
     return ", ".join(f"{field.name} {field.type}" for field in schema) or "no columns"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trueline.data.order.weighted import RecordOrder
+    from trueline.data.order.record_orders import RecordOrder
 
     Indices = npt.NDArray[np.int64]
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.loading.worker_pool import reader_of
+from trueline.data.loading.worker_pool import make_reader
 from trueline.data.open import as_source
 from trueline.data.source import Batch, Source
-from trueline.data.sources.mixture import drawn_by
+from trueline.data.sources.mixture import record_lookup
 from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
 from trueline.parallel.exchange import Shares, is_collective
@@ -94,10 +94,10 @@ class Elastic:
             seed=seed,
             micro_batch=shard,
             blocks=options.blocks(source),
-            drawn=drawn_by(source),
+            drawn=record_lookup(source),
         )
         place = functools.partial(devices.placed_batch, device=devices.of_model(model))
-        self._source, self._reader = source, reader_of(source, seed, place, readers=options.readers)
+        self._source, self._reader = source, make_reader(source, seed, place, readers=options.readers)
         self._tried_rate = kind.rate
         check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.data.formats import recordio, snappy
-from trueline.data.loading.decoded_cache import Resident
+from trueline.data.loading.decoded_cache import UnitCache
 from trueline.data.open import open_records
 from trueline.data.sources.maxcompute import MaxComputeRecords
 from trueline.data.sources.sql import SqlRecords
@@ -44,7 +44,7 @@ def test_recordio_of_the_original_library_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 2, 4, 1 << 31])
 def test_a_chunk_that_lies_about_its_count_is_an_error_and_no_record_is_dropped(tmp_path: Path, count: int) -> None:
-    data = bytearray(recordio.chunk([b"a", b"", b"ccc"], compressor="none"))
+    data = bytearray(recordio.encode_chunk([b"a", b"", b"ccc"], compressor="none"))
     data[16:20] = count.to_bytes(4, "little")
     (tmp_path / "liar.recordio").write_bytes(data)
     with pytest.raises(DataError, match=r"liar\.recordio lies at byte 0: the chunk claims"):
@@ -54,8 +54,8 @@ def test_a_chunk_that_lies_about_its_count_is_an_error_and_no_record_is_dropped(
 def test_early_and_current_files_of_mxnet_are_read_and_the_magic_inside_records_comes_back(tmp_path: Path) -> None:
     magic = recordio.DMLC_MAGIC.to_bytes(4, "little")
     records = [b"", magic, magic * 3 + b"x", b"abc" + magic, b"abcd" + magic + b"e"]
-    data = b"".join(map(recordio.dmlc_record, records))
-    assert struct.unpack("<2I", recordio.dmlc_record(magic)[:8]) == (recordio.DMLC_MAGIC, 1 << 29)
+    data = b"".join(map(recordio.encode_dmlc_record, records))
+    assert struct.unpack("<2I", recordio.encode_dmlc_record(magic)[:8]) == (recordio.DMLC_MAGIC, 1 << 29)
     (tmp_path / "now.rec").write_bytes(data)
     assert rows_of(open_records(tmp_path / "now.rec")) == [{"record": record} for record in records]
     early = b"".join(struct.pack("<2I", recordio.DMLC_EARLY, 3) + record + b"\0" for record in (b"abc", b"def"))
@@ -65,7 +65,7 @@ def test_early_and_current_files_of_mxnet_are_read_and_the_magic_inside_records_
 
 def test_records_of_mxnet_that_are_long_make_short_units(tmp_path: Path) -> None:
     records = [bytes([n]) * (3 << 20 if n == 2 else 1_500_000 if n < 5 else 10) for n in range(100)]
-    (tmp_path / "a.rec").write_bytes(b"".join(map(recordio.dmlc_record, records)))
+    (tmp_path / "a.rec").write_bytes(b"".join(map(recordio.encode_dmlc_record, records)))
     found = open_records(tmp_path / "a.rec")
     assert [unit.count for unit in found.units] == [2, 1, len(records) - 3]
     assert rows_of(found) == [{"record": record} for record in records]
@@ -79,7 +79,7 @@ def huge_recordio(path: Path) -> list[bytes]:
         for _ in range(300):
             file.write(recordio.HEADER.pack(recordio.MAGIC, crc, 0, body + 4, 1) + body.to_bytes(4, "little"))
             file.seek(body, 1)
-        file.write(recordio.chunk([b"last", b""]))
+        file.write(recordio.encode_chunk([b"last", b""]))
     return [b"last", b""]
 
 
@@ -89,7 +89,7 @@ def huge_mxnet(path: Path) -> list[bytes]:
         for _ in range(9):
             file.write(struct.pack("<2I", recordio.DMLC_MAGIC, length))
             file.seek(length, 1)
-        file.write(b"".join(map(recordio.dmlc_record, (b"last", b""))))
+        file.write(b"".join(map(recordio.encode_dmlc_record, (b"last", b""))))
     return [b"last", b""]
 
 
@@ -354,7 +354,7 @@ def test_whatever_is_in_memory_records_are_the_ones_asked_for(
     counts: list[int], reads: list[list[int]], max_bytes: int
 ) -> None:
     records = Counting(counts)
-    resident = Resident(records, max_bytes)
+    resident = UnitCache(records, max_bytes)
     starts = np.array([unit.offset for unit in records.units])
     for read in reads:
         wanted = np.array(read) % sum(counts)
@@ -364,7 +364,7 @@ def test_whatever_is_in_memory_records_are_the_ones_asked_for(
 
 def test_units_of_a_window_are_decoded_once_and_then_joined() -> None:
     records = Counting([1000] * 50)
-    resident = Resident(records, 1 << 20)
+    resident = UnitCache(records, 1 << 20)
     generator = np.random.default_rng(0)
     for _ in range(200):
         wanted = generator.integers(0, 16_000, 64)
@@ -374,5 +374,5 @@ def test_units_of_a_window_are_decoded_once_and_then_joined() -> None:
 
 
 def test_raw_records_have_checksums_of_their_own() -> None:
-    data = recordio.chunk([row["record"] for row in raw(3)], compressor="none")
+    data = recordio.encode_chunk([row["record"] for row in raw(3)], compressor="none")
     assert int.from_bytes(data[4:8], "little") == zlib.crc32(data[20:])

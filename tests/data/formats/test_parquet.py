@@ -19,7 +19,7 @@ from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.loading.tensors import tensor
 from trueline.data.open import as_source, open_source
 from trueline.data.source import Mode, Source
-from trueline.data.sources.records_source import CACHE_BYTES, TableSource
+from trueline.data.sources.table_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError
 
 

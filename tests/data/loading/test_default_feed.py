@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trueline.data.loading.default_feed import DefaultFeed, split
+from trueline.data.loading.default_feed import DefaultFeed, split_columns
 from trueline.data.open import as_source
 from trueline.errors import DataError
 
@@ -112,7 +112,7 @@ def test_a_vocabulary_of_a_column_that_is_not_there_is_a_mistake() -> None:
 def test_missing_values_are_an_error_and_predictions_need_no_label(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'a' has 1 records without a value"):
         fed({"a": [1, None], "b": [1, 2], "label": [0, 1]})
-    assert split(pa.schema([("x", pa.float32())]), "prediction") == (None, ["x"])
+    assert split_columns(pa.schema([("x", pa.float32())]), "prediction") == (None, ["x"])
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"x": [1.0, 2.0]}), path)
     batch = as_source(str(path), mode="prediction", feed=None, recipe="r").read(np.array([1, 0]))

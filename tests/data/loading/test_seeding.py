@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trueline.data.loading.seeding import SeededReader, seed_all
-from trueline.data.order.weighted import Weighted
+from trueline.data.order.record_orders import WeightedOrder
 from trueline.data.source import Batch
-from trueline.data.sources.mixture import Drawn, DrawnSource
+from trueline.data.sources.mixture import SampledDataset, SampledSource
 
 RECORDS = 20
 
@@ -106,10 +106,10 @@ def test_seeds_of_other_parts_are_other_seeds(parts: tuple[int, ...]) -> None:
 
 
 def test_positions_of_an_order_are_looked_up_in_the_epoch_and_draw_by_their_position() -> None:
-    def order(sizes: Any) -> Weighted:
-        return Weighted(np.ones(RECORDS), seed=3, num_draws=RECORDS)
+    def order(sizes: Any) -> WeightedOrder:
+        return WeightedOrder(np.ones(RECORDS), seed=3, num_draws=RECORDS)
 
-    source = DrawnSource([Drawing()], Drawn((None,), order, "x"))  # type: ignore[list-item]
+    source = SampledSource([Drawing()], SampledDataset((None,), order, "x"))  # type: ignore[list-item]
     reader = SeededReader(source, 5)
     for epoch in (0, 1):
         ((record, *numbers),) = read(reader, 4, epoch=epoch)

@@ -20,12 +20,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
 
 from trueline.data.loading import seeding
-from trueline.data.loading.seeding import SeededReader, kept, mark
-from trueline.data.loading.worker_pool import ReaderLost, Readers, reader_of
+from trueline.data.loading.seeding import SeededReader, generator_state, preserve_generators
+from trueline.data.loading.worker_pool import ReaderLost, ReaderPool, make_reader
 from trueline.data.open import as_source
 from trueline.data.source import Batch
 from trueline.data.sources.maxcompute import MaxComputeRecords
-from trueline.data.sources.records_source import TableSource
+from trueline.data.sources.table_source import TableSource
 from trueline.errors import DataError
 from trueline.storage import listing
 from trueline.storage.block_cache import BlockCache
@@ -62,7 +62,7 @@ def readers(request):
     made = []
 
     def make(count, *, draws=False, place=lambda batch: batch):
-        made.append(Readers(source(draws=draws), 7, place, count=count))
+        made.append(ReaderPool(source(draws=draws), 7, place, count=count))
         return made[-1]
 
     yield make
@@ -90,7 +90,7 @@ def test_a_batch_is_the_same_whoever_reads_it_and_whether_it_was_asked_for_ahead
     for at, (epoch, indices) in enumerate(asked):
         for later, ones in asked[at : at + 3]:
             several.prefetch(np.array(ones), epoch=later)
-        with kept():
+        with preserve_generators():
             wanted = alone.read(np.array(indices), epoch=epoch)
         assert_equal(several.read(np.array(indices), epoch=epoch), wanted)
 
@@ -134,9 +134,9 @@ def test_a_reader_that_dies_ends_its_workers_reading_and_blames_no_record(reader
 def test_records_in_files_are_read_by_processes_where_that_is_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {n}.5, "label": {n}}}\n' for n in range(50)))
     table = as_source(str(tmp_path / "a.jsonl"), mode="training", feed=None, recipe="r")
-    assert isinstance(reader_of(table, 0, readers=0), SeededReader)
-    readers = reader_of(table, 0, readers=2)
-    assert isinstance(readers, Readers)
+    assert isinstance(make_reader(table, 0, readers=0), SeededReader)
+    readers = make_reader(table, 0, readers=2)
+    assert isinstance(readers, ReaderPool)
     try:
         for wanted in (np.array([49, 3, 3]), np.arange(10, 30)):
             assert readers.read(wanted, epoch=0).labels.tolist() == wanted.tolist()
@@ -221,8 +221,8 @@ def test_records_far_away_are_read_by_processes_that_connect_for_themselves(plac
     source = as_source(place(tmp_path), mode="training", feed=feed, recipe="r")
     asked = [np.array([start, 399 - start, 7]) for start in range(0, 200, 10)]
     wanted = [source.read(records).labels.tolist() for records in asked]  # this process is connected
-    several = reader_of(source, 0, readers=2)
-    assert isinstance(several, Readers)
+    several = make_reader(source, 0, readers=2)
+    assert isinstance(several, ReaderPool)
     try:
         by = set()
         for at, records in enumerate(asked):
@@ -244,7 +244,7 @@ def hash_of(records):
 def test_a_table_that_nobody_can_open_again_is_read_by_the_worker(tmp_path):
     table = MaxComputeRecords(FakeOdps(write_json(tmp_path / "t", flat(10))))
     source = TableSource(table, lambda records, mode: (torch.zeros(len(records)),) * 2, mode="training", where="t")
-    assert isinstance(reader_of(source, 0, readers=2), SeededReader)
+    assert isinstance(make_reader(source, 0, readers=2), SeededReader)
 
 
 def test_a_reader_collects_no_garbage_of_its_worker():
@@ -269,7 +269,7 @@ def test_a_reader_collects_no_garbage_of_its_worker():
     gc.disable()
     try:
         Waiting()
-        readers = reader_of(as_source(Collecting(), mode="training", feed=None, recipe="r"), 0, readers=1)
+        readers = make_reader(as_source(Collecting(), mode="training", feed=None, recipe="r"), 0, readers=1)
         assert readers.read(np.arange(4), epoch=0).labels.tolist() == [0, 1, 2, 3]
         readers.close()
     finally:
@@ -277,7 +277,7 @@ def test_a_reader_collects_no_garbage_of_its_worker():
 
 
 def test_readers_end_when_they_are_closed_or_forgotten():
-    one, other = Readers(source(), 0, count=2), Readers(source(), 0, count=1)
+    one, other = ReaderPool(source(), 0, count=2), ReaderPool(source(), 0, count=1)
     pids = [reader.pid for reader in (*one._readers, *other._readers)]
     one.close()
     one.close()
@@ -363,10 +363,10 @@ def test_every_draw_moves_the_mark_and_nothing_else_does(monkeypatch, in_place):
     assert seeding._IN_PLACE, "this interpreter keeps its generator where CPython does"
     monkeypatch.setattr(seeding, "_IN_PLACE", in_place)
     draws = [random.random, lambda: random.getrandbits(8), np.random.rand, lambda: torch.rand(1)]
-    with kept():
+    with preserve_generators():
         for draw in draws:
             for _ in range(1300):  # a generator makes its 624 words anew twice
-                before = mark()
-                assert mark() == before
+                before = generator_state()
+                assert generator_state() == before
                 draw()
-                assert mark() != before
+                assert generator_state() != before

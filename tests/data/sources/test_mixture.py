@@ -14,10 +14,19 @@ import torch
 
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.tensors import tensor
-from trueline.data.loading.worker_pool import Readers, reader_of
+from trueline.data.loading.worker_pool import ReaderPool, make_reader
 from trueline.data.open import as_source
 from trueline.data.sources.map_style import DatasetSource
-from trueline.data.sources.mixture import Drawn, DrawnSource, Joined, bucketed, drawn_by, mixed, place_of, weighted
+from trueline.data.sources.mixture import (
+    ConcatSource,
+    SampledDataset,
+    SampledSource,
+    bucket_by_length,
+    describe_record,
+    mix,
+    record_lookup,
+    sample_by_weight,
+)
 from trueline.errors import DataError, UsageError
 from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan
@@ -33,13 +42,13 @@ def feed(records: pa.Table, mode: str) -> Any:
     return {"x": tensor(records["x"])}, tensor(records["label"])
 
 
-def opened(drawn: Drawn) -> DrawnSource:
+def opened(drawn: SampledDataset) -> SampledSource:
     source = as_source(drawn, mode="training", feed=feed, recipe="r")
-    assert isinstance(source, DrawnSource)
+    assert isinstance(source, SampledSource)
     return source
 
 
-def trained(source: DrawnSource, *, epoch: int, batch: int = 32, workers: tuple[int, ...] = (1,)) -> list[list[int]]:
+def trained(source: SampledSource, *, epoch: int, batch: int = 32, workers: tuple[int, ...] = (1,)) -> list[list[int]]:
     """The labels of each step of an epoch, shared by as many workers as `workers` says in turn."""
     blocks = Options(shuffle="none").blocks(source)
     plan = JobPlan(num_records=source.num_records, global_batch=batch, epochs=9, seed=3, blocks=blocks)
@@ -57,13 +66,13 @@ def trained(source: DrawnSource, *, epoch: int, batch: int = 32, workers: tuple[
     return steps
 
 
-def worlds(folder: Path) -> dict[str, Drawn]:
+def worlds(folder: Path) -> dict[str, SampledDataset]:
     first, second = numbers(folder / "a.parquet", 0, 300), numbers(folder / "b.parquet", 1000, 2100)
     chance = np.random.default_rng(0)
     return {
-        "mixed": mixed([first, second], [3, 1], seed=1, num_records=2000),
-        "weighted": weighted(first, chance.random(300), seed=1, num_draws=1000),
-        "bucketed": bucketed([first, second], chance.integers(1, 50, 1400), batch=32, seed=1, pool_batches=10),
+        "mixed": mix([first, second], [3, 1], seed=1, num_records=2000),
+        "weighted": sample_by_weight(first, chance.random(300), seed=1, num_draws=1000),
+        "bucketed": bucket_by_length([first, second], chance.integers(1, 50, 1400), batch=32, seed=1, pool_batches=10),
     }
 
 
@@ -93,13 +102,13 @@ def test_sources_are_mixed_in_exactly_their_ratio_and_no_record_is_skipped(tmp_p
 
 
 def test_records_come_as_often_as_their_weights_say(tmp_path: Path) -> None:
-    source = opened(weighted(numbers(tmp_path / "a.parquet", 0, 4), [1, 0, 2.5, 1.5], num_draws=100))
+    source = opened(sample_by_weight(numbers(tmp_path / "a.parquet", 0, 4), [1, 0, 2.5, 1.5], num_draws=100))
     assert Counter(label for step in trained(source, epoch=2) for label in step) == {0: 20, 2: 50, 3: 30}
 
 
 def test_batches_are_of_like_length_and_hold_every_record_once(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 640)
-    source = opened(bucketed(numbers(tmp_path / "a.parquet", 0, 640), lengths, batch=32, seed=1))
+    source = opened(bucket_by_length(numbers(tmp_path / "a.parquet", 0, 640), lengths, batch=32, seed=1))
     steps = trained(source, epoch=1)
     assert sorted(label for step in steps for label in step) == list(range(640))
     assert np.mean([np.ptp(lengths[step]) for step in steps]) < 100, "of 1000"
@@ -107,24 +116,24 @@ def test_batches_are_of_like_length_and_hold_every_record_once(tmp_path: Path) -
 
 def test_tensors_of_several_parts_come_in_the_order_asked_for_or_not_at_all(tmp_path: Path) -> None:
     parts = [torch.utils.data.TensorDataset(torch.arange(n, n + 5.0), torch.arange(n, n + 5)) for n in (0, 10)]
-    batch = Joined([DatasetSource(part, mode="training") for part in parts]).read(np.array([7, 0, 9, 9, 4, 5]))
+    batch = ConcatSource([DatasetSource(part, mode="training") for part in parts]).read(np.array([7, 0, 9, 9, 4, 5]))
     assert batch.inputs.tolist() == batch.labels.tolist() == [12, 0, 14, 14, 4, 10]
     other = torch.utils.data.TensorDataset(torch.zeros(5, 3), torch.arange(5))
-    source = as_source(mixed([parts[0], other], [1, 1]), mode="training", feed=None, recipe="r")
+    source = as_source(mix([parts[0], other], [1, 1]), mode="training", feed=None, recipe="r")
     with pytest.raises(DataError, match="records of 2 of the 2 parts do not make a batch"):
         source.read(np.arange(10))
 
 
 def test_an_order_of_its_own_is_not_shuffled_again_and_needs_a_value_for_each_record(tmp_path: Path) -> None:
     path = numbers(tmp_path / "a.parquet", 0, 100)
-    source = opened(weighted(path, np.ones(100)))
+    source = opened(sample_by_weight(path, np.ones(100)))
     for shuffle in ("full", "windows"):
         with pytest.raises(UsageError, match=f"shuffle is '{shuffle}', and the data set has an order of its own"):
             Options(shuffle=shuffle).blocks(source)
     with pytest.raises(DataError, match=r"weights of shape \[99\] for 100 records"):
-        opened(weighted(path, np.ones(99)))
+        opened(sample_by_weight(path, np.ones(99)))
     with pytest.raises(DataError, match=r"lengths of shape \[101\] for 100 records"):
-        opened(bucketed(path, np.ones(101), batch=8))
+        opened(bucket_by_length(path, np.ones(101), batch=8))
 
 
 def test_without_shuffling_records_come_as_they_lie(tmp_path: Path) -> None:
@@ -136,8 +145,8 @@ def test_without_shuffling_records_come_as_they_lie(tmp_path: Path) -> None:
 
 def test_processes_read_files_of_this_machine_ahead_and_the_batches_are_the_same(tmp_path: Path) -> None:
     drawn = worlds(tmp_path)["mixed"]
-    readers = reader_of(opened(drawn), 3, readers=2)
-    assert isinstance(readers, Readers)
+    readers = make_reader(opened(drawn), 3, readers=2)
+    assert isinstance(readers, ReaderPool)
     alone = SeededReader(opened(drawn), 3)
     try:
         for start in range(0, 2000, 250):
@@ -158,8 +167,8 @@ def test_a_database_is_read_by_processes_each_with_connections_of_its_own(tmp_pa
         connection.executemany("insert into t values (?, ?, ?)", [(i, i, i) for i in range(100)])
     source = as_source(f"sqlite:///{tmp_path}/t.db?table=t&key=id", mode="training", feed=feed, recipe="r")
     assert source.read(np.array([1])).labels.tolist() == [1], "this process has had a connection"
-    readers = reader_of(source, 0, readers=2)
-    assert isinstance(readers, Readers)
+    readers = make_reader(source, 0, readers=2)
+    assert isinstance(readers, ReaderPool)
     try:
         asked = [np.array([start, 99 - start, 7]) for start in range(20)]
         for at, wanted in enumerate(asked):
@@ -170,43 +179,52 @@ def test_a_database_is_read_by_processes_each_with_connections_of_its_own(tmp_pa
     finally:
         readers.close()
     whole = DatasetSource([(torch.zeros(1), 0)], mode="training")
-    readers = reader_of(whole, 0, readers=1)
-    assert isinstance(readers, Readers)
+    readers = make_reader(whole, 0, readers=1)
+    assert isinstance(readers, ReaderPool)
     readers.close()
 
 
 def test_parts_of_one_size_are_shuffled_each_in_its_own_way(tmp_path: Path) -> None:
     parts = [str(numbers(tmp_path / f"{start}.parquet", start, start + 500)) for start in (0, 500)]
-    drawn = opened(mixed(parts, [1, 1], seed=4)).order.at(np.arange(1000), epoch=0)
+    drawn = opened(mix(parts, [1, 1], seed=4)).order.at(np.arange(1000), epoch=0)
     assert [int(one) for one in drawn if one < 500] != [int(one) - 500 for one in drawn if one >= 500]
 
 
 def test_what_stands_at_a_position_is_asked_of_the_epoch(tmp_path: Path) -> None:
-    source = opened(weighted(str(numbers(tmp_path / "a.parquet", 0, 50)), np.arange(50.0), seed=2))
-    by = drawn_by(source)
+    source = opened(sample_by_weight(str(numbers(tmp_path / "a.parquet", 0, 50)), np.arange(50.0), seed=2))
+    by = record_lookup(source)
     assert by is not None
     for epoch in (0, 3):
         assert by(np.arange(50), epoch).tolist() == source.order.at(np.arange(50), epoch=epoch).tolist()
     assert by(np.arange(50), 0).tolist() != by(np.arange(50), 3).tolist()
-    assert drawn_by(source.records.parts[0]) is None
+    assert record_lookup(source.records.parts[0]) is None
 
 
 def test_a_record_is_placed_in_its_part_and_its_file(tmp_path: Path) -> None:
     one, two = (str(numbers(tmp_path / f"{start}.parquet", start, start + 100)) for start in (0, 100))
-    both = opened(mixed([one, two], [1, 1], seed=1))
-    assert place_of(both, 3).endswith("0.parquet#0, part 1 of 2")
-    assert place_of(both, 165).startswith("record 1 of ")
-    assert place_of(both, 165).endswith("100.parquet#1, part 2 of 2")
-    assert ", part" not in place_of(opened(weighted(one, np.ones(100))), 3)
+    both = opened(mix([one, two], [1, 1], seed=1))
+    assert describe_record(both, 3).endswith("0.parquet#0, part 1 of 2")
+    assert describe_record(both, 165).startswith("record 1 of ")
+    assert describe_record(both, 165).endswith("100.parquet#1, part 2 of 2")
+    assert ", part" not in describe_record(opened(sample_by_weight(one, np.ones(100))), 3)
 
 
 def test_another_order_or_other_records_are_another_source(tmp_path: Path) -> None:
     one, two = (str(numbers(tmp_path / f"{start}.parquet", start, start + 100)) for start in (0, 100))
+    ones, growing = np.ones(100), np.arange(100)
     made = [
-        weighted(one, np.ones(100)), weighted(one, np.arange(100.0)), weighted(one, np.ones(100), seed=1),
-        weighted(one, np.ones(100), num_draws=7), weighted(two, np.ones(100)), bucketed(one, np.ones(100), batch=4),
-        bucketed(one, np.ones(100), batch=5), bucketed(one, np.arange(100), batch=4), mixed([one, two], [1, 1]),
-        mixed([one, two], [1, 2]), mixed([two, one], [1, 1]), mixed([one, two], [1, 1], num_records=50),
-    ]  # fmt: skip
+        sample_by_weight(one, ones),
+        sample_by_weight(one, growing),
+        sample_by_weight(one, ones, seed=1),
+        sample_by_weight(one, ones, num_draws=7),
+        sample_by_weight(two, ones),
+        bucket_by_length(one, ones, batch=4),
+        bucket_by_length(one, ones, batch=5),
+        bucket_by_length(one, growing, batch=4),
+        mix([one, two], [1, 1]),
+        mix([one, two], [1, 2]),
+        mix([two, one], [1, 1]),
+        mix([one, two], [1, 1], num_records=50),
+    ]
     assert len({opened(drawn).fingerprint() for drawn in made}) == len(made)
-    assert opened(made[0]).fingerprint() == opened(weighted(one, np.ones(100))).fingerprint()
+    assert opened(made[0]).fingerprint() == opened(sample_by_weight(one, np.ones(100))).fingerprint()

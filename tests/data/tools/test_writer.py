@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trueline import events, files
 from trueline.data.open import open_records
 from trueline.data.tools import inspect
-from trueline.data.tools.writer import Plan, RangeWriter, StoreFolder, committed
+from trueline.data.tools.writer import RangeWriter, StoreFolder, WritePlan, read_commit
 from trueline.errors import DataError
 from trueline.storage.listing import COMMIT, PLAN
 from worlds.records import WORLDS, as_table, flat, nested, raw, rich, rows_of
@@ -43,21 +43,21 @@ def test_what_is_written_in_ranges_is_read_back_whole(to: str, rows: Any, where:
     if to == "arrayrecord" and (where.startswith("memory") or importlib.util.find_spec("array_record") is None):
         pytest.skip("the package array_record is not installed, or reads no stores")
     table = pa.Table.from_pylist(rows(100)) if to in ("recordio", "mxnet", "arrayrecord") else as_table(rows(100))
-    writer = RangeWriter(where, Plan(num_records=100, range_records=30, format=to))
+    writer = RangeWriter(where, WritePlan(num_records=100, range_records=30, format=to))
     for start, stop in reversed(writer.missing()):
         writer.write(start, stop, table.slice(start, stop - start))
     facts = writer.commit()
     assert [part["records"] for part in facts["parts"]] == [30, 30, 30, 10]
-    assert committed(where) == facts
+    assert read_commit(where) == facts
     assert rows_of(open_records(where)) == rows(100)
 
 
 def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(where: str) -> None:
     table = as_table(flat(100))
-    plan = Plan(num_records=100, range_records=40, of="digest")
+    plan = WritePlan(num_records=100, range_records=40, of="digest")
     first = RangeWriter(where, plan)
     first.write(40, 80, table.slice(40, 40))
-    assert committed(where) is None
+    assert read_commit(where) is None
     with pytest.raises(DataError, match="is not whole: its writer has not finished it"):
         open_records(where)
     (fault,) = inspect.verify(where).faults
@@ -75,7 +75,7 @@ def test_a_writer_that_died_is_continued_and_commits_only_when_all_is_there(wher
 
 def test_a_folder_from_which_a_part_went_is_not_read_as_if_it_were_whole(where: str) -> None:
     table = as_table(flat(100))
-    writer = RangeWriter(where, Plan(num_records=100, range_records=40))
+    writer = RangeWriter(where, WritePlan(num_records=100, range_records=40))
     for start, stop in writer.missing():
         writer.write(start, stop, table.slice(start, stop - start))
     writer.commit()
@@ -92,7 +92,7 @@ def test_a_folder_from_which_a_part_went_is_not_read_as_if_it_were_whole(where: 
 
 
 def test_a_part_that_is_there_stays_when_a_late_writer_comes_with_other_content_and_that_is_said(where: str) -> None:
-    plan = Plan(num_records=4, range_records=4)
+    plan = WritePlan(num_records=4, range_records=4)
     late, first = RangeWriter(where, plan), RangeWriter(where, plan)
     first.write(0, 4, pa.table({"record": [1, 2, 3, 4]}))
     said: list[dict[str, Any]] = []
@@ -117,8 +117,8 @@ def test_a_store_whose_package_only_looks_before_it_writes_is_not_taken_for_one_
     folder = StoreFolder(Looking(), str(tmp_path / "out"))
     said: list[str] = []
     with events.listening(lambda name, _: said.append(name)):
-        assert folder.put("part", b"one")
-        assert not folder.put("part", b"two")
+        assert folder.write("part", b"one")
+        assert not folder.write("part", b"two")
     assert (folder.refuses, said, folder.get("part")) == (False, ["store.overwrites"], b"one")
 
 
@@ -132,27 +132,27 @@ def test_a_package_that_refuses_the_condition_itself_is_written_to_without_it(tm
     folder = StoreFolder(Strict(), f"/{tmp_path.name}")
     said: list[Any] = []
     with events.listening(lambda name, fields: said.append((name, fields["why"]))):
-        assert folder.put("part", b"one")
-        assert not folder.put("part", b"two")
+        assert folder.write("part", b"one")
+        assert not folder.write("part", b"two")
     assert said == [("store.overwrites", "TypeError: unexpected {'mode': 'create'}")]
     assert folder.get("part") == b"one"
 
 
 def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Path) -> None:
-    RangeWriter(tmp_path / "out", Plan(num_records=100, of="one"))
+    RangeWriter(tmp_path / "out", WritePlan(num_records=100, of="one"))
     with pytest.raises(DataError, match="holds what was made of something else"):
-        RangeWriter(tmp_path / "out", Plan(num_records=100, of="two"))
+        RangeWriter(tmp_path / "out", WritePlan(num_records=100, of="two"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").touch()
     with pytest.raises(DataError, match=r"is not empty \(it has chapter\.txt\)"):
-        RangeWriter(tmp_path / "thesis", Plan(num_records=100))
-    writer = RangeWriter(tmp_path / "out", Plan(num_records=100, of="one"))
+        RangeWriter(tmp_path / "thesis", WritePlan(num_records=100))
+    writer = RangeWriter(tmp_path / "out", WritePlan(num_records=100, of="one"))
     with pytest.raises(DataError, match="no range of the plan"):
         writer.write(0, 50, as_table(flat(50)))
     with pytest.raises(DataError, match="was given 99 records"):
         writer.write(0, 100, as_table(flat(99)))
     with pytest.raises(DataError, match="cannot be written"):
-        RangeWriter(tmp_path / "x", Plan(num_records=1, format="xml"))
+        RangeWriter(tmp_path / "x", WritePlan(num_records=1, format="xml"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Pa
     ],
 )
 def test_a_column_that_a_format_cannot_hold_is_named(tmp_path: Path, to: str, rows: Any, words: str) -> None:
-    writer = RangeWriter(tmp_path / "out", Plan(num_records=len(rows), format=to))
+    writer = RangeWriter(tmp_path / "out", WritePlan(num_records=len(rows), format=to))
     with pytest.raises(DataError, match=words):
         writer.write(0, len(rows), as_table(rows))
     assert len(writer.missing()) == 1
@@ -215,7 +215,7 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
     monkeypatch.setattr(files, "write_atomic", dying)
     with pytest.raises(KeyboardInterrupt):
         inspect.convert(path, tmp_path / "out", range_records=32)
-    assert committed(tmp_path / "out") is None
+    assert read_commit(tmp_path / "out") is None
     inspect.convert(path, tmp_path / "out", range_records=32)
     assert len(writes) == len(set(writes)) + 1  # only the part that was being written was written again
     assert rows_of(open_records(tmp_path / "out")) == flat(150)
@@ -227,7 +227,7 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
 
 def test_recordio_chunks_hold_at_most_a_mebibyte(tmp_path: Path) -> None:
     rows = [{"record": bytes([n]) * 300_000} for n in range(10)]
-    writer = RangeWriter(tmp_path / "out", Plan(num_records=10, format="recordio"))
+    writer = RangeWriter(tmp_path / "out", WritePlan(num_records=10, format="recordio"))
     writer.write(0, 10, pa.Table.from_pylist(rows))
     writer.commit()
     records = open_records(tmp_path / "out")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from trueline.data.loading.tensors import tensor
-from trueline.data.sources.mixture import bucketed, mixed, weighted
+from trueline.data.sources.mixture import bucket_by_length, mix, sample_by_weight
 
 _tiny = importlib.util.spec_from_file_location("tiny", Path(__file__).parent / "tiny.py")
 tiny = importlib.util.module_from_spec(_tiny)
@@ -54,10 +54,10 @@ def dataset(mode):
     first, second = folder / "a.parquet", folder / "b.parquet"
     kind = os.environ["DRAWN"]
     if kind == "mixed":
-        return mixed([first, second], [1, 3], seed=1)
+        return mix([first, second], [1, 3], seed=1)
     if kind == "weighted":
-        return weighted([first, second], weights(), seed=1)
-    return bucketed([first, second], lengths(), batch=global_batch, seed=1, pool_batches=4)
+        return sample_by_weight([first, second], weights(), seed=1)
+    return bucket_by_length([first, second], lengths(), batch=global_batch, seed=1, pool_batches=4)
 
 
 def feed(records, mode):

@@ -10,7 +10,7 @@ import click
 from trueline.cli.options import json_option, quiet_option, say, verb
 
 if TYPE_CHECKING:
-    from trueline.data.tools.inspect import Advanced, Looked
+    from trueline.data.tools.inspect import InspectedRecords, Progress
 
 _EXAMPLES = """
 trueline data inspect train.parquet
@@ -146,7 +146,7 @@ if isinstance(command, click.Group):
         command.add_command(_one)
 
 
-def _described(found: Looked, rows: list[dict[str, Any]]) -> str:
+def _described(found: InspectedRecords, rows: list[dict[str, Any]]) -> str:
     lines = [f"{found.records} records in {found.units} units of at most {found.largest_unit}", "", "columns"]
     width = max((len(field.name) for field in found.schema), default=0)
     lines += [f"  {field.name:<{width}}  {field.type}" for field in found.schema]
@@ -179,7 +179,7 @@ class _progress:
         self._bar = Progress(console=console, disable=quiet or not console.is_terminal, transient=True)
         self._task = self._bar.add_task(what, total=None)
 
-    def __enter__(self) -> Advanced:
+    def __enter__(self) -> Progress:
         self._bar.start()
         return lambda done, of: self._bar.update(self._task, completed=done, total=of)
 

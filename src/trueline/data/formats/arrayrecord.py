@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from trueline.data.formats.recordio import SCHEMA
-from trueline.data.records import Listed, Part
+from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError
 from trueline.storage.file import File
 
@@ -25,15 +25,17 @@ class ArrayRecordFormat:
     unit = "run of records"
     ranged = True
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         reader = _reader(file)
         try:
             count = int(reader.num_records())
         finally:
             reader.close()
-        return Listed(SCHEMA, [Part(min(_UNIT_RECORDS, count - at), at) for at in range(0, count, _UNIT_RECORDS)])
+        return FileListing(
+            SCHEMA, [FileUnit(min(_UNIT_RECORDS, count - at), at) for at in range(0, count, _UNIT_RECORDS)]
+        )
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         if start == stop:
             return SCHEMA.empty_table()
         reader = _reader(file)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from trueline.data.records import Listed, Part
+from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError, join_names
 from trueline.storage.file import File, LocalFile, Stamp
 
@@ -34,7 +34,7 @@ class ArrowFormat:
     def __init__(self) -> None:
         self._valid: set[tuple[str, Stamp, int]] = set()
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         with file.open() as opened:
             start = opened.read(len(_MAGIC))
         if start == _MAGIC:
@@ -43,25 +43,25 @@ class ArrowFormat:
             return self._list_stream(file)
         raise DataError(f"{file.uri} is not an Arrow IPC file or stream: it begins with {start!r}")
 
-    def _list_file(self, file: File) -> Listed:
+    def _list_file(self, file: File) -> FileListing:
         """`at` is the batch's number; only its first column is looked at."""
-        with _mapped(file) as source, pa.ipc.open_file(source) as reader:
+        with _map(file) as source, pa.ipc.open_file(source) as reader:
             schema, count = reader.schema, reader.num_record_batches
         options = pa.ipc.IpcReadOptions(included_fields=[0]) if len(schema) else None
-        with _mapped(file) as source, pa.ipc.open_file(source, options=options) as reader:
-            return Listed(schema, [Part(reader.get_batch(index).num_rows, index) for index in range(count)])
+        with _map(file) as source, pa.ipc.open_file(source, options=options) as reader:
+            return FileListing(schema, [FileUnit(reader.get_batch(index).num_rows, index) for index in range(count)])
 
-    def _list_stream(self, file: File) -> Listed:
+    def _list_stream(self, file: File) -> FileListing:
         """`at` and `end` are the bytes between which the batch's message lies."""
-        parts: list[Part] = []
-        with _mapped(file) as source:
+        parts: list[FileUnit] = []
+        with _map(file) as source:
             reader = pa.ipc.open_stream(source)
             schema = reader.schema
             _refuse_dictionaries(schema, file)
             while True:
                 at = source.tell()
                 if source.read(len(_END)) == _END:
-                    return Listed(schema, parts)
+                    return FileListing(schema, parts)
                 source.seek(at)
                 try:
                     batch = reader.read_next_batch()
@@ -70,10 +70,10 @@ class ArrowFormat:
                         f"{file.uri} is torn at byte {at}: no end mark follows {len(parts)} record batches",
                         hint="close the writer that makes it, or write it again as an IPC file",
                     ) from None
-                parts.append(Part(batch.num_rows, at, source.tell()))
+                parts.append(FileUnit(batch.num_rows, at, source.tell()))
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
-        with _mapped(file) as source:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
+        with _map(file) as source:
             if part.end:
                 schema = pa.ipc.open_stream(source).schema
                 source.seek(part.at)
@@ -89,7 +89,7 @@ class ArrowFormat:
 
 
 @contextmanager
-def _mapped(file: File) -> Iterator[Any]:
+def _map(file: File) -> Iterator[Any]:
     """The buffers of what is read keep the mapping alive after the block."""
     if file.path is not None:
         with pa.memory_map(str(file.path)) as source:

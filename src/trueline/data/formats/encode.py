@@ -21,17 +21,17 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from trueline.data.formats.recordio import CHUNK_BYTES, chunk, dmlc_record
-from trueline.data.records import columns
+from trueline.data.formats.recordio import CHUNK_BYTES, encode_chunk, encode_dmlc_record
+from trueline.data.records import describe_columns
 from trueline.errors import DataError
 
 GROUP_RECORDS = 8192
 """Records of a row group or record batch: what a reader decodes at once."""
 
 
-def pack(table: pa.Table, format: str) -> bytes:
+def encode_table(table: pa.Table, format: str) -> bytes:
     """`table` as a file of `format` (one of PACKERS). Raises DataError for columns that it cannot hold."""
-    return PACKERS[format][1](table)
+    return ENCODERS[format][1](table)
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -50,7 +50,9 @@ def _arrow(table: pa.Table) -> bytes:
 def _csv(table: pa.Table) -> bytes:
     wrong = [field for field in table.schema if pa.types.is_nested(field.type) or _is_bytes(field.type)]
     if wrong:
-        raise DataError(f"CSV cannot hold {columns(pa.schema(wrong))}", hint="write Parquet, Arrow or JSON Lines")
+        raise DataError(
+            f"CSV cannot hold {describe_columns(pa.schema(wrong))}", hint="write Parquet, Arrow or JSON Lines"
+        )
     sink = pa.BufferOutputStream()
     pyarrow.csv.write_csv(table, sink)
     return bytes(sink.getvalue())
@@ -65,15 +67,15 @@ def _recordio(table: pa.Table) -> bytes:
     out, records, num_bytes = [], list[bytes](), 0
     for record in _values(table):
         if records and num_bytes + len(record) > CHUNK_BYTES:
-            out.append(chunk(records))
+            out.append(encode_chunk(records))
             records, num_bytes = [], 0
         records.append(record)
         num_bytes += len(record)
-    return b"".join([*out, chunk(records)] if records else out)
+    return b"".join([*out, encode_chunk(records)] if records else out)
 
 
 def _mxnet(table: pa.Table) -> bytes:
-    return b"".join(map(dmlc_record, _values(table)))
+    return b"".join(map(encode_dmlc_record, _values(table)))
 
 
 def _array_record(table: pa.Table) -> bytes:
@@ -88,7 +90,7 @@ def _array_record(table: pa.Table) -> bytes:
         return path.read_bytes()
 
 
-PACKERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
+ENCODERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
     "parquet": (".parquet", _parquet),
     "arrow": (".arrow", _arrow),
     "csv": (".csv", _csv),

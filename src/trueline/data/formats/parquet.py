@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trueline.data.records import Listed, Part, first_line
+from trueline.data.records import FileListing, FileUnit, first_line
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 
@@ -49,13 +49,13 @@ class ParquetFormat:
         self._verified: set[tuple[str, Stamp, int]] = set()
         """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         if file.path is not None:  # in a store its first bytes would be one more request for each file
             with file.open() as opened:
                 start = opened.read(len(_MAGIC))
             if start != _MAGIC:
                 raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
-        return self.listed(file, self.footer(file))
+        return self.parse_footer(file, self.footer(file))
 
     def footer(self, file: File) -> bytes:
         """The metadata, its length and the magic number: the end of the file."""
@@ -68,7 +68,7 @@ class ParquetFormat:
             opened.seek(size - _END.size - length)
             return opened.read(length + _END.size)
 
-    def listed(self, file: File, footer: bytes) -> Listed:
+    def parse_footer(self, file: File, footer: bytes) -> FileListing:
         try:
             with pq.ParquetFile(pa.BufferReader(_MAGIC + footer)) as found:  # a whole file without row groups
                 metadata, schema = found.metadata, found.schema_arrow
@@ -76,9 +76,9 @@ class ParquetFormat:
             raise DataError(f"{file.uri} is torn: its footer is damaged: {first_line(error)}") from error
         self._hold(file, metadata)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        return Listed(schema, [Part(group.num_rows, index) for index, group in enumerate(groups)])
+        return FileListing(schema, [FileUnit(group.num_rows, index) for index, group in enumerate(groups)])
 
-    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+    def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         """A row group's columns lie one behind the other."""
         group = self._footer(file).row_group(part.at)
         columns = [group.column(index) for index in range(group.num_columns)]
@@ -86,22 +86,22 @@ class ParquetFormat:
         ends = [begin + column.total_compressed_size for begin, column in zip(begins, columns, strict=True)]
         return min(begins, default=0), max(ends, default=0)
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
-        with self._opened(file, [part]) as found:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
+        with self._open(file, [part]) as found:
             table = found.read_row_group(part.at, use_threads=False)
             if (file.uri, file.stamp, part.at) not in self._verified:
-                _validate(table, _unsure(table.schema))
+                _validate(table, _text_columns(table.schema))
         self._remember(file, part)
         if len(table) != part.count:
             return table  # the caller says that the file lies
         return table.slice(start, stop - start)
 
-    def stream(self, file: File, parts: Sequence[Part], rows: int) -> Iterator[Iterator[pa.Table]]:
-        with self._opened(file, parts) as found:
+    def stream(self, file: File, parts: Sequence[FileUnit], rows: int) -> Iterator[Iterator[pa.Table]]:
+        with self._open(file, parts) as found:
             for part in parts:
                 yield self._pieces(found, file, part, rows)
 
-    def _pieces(self, found: pq.ParquetFile, file: File, part: Part, rows: int) -> Iterator[pa.Table]:
+    def _pieces(self, found: pq.ParquetFile, file: File, part: FileUnit, rows: int) -> Iterator[pa.Table]:
         """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
         num_bytes = found.metadata.row_group(part.at).total_byte_size
         if num_bytes <= _PIECE_BYTES:
@@ -115,13 +115,13 @@ class ParquetFormat:
             return
         unsure: list[int] | None = None
         for table in tables:
-            unsure = _unsure(table.schema) if unsure is None else unsure
+            unsure = _text_columns(table.schema) if unsure is None else unsure
             _validate(table, unsure)
             yield table
         self._remember(file, part)
 
     @contextmanager
-    def _opened(self, file: File, parts: Sequence[Part]) -> Iterator[pq.ParquetFile]:
+    def _open(self, file: File, parts: Sequence[FileUnit]) -> Iterator[pq.ParquetFile]:
         """Compares checksums as long as those of one of `parts` were not."""
         verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
         options = {"metadata": self._footer(file), "page_checksum_verification": verify}
@@ -137,7 +137,7 @@ class ParquetFormat:
     def _footer(self, file: File) -> Any:
         found = self._footers.get((file.uri, file.stamp))
         if found is None:
-            self.listed(file, self.footer(file))
+            self.parse_footer(file, self.footer(file))
             found = self._footers[file.uri, file.stamp]
         return found
 
@@ -149,13 +149,13 @@ class ParquetFormat:
             while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
                 self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
 
-    def _remember(self, file: File, part: Part) -> None:
+    def _remember(self, file: File, part: FileUnit) -> None:
         if len(self._verified) >= _VERIFIED:
             self._verified.clear()  # to compare once more costs less than to remember every group of a large store
         self._verified.add((file.uri, file.stamp, part.at))
 
 
-def _unsure(schema: pa.Schema) -> list[int]:
+def _text_columns(schema: pa.Schema) -> list[int]:
     """Columns that may hold texts."""
     kinds = [field.type for field in schema]
     return [at for at, kind in enumerate(kinds) if not pa.types.is_primitive(kind) and kind not in _BYTES]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trueline.data.formats import snappy
-from trueline.data.records import Listed, Part
+from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import load_index
@@ -51,30 +51,30 @@ class RecordIoFormat:
         """Whether all files that were listed have checksums: MXNet's have none."""
         return not self._starts
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         if file.stamp.size == 0:
-            return Listed(SCHEMA, [])
+            return FileListing(SCHEMA, [])
         with file.open() as opened:
             start = opened.read(4)
         magic = int.from_bytes(start, "little")
         if magic == MAGIC:
-            return Listed(SCHEMA, list(_chunks(file)))
+            return FileListing(SCHEMA, list(_chunks(file)))
         if magic in (DMLC_MAGIC, DMLC_EARLY):
-            starts = load_index(file, "dmlc", lambda: {"starts": dmlc_starts(file)})["starts"].astype(np.int64)
+            starts = load_index(file, "dmlc", lambda: {"starts": find_dmlc_starts(file)})["starts"].astype(np.int64)
             self._starts[file.uri, file.stamp] = starts
-            return Listed(SCHEMA, list(_runs(starts)))
+            return FileListing(SCHEMA, list(_runs(starts)))
         raise DataError(
             f"{file.uri} is not RecordIO: it begins with {start!r}, "
             f"expected {MAGIC.to_bytes(4, 'little')!r} or {DMLC_MAGIC.to_bytes(4, 'little')!r}"
         )
 
-    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+    def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         starts = self._starts.get((file.uri, file.stamp))
         if starts is None:
             return part.at, part.end
         return int(starts[part.end + start]), int(starts[part.end + stop])
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         starts = self._starts.get((file.uri, file.stamp))
         with file.open() as opened:
             if starts is None:
@@ -83,10 +83,10 @@ class RecordIoFormat:
             at, end = int(starts[part.end + start]), int(starts[part.end + stop])
             opened.seek(at)
             data = opened.read(end - at)
-        return pa.table([pa.array(list(dmlc_records(data, at)), pa.binary())], schema=SCHEMA)
+        return pa.table([pa.array(list(split_dmlc_records(data, at)), pa.binary())], schema=SCHEMA)
 
 
-def _chunks(file: File) -> Iterator[Part]:
+def _chunks(file: File) -> Iterator[FileUnit]:
     """Reads headers only. Raises DataError for one that is damaged or reaches beyond the file."""
     at, size = 0, file.stamp.size
     with file.open() as opened:
@@ -103,14 +103,14 @@ def _chunks(file: File) -> Iterator[Part]:
                 )
             if end > size:
                 raise DataError(f"{file.uri} is torn at byte {at}: its chunk ends {end - size} bytes behind the file")
-            part = Part(count, at, end)
+            part = FileUnit(count, at, end)
             if not count and length:
                 _chunk_records(header + opened.read(length), part, file)  # nobody would read it later
             yield part
             at = end
 
 
-def _chunk_records(data: bytes, part: Part, file: File) -> pa.Table:
+def _chunk_records(data: bytes, part: FileUnit, file: File) -> pa.Table:
     """All records of a chunk, header included in `data`."""
     _, checksum, compressor, length, _ = HEADER.unpack_from(data)
     stored = memoryview(data)[HEADER.size :]
@@ -122,10 +122,10 @@ def _chunk_records(data: bytes, part: Part, file: File) -> pa.Table:
         payload = gzip.decompress(stored)
     else:
         payload = stored
-    return pa.table([_unpacked(payload, part, file)], schema=SCHEMA)
+    return pa.table([_unpack(payload, part, file)], schema=SCHEMA)
 
 
-def _unpacked(payload: bytes | memoryview, part: Part, file: File) -> pa.Array:
+def _unpack(payload: bytes | memoryview, part: FileUnit, file: File) -> pa.Array:
     """`length, bytes` again and again, as one Arrow array: contents are moved once."""
     alike = _of_one_length(payload, part.count)
     if alike is not None:
@@ -164,17 +164,17 @@ def _binary(offsets: Ints, values: pa.Buffer) -> pa.Array:
     return pa.BinaryArray.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
-def _runs(starts: Ints) -> Iterator[Part]:
+def _runs(starts: Ints) -> Iterator[FileUnit]:
     """Cut where a unit would pass 4096 records or 4 MiB, if it has more than one: it is read whole."""
     first, count = 0, len(starts) - 1
     while first < count:
         fitting = int(np.searchsorted(starts, starts[first] + _UNIT_BYTES, side="right")) - 1
         stop = min(max(fitting, first + 1), first + _UNIT_RECORDS, count)
-        yield Part(stop - first, int(starts[first]), first)
+        yield FileUnit(stop - first, int(starts[first]), first)
         first = stop
 
 
-def dmlc_starts(file: File) -> Ints:
+def find_dmlc_starts(file: File) -> Ints:
     """The bytes at which MXNet's records begin, and the end of the file. Reads the heads of parts only."""
     starts, at, size, inside = [], 0, file.stamp.size, False
     with file.open() as opened:
@@ -203,7 +203,7 @@ def _part_head(opened: BinaryIO, at: int, uri: str) -> tuple[int, int]:
     raise DataError(f"{uri} is torn at byte {at}: {head!r} begins no part of a record")
 
 
-def dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
+def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
     """The records of a run of parts. Where a record was cut, the writer had dropped the magic: it is put back.
 
     Raises ValueError that names the byte, counted from `start`.
@@ -225,19 +225,19 @@ def dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
         at += 8 + length + -length % 4
 
 
-def chunk(records: list[bytes], *, compressor: str = "snappy") -> bytes:
+def encode_chunk(records: list[bytes], *, compressor: str = "snappy") -> bytes:
     """`records` as a chunk of ElasticDL's format."""
     payload = b"".join(len(record).to_bytes(4, "little") + record for record in records)
-    ways: dict[str, Callable[[bytes], bytes]] = {"none": bytes, "snappy": snappy.compress, "gzip": _gzipped}
+    ways: dict[str, Callable[[bytes], bytes]] = {"none": bytes, "snappy": snappy.compress, "gzip": _gzip}
     stored = ways[compressor](payload)
     return HEADER.pack(MAGIC, zlib.crc32(stored), COMPRESSORS[compressor], len(stored), len(records)) + stored
 
 
-def _gzipped(data: bytes) -> bytes:
+def _gzip(data: bytes) -> bytes:
     return gzip.compress(data, compresslevel=6, mtime=0)
 
 
-def dmlc_record(record: bytes) -> bytes:
+def encode_dmlc_record(record: bytes) -> bytes:
     """`record` in MXNet's format: cut wherever the magic stands at a multiple of four bytes."""
     magic = DMLC_MAGIC.to_bytes(4, "little")
     cuts, at = [], record.find(magic)

@@ -98,14 +98,14 @@ def crc32c(data: bytes) -> int:
         lanes[0] = state
         for column in np.ascontiguousarray(body.T):
             lanes = table[(lanes ^ column) & np.uint32(0xFF)] ^ (lanes >> np.uint32(8))
-        state = _joined(lanes, width)
+        state = _join_lanes(lanes, width)
     return int(state) ^ 0xFFFFFFFF
 
 
-def _joined(lanes: UInt32s, width: int) -> np.uint32:
+def _join_lanes(lanes: UInt32s, width: int) -> np.uint32:
     """Lane after lane, pairwise: the left one moves over `width` zero bytes, then widths double."""
     while len(lanes) > 1:
-        columns = _moved(width)
+        columns = _shift_matrix(width)
         left, right = lanes[0::2], lanes[1::2]
         for bit in range(32):
             right = right ^ np.where((left >> np.uint32(bit)) & np.uint32(1), columns[bit], np.uint32(0))
@@ -114,18 +114,18 @@ def _joined(lanes: UInt32s, width: int) -> np.uint32:
 
 
 @lru_cache(maxsize=256)
-def _moved(width: int) -> UInt32s:
+def _shift_matrix(width: int) -> UInt32s:
     """What each single bit of a state becomes after `width` zero bytes."""
     if width == 1:
         table, bits = _table(), np.uint32(1) << np.arange(32, dtype=np.uint32)
         found: UInt32s = table[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8))
         return found
-    half = _moved(width // 2)
-    found = _applied(half, half)
-    return _applied(_moved(1), found) if width % 2 else found
+    half = _shift_matrix(width // 2)
+    found = _apply_matrix(half, half)
+    return _apply_matrix(_shift_matrix(1), found) if width % 2 else found
 
 
-def _applied(matrix: UInt32s, states: UInt32s) -> UInt32s:
+def _apply_matrix(matrix: UInt32s, states: UInt32s) -> UInt32s:
     out = np.zeros(len(states), np.uint32)
     for bit in range(32):
         out ^= np.where((states >> np.uint32(bit)) & np.uint32(1), matrix[bit], np.uint32(0))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.records import Listed, Part
+from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import Arrays, load_index
@@ -65,23 +65,23 @@ class TarFormat:
     ranged = True
     _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         found = _Index.of(load_index(file, "webdataset", lambda: _index(file).arrays()))
         self._known[file.uri, file.stamp] = found
         if not found.keys:
-            return Listed(pa.schema([]), [])
+            return FileListing(pa.schema([]), [])
         schema = pa.schema(
             [pa.field(KEY, pa.string()), *(pa.field(name, pa.binary()) for name in sorted(found.extensions))]
         )
-        return Listed(schema, list(_parts(found)))
+        return FileListing(schema, list(_parts(found)))
 
-    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+    def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         found = self._known[file.uri, file.stamp]
         at, size = found.at[part.at + start : part.at + stop], found.size[part.at + start : part.at + stop]
         there = at >= 0
         return (int(at[there].min()), int((at + size)[there].max())) if there.any() else (0, 0)
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         found = self._known[file.uri, file.stamp]
         first, last = part.at + start, part.at + stop
         columns = {KEY: pa.array(found.keys[first:last], pa.string())}
@@ -107,16 +107,16 @@ def _whole(data: bytes, size: int, at: int) -> bytes:
     return data
 
 
-def _parts(index: _Index) -> Iterator[Part]:
+def _parts(index: _Index) -> Iterator[FileUnit]:
     """Cut where a unit would pass 4 MiB or 1024 samples."""
     sizes = np.maximum(index.size, 0).sum(axis=1)
     first = num_bytes = 0
     for sample, size in enumerate(sizes.tolist()):
         if sample > first and (num_bytes + size > _UNIT_BYTES or sample - first == _UNIT_RECORDS):
-            yield Part(sample - first, first)
+            yield FileUnit(sample - first, first)
             first, num_bytes = sample, 0
         num_bytes += size
-    yield Part(len(sizes) - first, first)
+    yield FileUnit(len(sizes) - first, first)
 
 
 def _index(file: File) -> _Index:
@@ -125,7 +125,7 @@ def _index(file: File) -> _Index:
     extensions: dict[str, int] = {}
     places: list[tuple[int, int, int, int]] = []
     for name, at, size in _members(file):
-        key, extension = _parted(name)
+        key, extension = _split_name(name)
         if not keys or key != keys[-1]:
             if key in seen:
                 raise DataError(
@@ -161,9 +161,9 @@ def _members(file: File) -> Iterator[tuple[str, int, int]]:
             raise DataError(f"{file.uri} is torn at byte {at}: {why}")
 
 
-def _parted(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """
-    >>> _parted("train/00017.seg.png")
+    >>> _split_name("train/00017.seg.png")
     ('train/00017', 'seg.png')
     """
     folder, slash, base = name.rpartition("/")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
-from trueline.data.records import Listed, Part, first_line
+from trueline.data.records import FileListing, FileUnit, first_line
 from trueline.errors import DataError
 from trueline.storage.file import File, Stamp
 from trueline.storage.offset_index import load_index
@@ -40,21 +40,21 @@ class _Lines:
     def __init__(self) -> None:
         self._known: dict[tuple[str, Stamp], tuple[Ints, pa.Schema]] = {}
 
-    def load(self, file: File, part: Part, start: int, stop: int) -> pa.Table:
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         marks, schema = self._known[file.uri, file.stamp]
         if start == stop:
             return schema.empty_table()
         data = self._bytes(file, marks, part.at + start, part.at + stop)
         try:
-            return self._parsed(file, data, schema)
+            return self._parse(file, data, schema)
         except pa.ArrowException as error:
-            raise self._named(file, part.at + start, part.at + stop, error) from error
+            raise self._locate_error(file, part.at + start, part.at + stop, error) from error
 
-    def span(self, file: File, part: Part, start: int, stop: int) -> tuple[int, int]:
+    def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         marks, _ = self._known[file.uri, file.stamp]
         return int(marks[part.at + start]), int(marks[part.at + stop])
 
-    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+    def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         raise NotImplementedError
 
     def _marks(self, file: File) -> Ints:
@@ -69,13 +69,13 @@ class _Lines:
             opened.seek(at)
             return opened.read(end - at)
 
-    def _named(self, file: File, start: int, stop: int, error: Exception) -> DataError:
+    def _locate_error(self, file: File, start: int, stop: int, error: Exception) -> DataError:
         """The first record that does not parse by itself; looking for it is what an error may cost."""
         marks, schema = self._known[file.uri, file.stamp]
         where = f"records {start} to {stop}"
         for record in range(start, stop):
             try:
-                self._parsed(file, self._bytes(file, marks, record, record + 1), schema)
+                self._parse(file, self._bytes(file, marks, record, record + 1), schema)
             except pa.ArrowException as alone:
                 error, where = alone, f"record {record} (byte {int(marks[record])})"
                 break
@@ -85,9 +85,9 @@ class _Lines:
         )
 
 
-def _parts(marks: Ints) -> list[Part]:
+def _parts(marks: Ints) -> list[FileUnit]:
     count = len(marks) - 1
-    return [Part(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
+    return [FileUnit(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
 
 
 class CsvFormat(_Lines):
@@ -100,17 +100,17 @@ class CsvFormat(_Lines):
         super().__init__()
         self._delimiter = delimiter
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         marks = self._marks(file)
         if len(marks) < 2:
             raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
-        sample = self._bytes(file, marks, 0, _sampled(marks))
-        found = self._parsed(file, sample, None).schema
+        sample = self._bytes(file, marks, 0, _count_sample(marks))
+        found = self._parse(file, sample, None).schema
         schema = pa.schema([pa.field(one.name, _csv_type(one.type)) for one in found])
         self._known[file.uri, file.stamp] = marks[1:], schema
-        return Listed(schema, _parts(marks[1:]))
+        return FileListing(schema, _parts(marks[1:]))
 
-    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+    def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         delimiter = self._delimiter or ("\t" if file.name.endswith(".tsv") else ",")
         names = None if schema is None else schema.names
         types = None if schema is None else {one.name: one.type for one in schema}
@@ -129,21 +129,21 @@ class JsonLinesFormat(_Lines):
 
     name = "JSON Lines"
 
-    def list(self, file: File) -> Listed:
+    def list(self, file: File) -> FileListing:
         marks = self._marks(file)
         if len(marks) < 2:
-            return Listed(pa.schema([]), [])
-        found = self._parsed(file, self._bytes(file, marks, 0, _sampled(marks)), None).schema
+            return FileListing(pa.schema([]), [])
+        found = self._parse(file, self._bytes(file, marks, 0, _count_sample(marks)), None).schema
         schema = pa.schema([pa.field(one.name, _json_type(one.type)) for one in found])
         self._known[file.uri, file.stamp] = marks, schema
-        return Listed(schema, _parts(marks))
+        return FileListing(schema, _parts(marks))
 
-    def _parsed(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
+    def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
         found = _json(data, schema)
         return found if schema is None else found.select(schema.names)
 
 
-def _sampled(marks: Ints) -> int:
+def _count_sample(marks: Ints) -> int:
     """How many records the first mebibyte holds; at least one, at most all."""
     return min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.loading.streaming import Passing
+from trueline.data.loading.streaming import StreamReader
 from trueline.data.records import Fetching, Range, Records
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -29,15 +29,15 @@ _ALONE = 8
 """Of a unit that can be read in part, fewer than one record in so many are read alone."""
 
 
-class Tables:
+class TableCache:
     """Any records of `records` by number, and runs of them. May be asked by several threads."""
 
     def __init__(self, records: Records, cache_bytes: int) -> None:
         self._records = records
         self._starts = np.array([unit.offset for unit in records.units], np.int64)
         self._offsets = self._starts.tolist()
-        self._resident = Resident(records, cache_bytes)
-        self._passing = Passing(records, cache_bytes // 2)
+        self._resident = UnitCache(records, cache_bytes)
+        self._passing = StreamReader(records, cache_bytes // 2)
         self._lock = Lock()
 
     def take(self, indices: npt.ArrayLike) -> pa.Table:
@@ -56,7 +56,7 @@ class Tables:
         with self._lock:
             ready = self._passing.ready(start, stop)
             if ready is None:
-                return self._owned(self._parts(start, stop))
+                return self._copy(self._parts(start, stop))
             return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
 
     def run(self, start: int, stop: int) -> pa.Table:
@@ -88,7 +88,7 @@ class Tables:
         return parts
 
     @staticmethod
-    def _owned(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
+    def _copy(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
         """One piece; copied where others have the memory, and where units meet."""
         if len(parts) > 1:
             return pa.concat_tables([table for table, _ in parts]).combine_chunks()
@@ -112,7 +112,7 @@ def run_of(indices: Ints) -> tuple[int, int] | None:
     return (start, stop) if neighbours else None
 
 
-class Resident:
+class UnitCache:
     """Half of `max_bytes` is for units as they were decoded, least recently used first out, the other half for the
     joined ones. The units of the batch at hand stay, whatever their size."""
 

@@ -52,7 +52,7 @@ class DefaultFeed:
 
     def check(self, schema: pa.Schema, mode: Mode) -> None:
         """Raises DataError for columns that make no tensors, before any record is read."""
-        label, inputs = split(schema, mode)
+        label, inputs = split_columns(schema, mode)
         for name in (*([label] if label else []), *inputs):
             self._kind(schema.field(name))
         unused = [name for name in self._words if name not in schema.names]
@@ -62,7 +62,7 @@ class DefaultFeed:
             )
 
     def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
-        label, names = split(records.schema, mode)
+        label, names = split_columns(records.schema, mode)
         labels = None if label is None else self._tensor(records, label)
         if len(names) == 1:
             return self._tensor(records, names[0]), labels
@@ -102,9 +102,9 @@ class DefaultFeed:
             raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=FEED)
         kind = self._kind(field)
         if kind in ("number", "list"):
-            return _narrowed(tensor(column, name), name)
+            return _narrow(tensor(column, name), name)
         if kind == "image":
-            return _torch().from_numpy(images(column, name))
+            return _torch().from_numpy(decode_images(column, name))
         texts = column.cast(pa.string()).to_pylist()
         if name not in self._words:
             assert self._tokenizer is not None
@@ -124,10 +124,10 @@ class DefaultFeed:
         return np.array(ids, np.int64)
 
 
-def split(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
+def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
     """The column of the labels (none where predictions are made without) and those of the inputs. Raises DataError.
 
-    >>> split(pa.schema([("x", pa.float32()), ("label", pa.int64())]), "training")
+    >>> split_columns(pa.schema([("x", pa.float32()), ("label", pa.int64())]), "training")
     ('label', ['x'])
     """
     found = [name for name in schema.names if name.lower() in LABELS]
@@ -147,7 +147,7 @@ def split(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
     return label, inputs
 
 
-def images(column: pa.ChunkedArray, name: str) -> Array:
+def decode_images(column: pa.ChunkedArray, name: str) -> Array:
     """A column of encoded images of one size, float32 [n, channels, height, width] in [0, 1]. Raises DataError."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -174,7 +174,7 @@ def images(column: pa.ChunkedArray, name: str) -> Array:
     return stacked[:, None] if stacked.ndim == 3 else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
 
-def _narrowed(values: torch.Tensor, name: str) -> torch.Tensor:
+def _narrow(values: torch.Tensor, name: str) -> torch.Tensor:
     """In the dtypes that models take."""
     torch = _torch()
     if values.dtype.is_floating_point:

@@ -39,7 +39,7 @@ def seed_all(*parts: int) -> None:
     torch.manual_seed(int(words[2]))
 
 
-def mark() -> tuple[Any, ...]:
+def generator_state() -> tuple[Any, ...]:
     """Where the generators stand; equal marks mean that nothing was drawn in between."""
     import torch
 
@@ -98,7 +98,7 @@ _known: list[Any] = [None, None, None]
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """The generators after the block are as they were before it."""
     import torch
 
@@ -116,7 +116,7 @@ def kept() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The generators are at `seed` within the block, and after it as they were before."""
-    with kept():
+    with preserve_generators():
         seed_all(seed)
         yield
 
@@ -148,15 +148,15 @@ class SeededReader:
 
     def _read(self, indices: Indices, *, epoch: int) -> Batch:
         if not self.drawing:
-            before = mark()
+            before = generator_state()
             batch = self._source.read(self._records(indices, epoch))
-            self.drawing = mark() != before
+            self.drawing = generator_state() != before
             if not self.drawing:
                 return self._place(batch)
-        with kept():
+        with preserve_generators():
             ones = [self._one(int(index), epoch) for index in indices]
         try:
-            joined = Batch(_joined([one.inputs for one in ones]), _joined([one.labels for one in ones]))
+            joined = Batch(_concat([one.inputs for one in ones]), _concat([one.labels for one in ones]))
         except RuntimeError as error:
             raise DataError(
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
@@ -186,7 +186,7 @@ class SeededReader:
         return self._source.read(self._records(np.array([index], dtype=np.int64), epoch))
 
 
-def _joined(parts: list[Any]) -> Any:
+def _concat(parts: list[Any]) -> Any:
     """Batches of one, made into one batch: tensors along their first dimension, whatever they are nested in."""
     import torch
 
@@ -194,9 +194,9 @@ def _joined(parts: list[Any]) -> Any:
     if first is None:
         return None
     if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts]) for key in first}
+        return {key: _concat([part[key] for part in parts]) for key in first}
     if isinstance(first, tuple | list) and first and isinstance(first[0], str | bytes):  # the texts of the records
         return type(first)(text for part in parts for text in part)
     if isinstance(first, tuple | list):
-        return type(first)(_joined([part[i] for part in parts]) for i in range(len(first)))
+        return type(first)(_concat([part[i] for part in parts]) for i in range(len(first)))
     return torch.cat(parts)

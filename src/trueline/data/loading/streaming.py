@@ -14,7 +14,7 @@ from trueline.data.records import Records, Streaming
 from trueline.errors import DataError
 
 
-class Passing:
+class StreamReader:
     """Where a reader of `records` stands. Records that all fit in `max_bytes` pass once."""
 
     def __init__(self, records: Records, max_bytes: int) -> None:

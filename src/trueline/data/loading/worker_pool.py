@@ -53,19 +53,19 @@ class ReaderLost(RuntimeError):
     """A reader died; this process cannot read any more."""
 
 
-def reader_of(
+def make_reader(
     source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch, *, readers: int = 0
-) -> SeededReader | Readers:
+) -> SeededReader | ReaderPool:
     """Who reads `source` for a worker: `readers` processes if that can be, else this process.
 
     It can where a fork may go on with what this process has opened, or opens it again for itself (`Forkable`).
     """
     if readers and isinstance(source, Forkable) and source.forks:
-        return Readers(source, seed, place, count=readers)
+        return ReaderPool(source, seed, place, count=readers)
     return SeededReader(source, seed, place)
 
 
-class Readers:
+class ReaderPool:
     """`count` processes that do what a SeededReader does; make it in the main thread, before others are started."""
 
     prefetches = True
@@ -75,10 +75,10 @@ class Readers:
     ) -> None:
         self._place = place
         self._numbers = 0
-        self._coming: dict[tuple[int, bytes], tuple[_Reader, int]] = {}
-        self._readers: list[_Reader] = []
+        self._coming: dict[tuple[int, bytes], tuple[_ReaderProcess, int]] = {}
+        self._readers: list[_ReaderProcess] = []
         for _ in range(count):
-            self._readers.append(_Reader(source, seed, siblings=self._readers))
+            self._readers.append(_ReaderProcess(source, seed, siblings=self._readers))
         self.close: Callable[[], object] = weakref.finalize(self, _end, os.getpid(), self._readers)
         """Ends the processes; so does the end of this object, and of this process."""
 
@@ -114,18 +114,18 @@ class Readers:
         self._coming[key] = reader, self._numbers
 
 
-def _end(owner: int, readers: list[_Reader]) -> None:
+def _end(owner: int, readers: list[_ReaderProcess]) -> None:
     if os.getpid() == owner:  # and not a fork of it
         for reader in readers:
             reader.close()
 
 
-class _Reader:
+class _ReaderProcess:
     """This side of one process."""
 
     line: socket.socket
 
-    def __init__(self, source: Source, seed: int, *, siblings: list[_Reader]) -> None:
+    def __init__(self, source: Source, seed: int, *, siblings: list[_ReaderProcess]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
@@ -147,7 +147,7 @@ class _Reader:
         try:
             _send(self.line, number, epoch, indices.tobytes())
         except OSError as error:
-            raise self._lost() from error
+            raise self._lost_error() from error
         self.waiting.append(number)
 
     def let_go(self, number: int) -> None:
@@ -161,21 +161,21 @@ class _Reader:
             try:
                 head, memory = _receive(self.line)
             except OSError as error:
-                raise self._lost() from error
+                raise self._lost_error() from error
             if memory is None:
-                raise self._lost()
+                raise self._lost_error()
             answered, succeeded, size = head
             self.waiting.remove(answered)
             if answered in self._needless:
                 self._needless.discard(answered)
             else:
-                self._here[answered] = _opened(memory, size) if succeeded else _refusal(memory, size)
+                self._here[answered] = _decode_batch(memory, size) if succeeded else _refusal(memory, size)
         found = self._here.pop(number)
         if isinstance(found, DataError):
             raise found
         return found
 
-    def _lost(self) -> ReaderLost:
+    def _lost_error(self) -> ReaderLost:
         return ReaderLost(f"reader process {self.pid} died while it read records ahead")
 
     def close(self) -> None:
@@ -211,15 +211,15 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
         number, epoch, size = head
         try:
             batch = reader.read(np.frombuffer(memory, np.int64, count=size // 8), epoch=epoch)
-            tensors, rest = _packed(batch)
+            tensors, rest = _encode_batch(batch)
             succeeded = True
         except Exception as error:  # noqa: BLE001  the process boundary: whoever asked is told, and goes on
             traceback.print_exc()
-            tensors, rest, succeeded = [], pickle.dumps(_told(error)), False
+            tensors, rest, succeeded = [], pickle.dumps(_describe_error(error)), False
         _send(line, number, succeeded, rest, tensors)
 
 
-def _told(error: Exception) -> tuple[str, str]:
+def _describe_error(error: Exception) -> tuple[str, str]:
     if isinstance(error, TruelineError):
         return error.message, error.hint
     return f"reading fails: {type(error).__name__}: {error}", ""
@@ -245,7 +245,7 @@ class _Pickler(pickle.Pickler):
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         self.tensors.append(flat.numpy().data)
         at = self._at
-        self._at = _aligned(at + flat.numel())
+        self._at = _align(at + flat.numel())
         return at, str(value.dtype).removeprefix("torch."), tuple(value.shape)
 
 
@@ -265,14 +265,14 @@ class _Unpickler(pickle.Unpickler):
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).reshape(shape)
 
 
-def _packed(batch: Batch) -> tuple[list[memoryview], bytes]:
+def _encode_batch(batch: Batch) -> tuple[list[memoryview], bytes]:
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump((batch.inputs, batch.labels))
     return pickler.tensors, stream.getvalue()
 
 
-def _opened(memory: mmap.mmap, size: int) -> Batch:
+def _decode_batch(memory: mmap.mmap, size: int) -> Batch:
     """The batch; its tensors lie in `memory`, which stays as long as one of them does."""
     return Batch(*_Unpickler(memory, size).load())
 
@@ -282,7 +282,7 @@ def _refusal(memory: mmap.mmap, size: int) -> DataError:
     return DataError(message, hint=hint)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -290,13 +290,13 @@ def _send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Seq
     """Hands over memory with `tensors` and, at its end, `rest`. The message itself is small and never waits long."""
     handle = os.memfd_create("trueline-batch", os.MFD_CLOEXEC)
     try:
-        size = sum(_aligned(len(tensor)) for tensor in tensors)
+        size = sum(_align(len(tensor)) for tensor in tensors)
         os.ftruncate(handle, size + len(rest))
         with mmap.mmap(handle, 0) as memory:
             at = 0
             for tensor in tensors:
                 memory[at : at + len(tensor)] = tensor
-                at += _aligned(len(tensor))
+                at += _align(len(tensor))
             memory[at : at + len(rest)] = rest
         socket.send_fds(line, [_HEAD.pack(number, word, len(rest))], [handle])
     finally:

@@ -43,7 +43,7 @@ def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: i
     For fixed seed, epoch and num_records it is a bijection of [0, num_records). Raises DataError for
     positions outside and for an empty source.
     """
-    wanted = _checked(positions, num_records)
+    wanted = _check_positions(positions, num_records)
     bits = max(_MIN_BITS, (num_records - 1).bit_length())
     keys = _round_keys(seed, epoch, num_records)
     records = _feistel(wanted, keys, bits)
@@ -132,7 +132,7 @@ def _exact(count: int, weights: Sequence[float]) -> list[Fraction]:
     return exact
 
 
-def _checked(positions: npt.ArrayLike, num_records: int) -> UInt64s:
+def _check_positions(positions: npt.ArrayLike, num_records: int) -> UInt64s:
     _check_sizes(num_records, 1)
     found = np.asarray(positions)
     if found.size == 0:
@@ -187,13 +187,13 @@ def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
         return ((above << low_bits) | below).view(np.uint64)
     for index, key in enumerate(keys):
         if index % 2:
-            low = low ^ _stirred(high, key, low_bits)
+            low = low ^ _round(high, key, low_bits)
         else:
-            high = high ^ _stirred(low, key, bits - low_bits)
+            high = high ^ _round(low, key, bits - low_bits)
     return (high << np.uint64(low_bits)) | low
 
 
-def _stirred(half: UInt64s, key: int, bits: int) -> UInt64s:
+def _round(half: UInt64s, key: int, bits: int) -> UInt64s:
     """The round function: `bits` bits for the other half."""
     return _splitmix_many(half ^ np.uint64(key)) & np.uint64((1 << bits) - 1)
 
@@ -205,7 +205,7 @@ def _tables(keys: tuple[int, ...], bits: int) -> list[Int64s]:
     found = []
     for index, key in enumerate(keys):
         halves = np.arange(1 << widths[index % 2], dtype=np.uint64)
-        found.append(_stirred(halves, key, widths[(index + 1) % 2]).astype(np.int64))
+        found.append(_round(halves, key, widths[(index + 1) % 2]).astype(np.int64))
     return found
 
 

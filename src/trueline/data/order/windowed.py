@@ -66,7 +66,7 @@ class WindowOrder:
         self._seed, self._window = seed, window_records
         self._first, self._counts = blocks_of(counts, block_records)
         self.num_records = int(counts.sum())
-        self._epoch = lru_cache(maxsize=2)(self._arranged)
+        self._epoch = lru_cache(maxsize=2)(self._arrange)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
         """The records at `positions` of `epoch`: a bijection of [0, num_records). Raises DataError."""
@@ -90,7 +90,7 @@ class WindowOrder:
         begin, end = np.searchsorted(arranged.starts, [number * self._window, (number + 1) * self._window])
         return int(arranged.starts[begin]), int(arranged.starts[min(end, len(arranged.starts) - 1)])
 
-    def _arranged(self, epoch: int) -> _Epoch:
+    def _arrange(self, epoch: int) -> _Epoch:
         count = len(self._counts)
         chosen = record_at(np.arange(count), seed=key_of(self._seed, _BLOCKS), epoch=epoch, num_records=count)
         starts = np.zeros(count + 1, np.int64)

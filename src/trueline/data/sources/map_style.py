@@ -81,7 +81,7 @@ class DatasetSource:
         return digest.hexdigest()
 
     def _seeded_item(self, index: int) -> Any:
-        with _seeded():
+        with _fixed_seed():
             return self._item(index)
 
     def _items(self, wanted: list[int]) -> Sequence[Any]:
@@ -132,7 +132,7 @@ class DatasetSource:
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _fixed_seed() -> Iterator[None]:
     """The global random generators at a fixed seed within the block, and as they were after it."""
     import torch
 

@@ -76,7 +76,7 @@ class MaxComputeRecords:
         self._opened, self._again, self._partition = (os.getpid(), table), again, partition
         self.where = f"odps table {table.name}" + (f" partition {partition}" if partition else "")
         self._schema = pa.schema([(one.name, self._type(one)) for one in table.table_schema.simple_columns])
-        self._count = self._counted()
+        self._count = self._count_rows()
         self._units = [
             Unit(uri=f"{self.where}#{at}", offset=at, count=min(unit_records, self._count - at))
             for at in range(0, self._count, unit_records)
@@ -126,7 +126,7 @@ class MaxComputeRecords:
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.where}|{self._schema}|{self._count}".encode()).hexdigest()
 
-    def _counted(self) -> int:
+    def _count_rows(self) -> int:
         try:
             with self._table.open_reader(partition=self._partition) as reader:
                 return int(reader.count)
@@ -142,7 +142,7 @@ class MaxComputeRecords:
         return _TYPES[kind]
 
 
-def open_table(uri: str) -> MaxComputeRecords:
+def open_odps_table(uri: str) -> MaxComputeRecords:
     """`odps://PROJECT/TABLE?partition=...` with the account of the environment. Raises DataError."""
     parts = urlsplit(uri)
     name = parts.path.strip("/").removeprefix("tables/")

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order.permutation import key_of
-from trueline.data.order.weighted import Bucketed, Mixed, Permuted, RecordOrder, Weighted
+from trueline.data.order.record_orders import BucketedOrder, MixedOrder, PermutedOrder, RecordOrder, WeightedOrder
 from trueline.data.source import Batch, Forkable, Prefetching, Source, Unit, check_indices
 from trueline.errors import DataError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class SampledDataset:
     """What a recipe's `dataset` returns: parts (URIs, Datasets), and the order over all their records."""
 
     parts: tuple[Any, ...]
@@ -45,46 +45,48 @@ class Drawn:
     """The order, for a fingerprint."""
 
 
-def weighted(found: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: int = 0) -> Drawn:
+def sample_by_weight(found: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: int = 0) -> SampledDataset:
     """Records of `found` by `weights`, one for each: `num_draws` (as many as there are) an epoch, with replacement."""
     values = np.asarray(weights, np.float64)
 
     def order(sizes: Sequence[int]) -> RecordOrder:
         _check_length(values, sizes[0], "weights")
-        return Weighted(values, seed=seed, num_draws=num_draws)
+        return WeightedOrder(values, seed=seed, num_draws=num_draws)
 
-    return Drawn((found,), order, f"weighted:{seed}:{num_draws}:{_digest(values)}")
+    return SampledDataset((found,), order, f"weighted:{seed}:{num_draws}:{_digest(values)}")
 
 
-def mixed(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_records: int = 0) -> Drawn:
+def mix(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_records: int = 0) -> SampledDataset:
     """Every thousand records hold each of `parts` in exactly its share of `weights`; `num_records` (the sum) an epoch.
     A part that is used up begins again, in another order, and one that is not goes on in the next epoch."""
 
     def order(sizes: Sequence[int]) -> RecordOrder:
-        orders = [Permuted(size, seed=key_of(seed, number)) for number, size in enumerate(sizes)]
-        return Mixed(orders, weights, seed=seed, num_records=num_records)
+        orders = [PermutedOrder(size, seed=key_of(seed, number)) for number, size in enumerate(sizes)]
+        return MixedOrder(orders, weights, seed=seed, num_records=num_records)
 
-    return Drawn(tuple(parts), order, f"mixed:{seed}:{num_records}:{list(weights)}")
+    return SampledDataset(tuple(parts), order, f"mixed:{seed}:{num_records}:{list(weights)}")
 
 
-def bucketed(found: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, pool_batches: int = 100) -> Drawn:
+def bucket_by_length(
+    found: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, pool_batches: int = 100
+) -> SampledDataset:
     """Every record of `found` once an epoch, in batches of like `lengths`, one for each record. `batch` is the recipe's
     `global_batch`: another would mix two buckets in a step."""
     values = np.asarray(lengths)
 
     def order(sizes: Sequence[int]) -> RecordOrder:
         _check_length(values, sizes[0], "lengths")
-        shuffled = Permuted(sizes[0], seed=seed)
-        return Bucketed(shuffled, values.__getitem__, batch=batch, seed=seed, pool_batches=pool_batches)
+        shuffled = PermutedOrder(sizes[0], seed=seed)
+        return BucketedOrder(shuffled, values.__getitem__, batch=batch, seed=seed, pool_batches=pool_batches)
 
-    return Drawn((found,), order, f"bucketed:{seed}:{batch}:{pool_batches}:{_digest(values)}")
+    return SampledDataset((found,), order, f"bucketed:{seed}:{batch}:{pool_batches}:{_digest(values)}")
 
 
-class DrawnSource:
+class SampledSource:
     """A Source over the positions of `order`. `read` is of epoch 0; `SeededReader` asks for the records of others."""
 
-    def __init__(self, parts: Sequence[Source], drawn: Drawn) -> None:
-        self.records = Joined(parts)
+    def __init__(self, parts: Sequence[Source], drawn: SampledDataset) -> None:
+        self.records = ConcatSource(parts)
         self.order = drawn.order([part.num_records for part in parts])
         self._words = drawn.words
 
@@ -108,23 +110,23 @@ class DrawnSource:
         return hashlib.sha256(f"{self._words}|{self.records.fingerprint()}".encode()).hexdigest()
 
 
-def drawn_by(source: Source) -> Callable[[Indices, int], Indices] | None:
+def record_lookup(source: Source) -> Callable[[Indices, int], Indices] | None:
     """Which records of its parts stand at positions of an epoch, for a source with an order of its own."""
-    if not isinstance(source, DrawnSource):
+    if not isinstance(source, SampledSource):
         return None
     order = source.order
     return lambda positions, epoch: order.at(positions, epoch=epoch)
 
 
-def place_of(source: Source, record: int) -> str:
+def describe_record(source: Source, record: int) -> str:
     """Where a record lies, for people: in which file and unit, and of which part.
 
     `record` counts those of all parts of a `DrawnSource`, one behind the other.
     """
-    if isinstance(source, DrawnSource):
+    if isinstance(source, SampledSource):
         part, inside = source.records.find(record)
         parts = source.records.parts
-        words = place_of(parts[part], inside)
+        words = describe_record(parts[part], inside)
         return f"{words}, part {part + 1} of {len(parts)}" if len(parts) > 1 else words
     units = source.units
     number = bisect_right(units, record, key=lambda unit: unit.offset) - 1
@@ -133,7 +135,7 @@ def place_of(source: Source, record: int) -> str:
     return f"record {record - units[number].offset} of {units[number].uri}"
 
 
-class Joined:
+class ConcatSource:
     """The records of several Sources, numbered through. Their tensors must go together."""
 
     def __init__(self, parts: Sequence[Source]) -> None:
@@ -161,7 +163,8 @@ class Joined:
         places = np.argsort(np.concatenate([at for _, at, _ in shares]))
         try:
             return Batch(
-                _woven([batch.inputs for batch in batches], places), _woven([batch.labels for batch in batches], places)
+                _interleave([batch.inputs for batch in batches], places),
+                _interleave([batch.labels for batch in batches], places),
             )
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
@@ -193,7 +196,7 @@ class Joined:
         return found
 
 
-def _woven(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
+def _interleave(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
     """Batches made into one, whose record i is the `places[i]`-th of them all."""
     import torch
 
@@ -203,11 +206,11 @@ def _woven(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
     if isinstance(first, dict):
         if any(value.keys() != first.keys() for value in values):
             raise KeyError(f"names {sorted({key for value in values for key in value})}")
-        return {key: _woven([value[key] for value in values], places) for key in first}
+        return {key: _interleave([value[key] for value in values], places) for key in first}
     if isinstance(first, tuple | list):
         if any(len(value) != len(first) for value in values):
             raise IndexError(f"{sorted({len(value) for value in values})} tensors")
-        return type(first)(_woven([value[i] for value in values], places) for i in range(len(first)))
+        return type(first)(_interleave([value[i] for value in values], places) for i in range(len(first)))
     if any(value.dtype != first.dtype for value in values):
         raise TypeError(f"dtypes {sorted({str(value.dtype) for value in values})}")
     return torch.cat(list(values))[torch.from_numpy(places)]

@@ -63,11 +63,11 @@ class SqlRecords:
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise DataError(f"cannot open a database: {type(error).__name__}: {error}") from error
         self.where += f"#{table}"
-        self._table = self._reflected(table)
+        self._table = self._reflect(table)
         self._key = self._table.columns[self._key_name(key)]
         self._schema = pa.schema([(column.name, _arrow_type(column.type)) for column in self._table.columns])
         self._bounds: list[Any] = []
-        self._units = self._listed(unit_records)
+        self._units = self._list_units(unit_records)
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -86,7 +86,7 @@ class SqlRecords:
         unit = self._units[number]
         whole = (start, stop) == (0, unit.count)
         query = query if whole else query.offset(start).limit(stop - start)
-        with self._connected() as connection:
+        with self._connect() as connection:
             rows = connection.execute(query).all()
         if len(rows) != stop - start:
             raise DataError(
@@ -99,11 +99,11 @@ class SqlRecords:
         counts = [unit.count for unit in self._units]
         return hashlib.sha256(f"{self.where}|{self._schema}|{self._bounds}|{counts}".encode()).hexdigest()
 
-    def _reflected(self, name: str) -> Table:
+    def _reflect(self, name: str) -> Table:
         from sqlalchemy import MetaData, Table, inspect
         from sqlalchemy.exc import NoSuchTableError
 
-        with self._connected() as connection:
+        with self._connect() as connection:
             try:
                 return Table(name, MetaData(), autoload_with=connection)
             except NoSuchTableError as error:
@@ -125,7 +125,7 @@ class SqlRecords:
             )
         return primary[0]
 
-    def _listed(self, unit_records: int) -> list[Unit]:
+    def _list_units(self, unit_records: int) -> list[Unit]:
         """Bounds by a window function, so that no more than one key in `unit_records` travels."""
         from sqlalchemy import func, select
 
@@ -133,7 +133,7 @@ class SqlRecords:
         ranked = select(self._key.label("key"), number).subquery()
         bounds = select(ranked.c.key).where((ranked.c.number - 1) % unit_records == 0).order_by(ranked.c.key)
         counts = select(func.count(), func.count(self._key), func.count(self._key.distinct()))
-        with self._connected() as connection:
+        with self._connect() as connection:
             total, present, distinct = connection.execute(counts.select_from(self._table)).one()
             if total != distinct:
                 what = f"{total - present} rows without one" if total != present else f"{total - distinct} repeats"
@@ -154,7 +154,7 @@ class SqlRecords:
         return pa.table(columns, schema=self._schema)
 
     @contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def _connect(self) -> Iterator[Connection]:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:

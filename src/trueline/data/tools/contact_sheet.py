@@ -47,7 +47,7 @@ def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
     pen = ImageDraw.Draw(sheet)
     for number, (picture, lines) in enumerate(tiles):
         x, y = GAP + number % across * width, GAP + number // across * height
-        shown = _fitted(picture)
+        shown = _fit(picture)
         sheet.paste(shown, (x + (TILE - shown.width) // 2, y + (TILE - shown.height) // 2))
         pen.multiline_text(
             (x, y + TILE + 2), "\n".join(line[:_CAPTION_CHARS] for line in lines), fill="black", spacing=1
@@ -101,7 +101,7 @@ def _picture(value: object) -> Image | None:
     return Image.fromarray((255 * scaled).astype(np.uint8))
 
 
-def _fitted(picture: Image) -> Image:
+def _fit(picture: Image) -> Image:
     """As large as a tile holds; small ones are enlarged pixel by pixel."""
     from PIL import Image
 

@@ -12,16 +12,16 @@ import pyarrow as pa
 from trueline import files
 from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.formats.recordio import RecordIoFormat
-from trueline.data.loading.decoded_cache import Tables
-from trueline.data.open import named, open_records
+from trueline.data.loading.decoded_cache import TableCache
+from trueline.data.open import describe_uris, open_records
 from trueline.data.records import FileRecords, Quarantined, Records
 from trueline.data.sources.sql import is_sql
-from trueline.data.tools.writer import RANGE_RECORDS, Plan, RangeWriter, committed, folder_at
+from trueline.data.tools.writer import RANGE_RECORDS, RangeWriter, WritePlan, open_folder, read_commit
 from trueline.errors import DataError
 from trueline.storage.listing import COMMIT, PLAN, is_visible
 from trueline.storage.location import Uri, is_remote, local_path
 
-Advanced = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Told how many records are done, and of how many."""
 
 _CACHE_BYTES = 256 << 20
@@ -33,7 +33,7 @@ def no_news(done: int, of: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class InspectedRecords:
     records: int
     units: int
     largest_unit: int
@@ -42,21 +42,21 @@ class Looked:
     fingerprint: str
 
 
-def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) -> Looked:
+def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) -> InspectedRecords:
     """Counts, columns and `samples` records spread over the source. Raises DataError."""
     found = open_records(uris, format=format)
-    total = count_of(found)
+    total = count_records(found)
     if not total:
-        return Looked(0, 0, 0, found.schema, found.schema.empty_table(), found.fingerprint())
+        return InspectedRecords(0, 0, 0, found.schema, found.schema.empty_table(), found.fingerprint())
     some = min(samples, total)
     wanted = [total * number // some for number in range(some)]
-    table = Tables(found, _CACHE_BYTES).take(wanted) if wanted else found.schema.empty_table()
+    table = TableCache(found, _CACHE_BYTES).take(wanted) if wanted else found.schema.empty_table()
     largest = max(unit.count for unit in found.units)
-    return Looked(total, len(found.units), largest, found.schema, table, found.fingerprint())
+    return InspectedRecords(total, len(found.units), largest, found.schema, table, found.fingerprint())
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedRecords:
     records: int
     """How many could be read, and in how many units."""
     units: int
@@ -65,13 +65,13 @@ class Verified:
     """What this format cannot show."""
 
 
-def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = no_news) -> Verified:
+def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Progress = no_news) -> VerifiedRecords:
     """Reads every record once and goes on behind what cannot be read. Raises DataError where nothing can be listed."""
     found = open_records(uris, format=format, on_bad="files")
     faults = list(found.quarantined) if isinstance(found, FileRecords) else []
-    records, units, total = 0, 0, count_of(found)
+    records, units, total = 0, 0, count_records(found)
     for uri in [uris] if isinstance(uris, str | PathLike) else uris:
-        faults += differing(uri)
+        faults += compare_with_commit(uri)
     for number, unit in enumerate(found.units):
         try:
             records += len(found.load(number, 0, unit.count))
@@ -79,7 +79,7 @@ def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Advanced = 
         except DataError as error:
             faults.append(Quarantined(unit.uri.rpartition("#")[0], unit.uri, unit.count, error.message))
         advanced(unit.offset + unit.count, total)
-    return Verified(records, units, tuple(faults), _note(found))
+    return VerifiedRecords(records, units, tuple(faults), _note(found))
 
 
 def _note(found: Records) -> str:
@@ -94,12 +94,12 @@ def _note(found: Records) -> str:
     return f"{without} has no checksums: a changed value would not show" if without else ""
 
 
-def differing(where: Uri) -> list[Quarantined]:
+def compare_with_commit(where: Uri) -> list[Quarantined]:
     """The parts of the folder `where` that are not what its commit list says; none where nobody has planned any."""
     if not may_be_folder(where):
         return []
-    folder, faults = folder_at(where), list[Quarantined]()
-    facts = committed(where)
+    folder, faults = open_folder(where), list[Quarantined]()
+    facts = read_commit(where)
     if facts is None:
         unfinished = PLAN in folder.names()
         why = f"its writer has not finished it: it has {PLAN} and no {COMMIT}"
@@ -134,7 +134,7 @@ def convert(
     to: str = "parquet",
     format: str = "",
     range_records: int = RANGE_RECORDS,
-    advanced: Advanced = no_news,
+    advanced: Progress = no_news,
 ) -> dict[str, Any]:
     """Writes all records of `uris` to the folder `where` as `to`, in their order; returns the commit list.
 
@@ -142,20 +142,20 @@ def convert(
     """
     given = [uris] if isinstance(uris, str | PathLike) else list(uris)
     found = open_records(given, format=format)
-    total = count_of(found)
+    total = count_records(found)
     if not total:
-        raise DataError(f"{named(given)} holds no records")
-    plan = Plan(num_records=total, range_records=range_records, format=to, of=found.fingerprint())
+        raise DataError(f"{describe_uris(given)} holds no records")
+    plan = WritePlan(num_records=total, range_records=range_records, format=to, of=found.fingerprint())
     writer = RangeWriter(where, plan)
-    done = committed(where)
+    done = read_commit(where)
     if done is not None and not writer.missing():
         return done
-    tables = Tables(found, _CACHE_BYTES)
+    tables = TableCache(found, _CACHE_BYTES)
     for start, stop in writer.missing():
         writer.write(start, stop, tables.run(start, stop))
         advanced(stop, total)
     return writer.commit()
 
 
-def count_of(records: Records) -> int:
+def count_records(records: Records) -> int:
     return records.units[-1].offset + records.units[-1].count if records.units else 0

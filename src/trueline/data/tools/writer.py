@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from trueline import events, files
-from trueline.data.formats.encode import PACKERS, pack
+from trueline.data.formats.encode import ENCODERS, encode_table
 from trueline.errors import DataError, StorageError, join_names
 from trueline.storage.listing import COMMIT, PLAN
 from trueline.storage.location import Uri, is_remote, local_path
@@ -37,7 +37,7 @@ _TWICE = b"Written a second time by each writer at its start, to see whether thi
 class Folder(Protocol):
     """Files by name, each whole or absent. Raises StorageError."""
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+    def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
         """Whether `data` was written; without `replace` it is not where `name` is there."""
         ...
 
@@ -50,7 +50,7 @@ class Folder(Protocol):
 class LocalFolder:
     path: Path
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+    def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
         return files.write_atomic(self.path / name, data, replace=replace)
 
     def get(self, name: str) -> bytes | None:
@@ -74,7 +74,7 @@ class StoreFolder:
     refuses: bool | None = field(default=None, init=False)
     """Whether the store refuses to write an object that is there; None until it was tried."""
 
-    def put(self, name: str, data: bytes, *, replace: bool = False) -> bool:
+    def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
         path = f"{self.root}/{name}"
         if not replace and self.refuses is None:
             why = self._overwrites()
@@ -101,7 +101,7 @@ class StoreFolder:
         try:
             self.fs.pipe_file(path, data, mode="create")
         except Exception as error:
-            if not _taken(error):
+            if not _is_conflict(error):
                 raise
             return False
         return True
@@ -137,7 +137,7 @@ class StoreFolder:
             raise _store_error(self.root, error) from None
 
 
-def _taken(error: Exception) -> bool:
+def _is_conflict(error: Exception) -> bool:
     """s3fs makes a FileExistsError of AWS's answer only; Swift's 412, and the answer to the one of two writers at the
     same moment that lost, are in the cause."""
     answer = getattr(error.__cause__, "response", None) or {}
@@ -156,7 +156,7 @@ def _words(error: Exception) -> str:
     return redact_text(f"{type(error).__name__}: {error}")
 
 
-def folder_at(where: Uri) -> Folder:
+def open_folder(where: Uri) -> Folder:
     if not is_remote(where):
         return LocalFolder(local_path(where))
     from trueline.storage.object_store import open_store
@@ -166,7 +166,7 @@ def folder_at(where: Uri) -> Folder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class WritePlan:
     """What a folder is to hold. `of` is a digest of what the records are made from."""
 
     num_records: int
@@ -179,25 +179,25 @@ class Plan:
         return [(start, min(start + step, count)) for start in range(0, count, step)]
 
     def name(self, start: int, stop: int) -> str:
-        return f"part-{start:012d}-{stop:012d}{PACKERS[self.format][0]}"
+        return f"part-{start:012d}-{stop:012d}{ENCODERS[self.format][0]}"
 
 
 class RangeWriter:
     """Writes the ranges of `plan` to a folder. Raises DataError for a plan that is not the folder's."""
 
-    def __init__(self, where: Uri, plan: Plan) -> None:
-        if plan.format not in PACKERS:
-            raise DataError(f"'{plan.format}' cannot be written (there are: {join_names(PACKERS)})")
+    def __init__(self, where: Uri, plan: WritePlan) -> None:
+        if plan.format not in ENCODERS:
+            raise DataError(f"'{plan.format}' cannot be written (there are: {join_names(ENCODERS)})")
         if plan.num_records < 1 or plan.range_records < 1:
             raise DataError(f"{plan.num_records} records in ranges of {plan.range_records}; expected 1 or more")
-        self.plan, self._where, self._folder = plan, where, folder_at(where)
+        self.plan, self._where, self._folder = plan, where, open_folder(where)
         mine = _json(asdict(plan))
         found = self._folder.get(PLAN)
         if found is None:
             strangers = sorted(name for name in self._folder.names() if not name.startswith(".") and name != TWICE)
             if strangers:
                 raise DataError(f"{where} is not empty (it has {join_names(strangers[:3])})", hint="name a new folder")
-            self._folder.put(PLAN, mine)
+            self._folder.write(PLAN, mine)
             found = self._folder.get(PLAN)  # of two that begin at the same moment one gives way
         if found != mine:
             theirs = (found or b"").decode(errors="replace").strip()
@@ -218,8 +218,8 @@ class RangeWriter:
             raise DataError(f"[{start}, {stop}) is no range of the plan (they are of {self.plan.range_records})")
         if len(table) != stop - start:
             raise DataError(f"range [{start}, {stop}) was given {len(table)} records")
-        name, data = self.plan.name(start, stop), pack(table, self.plan.format)
-        if self._folder.put(name, data):
+        name, data = self.plan.name(start, stop), encode_table(table, self.plan.format)
+        if self._folder.write(name, data):
             return
         there = self._folder.get(name)
         if there is None:
@@ -242,13 +242,13 @@ class RangeWriter:
                 {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
             )
         facts = {**asdict(self.plan), "parts": parts}
-        self._folder.put(COMMIT, _json(facts), replace=True)
+        self._folder.write(COMMIT, _json(facts), replace=True)
         return facts
 
 
-def committed(where: Uri) -> dict[str, Any] | None:
+def read_commit(where: Uri) -> dict[str, Any] | None:
     """The commit list of a folder, or None when it has none."""
-    found = folder_at(where).get(COMMIT)
+    found = open_folder(where).get(COMMIT)
     facts: dict[str, Any] | None = None if found is None else json.loads(found)
     return facts
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.loading.worker_pool import ReaderLost, Readers
+from trueline.data.loading.worker_pool import ReaderLost, ReaderPool
 from trueline.data.source import Batch, Source
-from trueline.data.sources.mixture import place_of
+from trueline.data.sources.mixture import describe_record
 from trueline.errors import RecipeError, TrainError
 from trueline.train import devices
 from trueline.train.link import Link
@@ -66,7 +66,7 @@ class Trials:
     """Single records, read and computed apart from the step and without a trace in the replica."""
 
     def __init__(
-        self, link: Link, plan: JobPlan, source: Source, reader: SeededReader | Readers, replica: Replica
+        self, link: Link, plan: JobPlan, source: Source, reader: SeededReader | ReaderPool, replica: Replica
     ) -> None:
         self._link, self._plan, self._source, self._reader, self._replica = link, plan, source, reader, replica
         self.loss_of: Callable[[Batch], torch.Tensor] | None = None
@@ -109,7 +109,7 @@ class Trials:
         return found
 
     def _where(self, record: int) -> str:
-        return place_of(self._source, record)
+        return describe_record(self._source, record)
 
     def try_all(self, step: int, pieces: Sequence[Ints]) -> None:
         """In a careful view: announces and tries each record, so that whoever dies of one has named it."""

@@ -75,11 +75,11 @@ def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -
     """
     nature = known(model)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    with seeding.kept():
-        before = seeding.mark()
+    with seeding.preserve_generators():
+        before = seeding.generator_state()
         with torch.no_grad():
             forward()
-        moved = seeding.mark() != before
+        moved = seeding.generator_state() != before
     rate = _rate(forward, records)
     running = {id(buffer) for buffer in running_statistics(model)}
     for name, (buffer, copy) in buffers.items():
@@ -95,7 +95,7 @@ def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -
 def _rate(forward: Callable[[], object], records: int) -> float:
     """Of the fastest of a few more times: libraries are warm then; other workers still start on the same cores."""
     took_s: list[float] = []
-    with seeding.kept(), torch.no_grad():
+    with seeding.preserve_generators(), torch.no_grad():
         while sum(took_s) < TRY_S and len(took_s) < TRIES:
             began = time.perf_counter()
             forward()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from trueline.data.source import Source
-from trueline.data.sources.mixture import DrawnSource
+from trueline.data.sources.mixture import SampledSource
 from trueline.errors import UsageError
 from trueline.train.settings import Shuffle, check_backend
 from trueline.train.step.plan import DRAWN, IN_ORDER
@@ -65,8 +65,8 @@ class Options:
     def blocks(self, source: Source) -> tuple[int, ...]:
         """The blocks of the source, for the plan of a job. Raises UsageError for an order that would undo its own."""
         if self.shuffle == "none":
-            return DRAWN if isinstance(source, DrawnSource) else IN_ORDER
-        if isinstance(source, DrawnSource):
+            return DRAWN if isinstance(source, SampledSource) else IN_ORDER
+        if isinstance(source, SampledSource):
             raise UsageError(
                 f"shuffle is '{self.shuffle}', and the data set has an order of its own, which that would undo",
                 hint='set shuffle = "none" in the recipe (or --shuffle none, or Options(shuffle="none"))',

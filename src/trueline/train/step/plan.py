@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order import permutation
-from trueline.data.order.weighted import InFileOrder, Permuted, RecordOrder
+from trueline.data.order.record_orders import InFileOrder, PermutedOrder, RecordOrder
 from trueline.data.order.windowed import WINDOW_RECORDS, WindowOrder
 from trueline.train.step import ledger
 
@@ -44,7 +44,7 @@ def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrd
     if tuple(blocks) in (IN_ORDER, DRAWN):
         return InFileOrder(num_records)
     if not blocks:
-        return Permuted(num_records, seed=seed)
+        return PermutedOrder(num_records, seed=seed)
     window = max(WINDOW_RECORDS, WINDOW_BLOCKS * num_records // len(blocks))
     return WindowOrder([Block(count) for count in blocks], seed=seed, window_records=window, block_records=num_records)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trueline.data.loading.seeding import SeededReader, seed_all
-from trueline.data.loading.worker_pool import Readers
+from trueline.data.loading.worker_pool import ReaderPool
 from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.plan import JobPlan, Piece
@@ -20,7 +20,7 @@ from trueline.train.step.timing import Pace
 @dataclass(slots=True)
 class Intake:
     plan: JobPlan
-    reader: SeededReader | Readers
+    reader: SeededReader | ReaderPool
     fellows: Fellowship
     pace: Pace
     seed: int

@@ -37,7 +37,7 @@ class RecordOrder(Protocol):
         ...
 
 
-class Permuted:
+class PermutedOrder:
     def __init__(self, num_records: int, *, seed: int) -> None:
         self.num_records, self._seed = num_records, seed
 
@@ -53,7 +53,7 @@ class InFileOrder:
         return _inside(positions, self.num_records)
 
 
-class Weighted:
+class WeightedOrder:
     """Systematic sampling with replacement: of `num_draws` draws a record of weight w gets `num_draws * w / sum`,
     rounded up or down, so rare classes come as often as asked for and not only on average."""
 
@@ -74,7 +74,7 @@ class Weighted:
         return np.minimum(found, self._last).astype(np.int64)
 
 
-class Bucketed:
+class BucketedOrder:
     """Records of `order`, in batches of like length: pools of `pool_batches` batches are sorted by length, and their
     batches shuffled. `length_of(records)` gives lengths, e.g. `lengths.__getitem__` of an array."""
 
@@ -110,7 +110,7 @@ class Bucketed:
         return np.concatenate([head.ravel(), records[full * self._batch :]])
 
 
-class Mixed:
+class MixedOrder:
     """Orders in the ratio of `weights`; every thousand positions hold each in exactly its share.
 
     Records are numbered through: those of the second order follow those of the first (`offsets`). An order that is
@@ -139,10 +139,10 @@ class Mixed:
         out = np.empty_like(wanted)
         for number in np.unique(block).tolist():
             here = block == number
-            out[here] = self._drawn(number, slot[here])
+            out[here] = self._draw(number, slot[here])
         return out
 
-    def _drawn(self, block: int, slots: Ints) -> Ints:
+    def _draw(self, block: int, slots: Ints) -> Ints:
         pattern, ranks = self._ranked(block)
         out = np.empty_like(slots)
         for source, order in enumerate(self._orders):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from trueline.data.loading.decoded_cache import Tables, run_of
+from trueline.data.loading.decoded_cache import TableCache, run_of
 from trueline.data.records import Records
 from trueline.data.source import Batch, Unit, check_indices
 from trueline.errors import DataError
@@ -46,7 +46,7 @@ class TableSource:
         self._num_records = records.units[-1].offset + records.units[-1].count
         self._what = f"feed(records, '{mode}')"
         self._inputs, self._labels = f"inputs of {self._what}", f"labels of {self._what}"
-        self._tables = Tables(records, cache_bytes)
+        self._tables = TableCache(records, cache_bytes)
         self._coming: dict[bytes, Future[pa.Table]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -68,8 +68,8 @@ class TableSource:
         if run is None or run[0] < 0 or run[1] > self._num_records:
             check_indices(indices, self._num_records, self._where)
         elif not self._coming:  # an evaluation's next records
-            return self._fed(self._tables.take_run(*run))
-        return self._fed(self.table(indices))
+            return self._feed_table(self._tables.take_run(*run))
+        return self._feed_table(self.table(indices))
 
     def table(self, indices: Indices) -> pa.Table:
         """The records `indices` as they lie in the files, in that order, in memory that is the caller's alone. Raises
@@ -96,7 +96,7 @@ class TableSource:
     def fingerprint(self) -> str:
         return self.records.fingerprint()
 
-    def _fed(self, table: pa.Table) -> Batch:
+    def _feed_table(self, table: pa.Table) -> Batch:
         try:
             found = self._feed(table, self._mode)
         except DataError:

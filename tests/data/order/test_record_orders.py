@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.data.order.permutation import key_of
-from trueline.data.order.weighted import Bucketed, InFileOrder, Mixed, Permuted, RecordOrder, Weighted
+from trueline.data.order.record_orders import (
+    BucketedOrder,
+    InFileOrder,
+    MixedOrder,
+    PermutedOrder,
+    RecordOrder,
+    WeightedOrder,
+)
 from trueline.data.order.windowed import WindowOrder, blocks_of
 from trueline.data.source import Unit
 from trueline.errors import DataError
@@ -80,7 +87,7 @@ def test_blocks_are_cut_inside_units_and_cover_them() -> None:
 
 
 def test_weights_decide_how_often_each_record_comes() -> None:
-    order = Weighted([1, 0, 2, 5, 2], seed=3, num_draws=1000)
+    order = WeightedOrder([1, 0, 2, 5, 2], seed=3, num_draws=1000)
     for epoch in range(3):
         times = Counter(order.at(np.arange(1000), epoch=epoch).tolist())
         assert times == {0: 100, 2: 200, 3: 500, 4: 200}
@@ -91,7 +98,7 @@ def test_weights_decide_how_often_each_record_comes() -> None:
 def test_no_record_of_weight_nought_is_drawn_and_shares_are_rounded_up_or_down(
     weights: list[float], draws: int, seed: int
 ) -> None:
-    times = Counter(Weighted(weights, seed=seed, num_draws=draws).at(np.arange(draws), epoch=0).tolist())
+    times = Counter(WeightedOrder(weights, seed=seed, num_draws=draws).at(np.arange(draws), epoch=0).tolist())
     assert sum(times.values()) == draws
     for record, weight in enumerate(weights):
         share = draws * weight / sum(weights)
@@ -101,11 +108,11 @@ def test_no_record_of_weight_nought_is_drawn_and_shares_are_rounded_up_or_down(
 
 def test_batches_of_like_length_hold_every_record_once() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 1003)
-    order = Bucketed(Permuted(1003, seed=1), lengths.__getitem__, batch=10, seed=2, pool_batches=20)
+    order = BucketedOrder(PermutedOrder(1003, seed=1), lengths.__getitem__, batch=10, seed=2, pool_batches=20)
     whole = order.at(np.arange(1003), epoch=1)
     assert sorted(whole.tolist()) == list(range(1003))
     padding = sum(np.ptp(lengths[whole[at : at + 10]]) for at in range(0, 1000, 10))
-    plain = Permuted(1003, seed=1).at(np.arange(1003), epoch=1)
+    plain = PermutedOrder(1003, seed=1).at(np.arange(1003), epoch=1)
     assert padding * 8 < sum(np.ptp(lengths[plain[at : at + 10]]) for at in range(0, 1000, 10))
     means = [lengths[whole[at : at + 10]].mean() for at in range(0, 200, 10)]
     assert any(later < earlier for earlier, later in pairwise(means))  # batches come in no order of length
@@ -113,7 +120,7 @@ def test_batches_of_like_length_hold_every_record_once() -> None:
 
 
 def test_sources_are_mixed_in_their_ratio_and_none_skips_a_record() -> None:
-    order = Mixed([Permuted(100, seed=1), InFileOrder(5000)], [3, 1], seed=4, num_records=4000)
+    order = MixedOrder([PermutedOrder(100, seed=1), InFileOrder(5000)], [3, 1], seed=4, num_records=4000)
     whole = order.at(np.arange(4000), epoch=0)
     for at in range(0, 4000, 1000):
         assert (whole[at : at + 1000] < 100).sum() == 750
@@ -125,17 +132,17 @@ def test_sources_are_mixed_in_their_ratio_and_none_skips_a_record() -> None:
 
 
 def test_positions_outside_and_orders_of_nothing_are_refused() -> None:
-    for order in (InFileOrder(10), WindowOrder(units_of([10]), seed=0), Permuted(10, seed=0)):
+    for order in (InFileOrder(10), WindowOrder(units_of([10]), seed=0), PermutedOrder(10, seed=0)):
         for wrong in ([-1], [10]):
             with pytest.raises(DataError, match="outside"):
                 order.at(wrong, epoch=0)
     for make in (
         lambda: WindowOrder([], seed=0),
         lambda: WindowOrder(units_of([5]), seed=0, window_records=0),
-        lambda: Weighted([0.0, 0.0], seed=0),
-        lambda: Weighted([1.0, float("nan")], seed=0),
-        lambda: Bucketed(InFileOrder(5), lambda r: r, batch=0, seed=0),
-        lambda: Mixed([InFileOrder(5)], [1, 2], seed=0),
+        lambda: WeightedOrder([0.0, 0.0], seed=0),
+        lambda: WeightedOrder([1.0, float("nan")], seed=0),
+        lambda: BucketedOrder(InFileOrder(5), lambda r: r, batch=0, seed=0),
+        lambda: MixedOrder([InFileOrder(5)], [1, 2], seed=0),
     ):
         with pytest.raises(DataError):
             make()
@@ -147,10 +154,10 @@ LENGTHS = np.array([5, 1, 9, 3, 7, 2, 8, 4, 6, 0, 11, 10, 13, 12])
 def drawn_order(kind: str, seed: int = 7) -> RecordOrder:
     """Of each kind one that is small enough to be written down."""
     if kind == "weighted":
-        return Weighted([1, 0, 2, 5, 2], seed=seed, num_draws=12)
+        return WeightedOrder([1, 0, 2, 5, 2], seed=seed, num_draws=12)
     if kind == "bucketed":
-        return Bucketed(Permuted(14, seed=seed), LENGTHS.__getitem__, batch=2, seed=seed, pool_batches=4)
-    return Mixed([Permuted(9, seed=seed), InFileOrder(5)], [2, 1], seed=seed, num_records=12)
+        return BucketedOrder(PermutedOrder(14, seed=seed), LENGTHS.__getitem__, batch=2, seed=seed, pool_batches=4)
+    return MixedOrder([PermutedOrder(9, seed=seed), InFileOrder(5)], [2, 1], seed=seed, num_records=12)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_other_epochs_and_other_seeds_are_other_orders_of_these_too(kind: str) -
 
 
 def test_each_pool_of_batches_has_an_order_of_its_own_and_the_short_batch_stays_at_its_end() -> None:
-    order = Bucketed(InFileOrder(47), lambda records: records % 10, batch=2, seed=1, pool_batches=5)
+    order = BucketedOrder(InFileOrder(47), lambda records: records % 10, batch=2, seed=1, pool_batches=5)
     for epoch in range(3):
         whole = order.at(np.arange(47), epoch=epoch)
         pools = [whole[at : at + 10] - at for at in range(0, 40, 10)]
@@ -188,14 +195,14 @@ def test_each_pool_of_batches_has_an_order_of_its_own_and_the_short_batch_stays_
 
 
 def test_a_part_that_begins_again_comes_in_another_order_and_so_do_parts_of_one_size() -> None:
-    order = Mixed([Permuted(500, seed=1)], [1], seed=3, num_records=500)
+    order = MixedOrder([PermutedOrder(500, seed=1)], [1], seed=3, num_records=500)
     first, second = (order.at(np.arange(500), epoch=epoch).tolist() for epoch in range(2))
     assert sorted(first) == sorted(second) == list(range(500))
     assert first != second
 
 
 def test_blocks_of_a_mixture_have_orders_of_their_own() -> None:
-    order = Mixed([InFileOrder(4000), InFileOrder(4000)], [1, 1], seed=3, num_records=4000)
+    order = MixedOrder([InFileOrder(4000), InFileOrder(4000)], [1, 1], seed=3, num_records=4000)
     whose = order.at(np.arange(4000), epoch=0) < 4000
     blocks = [tuple(whose[at : at + 1000].tolist()) for at in range(0, 4000, 1000)]
     assert len(set(blocks)) == 4
@@ -205,20 +212,20 @@ def test_blocks_of_a_mixture_have_orders_of_their_own() -> None:
 @pytest.mark.parametrize("weights", [[1.0, -0.5], [-1.0, -1.0], [[1.0]], [], [1.0, float("inf")]])
 def test_weights_that_choose_nothing_in_particular_are_refused(weights: list[float]) -> None:
     with pytest.raises(DataError, match="choose no records"):
-        Weighted(weights, seed=0)
+        WeightedOrder(weights, seed=0)
 
 
 def test_a_draw_that_rounds_to_the_very_end_is_of_the_last_record_that_has_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trueline.data.order.weighted.key_of", lambda *parts: (1 << 64) - 1)
-    found = Weighted([1.0, 1.0, 0.0], seed=0, num_draws=3).at(np.arange(3), epoch=0)
+    monkeypatch.setattr("trueline.data.order.record_orders.key_of", lambda *parts: (1 << 64) - 1)
+    found = WeightedOrder([1.0, 1.0, 0.0], seed=0, num_draws=3).at(np.arange(3), epoch=0)
     assert set(found.tolist()) == {0, 1}
 
 
 def test_a_draw_on_the_bound_of_two_records_is_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueline.data.order.weighted.key_of", lambda *parts: 0)
-    found = Weighted([0.0, 1.0, 1.0], seed=0, num_draws=4).at(np.arange(4), epoch=0)
+    monkeypatch.setattr("trueline.data.order.record_orders.key_of", lambda *parts: 0)
+    found = WeightedOrder([0.0, 1.0, 1.0], seed=0, num_draws=4).at(np.arange(4), epoch=0)
     assert sorted(found.tolist()) == [1, 1, 2, 2]
 
 
@@ -233,12 +240,12 @@ def test_windows_refuse_positions_outside_and_units_without_records() -> None:
 
 
 def test_a_pool_of_one_full_batch_lies_by_length_and_equal_lengths_stay_in_their_order() -> None:
-    order = Bucketed(InFileOrder(100), lambda records: records % 2, batch=100, seed=1, pool_batches=1)
+    order = BucketedOrder(InFileOrder(100), lambda records: records % 2, batch=100, seed=1, pool_batches=1)
     assert order.at(np.arange(100), epoch=0).tolist() == [*range(0, 100, 2), *range(1, 100, 2)]
 
 
 def test_a_pool_of_two_full_batches_is_shuffled_too() -> None:
-    order = Bucketed(InFileOrder(43), lambda records: records, batch=2, seed=1, pool_batches=2)
+    order = BucketedOrder(InFileOrder(43), lambda records: records, batch=2, seed=1, pool_batches=2)
     whole = order.at(np.arange(43), epoch=0).tolist()
     pools = {tuple(record - at for record in whole[at : at + 4]) for at in range(0, 40, 4)}
     assert pools == {(0, 1, 2, 3), (2, 3, 0, 1)}
@@ -247,21 +254,21 @@ def test_a_pool_of_two_full_batches_is_shuffled_too() -> None:
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"pool_batches": 0}, {"batch": -1}])
 def test_a_pool_holds_one_batch_and_a_batch_one_record_at_least(wrong: dict[str, int]) -> None:
-    assert Bucketed(InFileOrder(3), lambda r: r, batch=1, seed=0, pool_batches=1).at([2], epoch=0).tolist() == [2]
+    assert BucketedOrder(InFileOrder(3), lambda r: r, batch=1, seed=0, pool_batches=1).at([2], epoch=0).tolist() == [2]
     with pytest.raises(DataError, match="expected 1 or more"):
-        Bucketed(InFileOrder(3), lambda r: r, seed=0, **{"batch": 1, "pool_batches": 1, **wrong})
+        BucketedOrder(InFileOrder(3), lambda r: r, seed=0, **{"batch": 1, "pool_batches": 1, **wrong})
 
 
 def test_as_many_records_are_drawn_as_there_are_weights_unless_another_number_is_asked_for() -> None:
-    assert Weighted([1, 2, 3], seed=0).num_records == 3
-    assert Weighted([1, 2, 3], seed=0, num_draws=1).num_records == 1
-    assert Mixed([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0).num_records == 7
-    assert Mixed([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0, num_records=1).num_records == 1
+    assert WeightedOrder([1, 2, 3], seed=0).num_records == 3
+    assert WeightedOrder([1, 2, 3], seed=0, num_draws=1).num_records == 1
+    assert MixedOrder([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0).num_records == 7
+    assert MixedOrder([InFileOrder(3), InFileOrder(4)], [1, 1], seed=0, num_records=1).num_records == 1
 
 
 def test_the_only_draw_falls_anywhere_as_the_seed_and_the_epoch_say() -> None:
     for seed in range(4):
-        order = Weighted(np.ones(1000), seed=seed, num_draws=1)
+        order = WeightedOrder(np.ones(1000), seed=seed, num_draws=1)
         found = [int(order.at([0], epoch=epoch)[0]) for epoch in range(4)]
         assert found == [key_of(seed, epoch) * 1000 >> 64 for epoch in range(4)]
 
@@ -275,6 +282,6 @@ def test_records_are_whole_numbers_of_one_dtype_however_they_are_asked_for(kind:
 
 
 def test_records_beyond_the_whole_numbers_of_a_float_are_mixed_exactly() -> None:
-    order = Mixed([InFileOrder(2**62)], [1], seed=3)
+    order = MixedOrder([InFileOrder(2**62)], [1], seed=3)
     start = 2**60 // 1000 * 1000
     assert sorted(order.at(np.arange(start, start + 1000), epoch=0).tolist()) == list(range(start, start + 1000))
