@@ -17,11 +17,11 @@ from trueline.errors import TrainError
 from trueline.parallel import gloo
 from trueline.train import elastic
 from trueline.train.elastic import Elastic
+from trueline.train.link.local_client import Solo
 from trueline.train.step import ledger as books
 from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.validation import Rule, Validation
-from trueline.train.worker.local_client import Solo
 from trueline.wire import train_pb2 as pb
 
 ME = "worker-0.0"

@@ -8,11 +8,10 @@ import pytest
 
 from trueline.errors import UsageError
 from trueline.train import faults as injected
-from trueline.train import settings
+from trueline.train import job_context, settings
 from trueline.train.faults import Faults
+from trueline.train.link.local_client import Solo
 from trueline.train.settings import Fault, JobSettings
-from trueline.train.worker import job_context
-from trueline.train.worker.local_client import Solo
 
 JOB = JobSettings(name="job", recipe="", recipe_digest="d", workers=1, epochs=0, global_batch=0, seed=0)
 

@@ -14,7 +14,7 @@ import torch
 
 from trueline.parallel import gloo
 from trueline.train import elastic
-from trueline.train.worker.local_client import Solo
+from trueline.train.link.local_client import Solo
 from trueline.wire import train_pb2 as pb
 
 WAIT_S = 250

@@ -30,11 +30,10 @@ from trueline.errors import TrainError, UsageError
 from trueline.parallel.backend import connector
 from trueline.parallel.exchange import Shares, is_collective
 from trueline.parallel.gloo import GlooGroup, start_store
-from trueline.train import devices
+from trueline.train import devices, job_context
 from trueline.train.faults import Faults
-from trueline.train.link import connect
+from trueline.train.link.contract import connect
 from trueline.train.regroup.recovery import Healing
-from trueline.train.regroup.regroup import Fellowship
 from trueline.train.settings import Fault
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
@@ -42,16 +41,16 @@ from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.commit import Commit
 from trueline.train.step.contribution import Part, StepBatch
 from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.group import Fellowship
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import Advance, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints, JobPlan, Piece
 from trueline.train.step.reader import Intake
 from trueline.train.step.replica import Replica
+from trueline.train.step.reporter import Report
 from trueline.train.step.timing import Pace
 from trueline.train.step.validation import Validation
-from trueline.train.worker import job_context
-from trueline.train.worker.reporter import Report
 from trueline.wire import train_pb2 as pb
 
 

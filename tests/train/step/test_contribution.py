@@ -19,7 +19,7 @@ from trueline.train.step.contribution import MOST_LOSS, Part
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import DRAWN, JobPlan
 from trueline.train.step.reader import Intake
-from trueline.train.worker.reporter import Report
+from trueline.train.step.reporter import Report
 
 
 def plan_of(**kind):
@@ -176,7 +176,7 @@ def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
 
 def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_that_are_new(monkeypatch):
     said, clock = [], iter([1_000_000, 5_000_000, 9_000_000, 9_500_000])
-    monkeypatch.setattr("trueline.train.worker.reporter.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("trueline.train.step.reporter.time.monotonic_ns", lambda: next(clock))
     link = SimpleNamespace(progress=lambda *what: said.append(what))
     fellows = SimpleNamespace(
         generation=3, size=2, rates=(10.0, 30.0), dealt=(10.0, 30.0), by_rank=lambda dealt: dealt[::-1]

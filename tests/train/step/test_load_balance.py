@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueline.data.order import permutation
-from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step import load_balance
+from trueline.train.step.group import Fellowship
 from trueline.train.step.timing import Pace
 from trueline.wire import train_pb2 as pb
 

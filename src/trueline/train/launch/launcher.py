@@ -39,9 +39,9 @@ from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.launch import job_dir as folder
 from trueline.train.launch import shutdown
+from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.failover import Succession
 from trueline.train.settings import JobSettings
-from trueline.train.worker.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 

@@ -17,7 +17,7 @@ from trueline.errors import CheckpointError
 from trueline.storage.location import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
-from trueline.train.regroup.regroup import Fellowship
+from trueline.train.step.group import Fellowship
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 

@@ -22,7 +22,7 @@ from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import describe_record
 from trueline.errors import RecipeError, TrainError
 from trueline.train import devices
-from trueline.train.link import Link
+from trueline.train.link.contract import Link
 from trueline.train.step.plan import Ints, JobPlan
 from trueline.train.step.replica import Replica
 

@@ -25,7 +25,7 @@ from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
 from trueline.train.faults import Faults
-from trueline.train.link import Link
+from trueline.train.link.contract import Link
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.replica import Replica
 from trueline.version import __version__

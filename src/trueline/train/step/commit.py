@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trueline.errors import RecordsMiscounted
-from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.evaluation_loop import Evaluations
+from trueline.train.step.group import Fellowship
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Reduced, Replica

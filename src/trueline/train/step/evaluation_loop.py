@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueline.train.link import Link
-from trueline.train.regroup.regroup import Fellowship
+from trueline.train.link.contract import Link
 from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.group import Fellowship
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.train.step.validation import Validation, as_message

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
-from trueline.train.regroup.regroup import Fellowship
 from trueline.train.step.contribution import StepBatch
+from trueline.train.step.group import Fellowship
 from trueline.train.step.plan import JobPlan, Piece
 from trueline.train.step.timing import Pace
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trueline.data.order import permutation
 from trueline.errors import UsageError, join_names
-from trueline.train.regroup.regroup import Fellowship
+from trueline.train.step.group import Fellowship
 from trueline.train.step.replica import Replica
 from trueline.wire import train_pb2 as pb
 

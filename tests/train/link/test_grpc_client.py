@@ -8,9 +8,9 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trueline.train.worker import grpc_client
-from trueline.train.worker.grpc_client import MasterLink
-from trueline.train.worker.step_report import Stepped
+from trueline.train.link import grpc_client
+from trueline.train.link.grpc_client import MasterLink
+from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from trueline.train.worker.step_report import Stepped
+from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from trueline.errors import TrainError
-from trueline.train.worker.grpc_client import MasterLink
-from trueline.train.worker.local_client import Solo
-from trueline.train.worker.step_report import Stepped
+from trueline.train.link.grpc_client import MasterLink
+from trueline.train.link.local_client import Solo
+from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 
 

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trueline.train.link import Link
-from trueline.train.regroup.regroup import Fellowship
+from trueline.train.link.contract import Link
+from trueline.train.link.step_report import Stepped
+from trueline.train.step.group import Fellowship
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.timing import Pace
-from trueline.train.worker.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 
 

@@ -14,7 +14,7 @@ from trueline import events
 from trueline.parallel.exchange import is_collective
 from trueline.parallel.gloo import GlooGroup
 from trueline.train.faults import Faults
-from trueline.train.link import Link
+from trueline.train.link.contract import Link
 from trueline.train.step import load_balance
 from trueline.wire import train_pb2 as pb
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trueline.train.worker.step_report import Stepped
+from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 
 TRIES = 3

@@ -3,7 +3,7 @@
 import pytest
 
 from trueline.train.faults import Faults
-from trueline.train.regroup.regroup import PATIENCE_S, Fellowship
+from trueline.train.step.group import PATIENCE_S, Fellowship
 from trueline.wire import train_pb2 as pb
 
 ME, PEER = "worker-0.0", "worker-1.0"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trueline.train.worker.local_client import TRIES, Solo
+from trueline.train.link.local_client import TRIES, Solo
 
 
 def ready() -> Solo:

@@ -1,0 +1,1 @@
+"""The line between a worker and its master."""
