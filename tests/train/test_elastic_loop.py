@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,9 @@ from trueline.errors import TrainError
 from trueline.parallel import gloo
 from trueline.train import elastic
 from trueline.train.elastic import Elastic
-from trueline.train.link.local_client import Solo
+from trueline.train.link.local_client import LocalLink
 from trueline.train.step import ledger as books
+from trueline.train.step.ledger import StepAccount
 from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.validation import Rule, Validation
@@ -42,7 +45,7 @@ def _no_group_is_left():
         dist.destroy_process_group()
 
 
-class Line(Solo):
+class Line(LocalLink):
     """A line whose views and answers the test gives, and what the worker says on it."""
 
     def __init__(self) -> None:
@@ -51,33 +54,27 @@ class Line(Solo):
         self.entered: list[tuple[int, int]] = []
         self.unfinished = 0
 
-    def view(self, *, forced: bool = False, **fields: Any) -> None:
+    def next_view(self, *, forced: bool = False, **fields: Any) -> None:
         """The next view, of this worker alone."""
-        last = self._view
+        last = self.view
         assert last is not None
         generation = last.generation + 1
         cut_below = generation if forced else last.cut_below
-        self._view = pb.View(generation=generation, members=[self.ref], cut_below=cut_below, **fields)
+        self.view = pb.View(generation=generation, members=[self.ref], cut_below=cut_below, **fields)
 
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
         self.entered.append((generation, step))
         return super().enter(generation, step, rate)
 
-    def finish(self, generation: int, step: int) -> pb.Plan:
-        self.said.append(("finish", generation, step))
+    def finish(self, generation: int, step: int, certificates: Sequence[pb.Certificate]) -> pb.Plan:
+        self.said.append(("finish", generation, step, [one.epoch for one in certificates]))
         if self.unfinished:
             self.unfinished -= 1
-            self.view(forced=True)
+            self.next_view(forced=True)
             return pb.Plan(superseded=True)
-        return super().finish(generation, step)
+        return super().finish(generation, step, certificates)
 
-    def certify(self, certificates: list[pb.Certificate]) -> None:
-        self.said.append(("certify", [one.epoch for one in certificates]))
-
-    def flush(self) -> None:
-        self.said.append("flush")
-
-    def trying(self, step: int, record: int, where: str) -> None:
+    def announce_trial(self, step: int, record: int, where: str) -> None:
         self.said.append(("trying", step, record))
 
 
@@ -179,7 +176,7 @@ def test_the_end_of_a_job_is_certified_reported_and_written_before_it_is_said(mo
     trained(job)
     assert line.said == [
         ("keep", 1), ("keep", 2), ("keep", 3, "epoch"), ("keep", 4), ("keep", 5), ("keep", 6, "epoch"),
-        ("certify", [0, 1]), "flush", ("complete", 6), ("finish", 1, 6),
+        ("complete", 6), ("finish", 1, 6, [0, 1]),
     ]  # fmt: skip
     assert line.entered == [(1, -1)]
 
@@ -188,14 +185,16 @@ def test_a_worker_that_is_done_stays_for_the_others_until_all_are(monkeypatch):
     job, line = job_of(monkeypatch)
     line.unfinished = 2
     trained(job)
-    assert [one for one in line.said if one[0] == "finish"] == [("finish", 1, 6), ("finish", 2, 6), ("finish", 3, 6)]
+    assert [one for one in line.said if one[0] == "finish"] == [
+        ("finish", generation, 6, [0, 1]) for generation in (1, 2, 3)
+    ]
     assert line.entered == [(1, -1), (2, 6), (3, 6)]
     assert job.steps == 6
 
 
 def test_a_planned_view_is_entered_between_two_steps_with_all_that_was_applied(monkeypatch):
     job, line = job_of(monkeypatch)
-    given = trained(job, lambda step: line.view() if step == 2 else None)
+    given = trained(job, lambda step: line.next_view() if step == 2 else None)
     assert line.entered == [(1, -1), (2, 3)]
     assert [step for step, _ in given] == list(range(6))
     expect_the_same(job.model, expected())
@@ -204,7 +203,7 @@ def test_a_planned_view_is_entered_between_two_steps_with_all_that_was_applied(m
 def test_a_forced_view_takes_the_step_at_hand_back_and_gives_its_records_out_again(monkeypatch):
     job, line = job_of(monkeypatch, micro_batch=2)
     forced = iter([True])
-    given = trained(job, lambda step: line.view(forced=True) if step == 1 and next(forced, False) else None)
+    given = trained(job, lambda step: line.next_view(forced=True) if step == 1 and next(forced, False) else None)
     assert line.entered == [(1, -1), (2, 1)]
     assert [step for step, _ in given] == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 5]
     assert (job.certificates[0]["tally_min"], job.certificates[0]["tally_max"]) == (1, 1)
@@ -245,7 +244,7 @@ def complain(line: Line) -> None:
     def wait_view(after: int, timeout_s: float, *, cuts: int = -1) -> Any:
         waits.append(cuts)
         if cuts > 0:
-            line.view(forced=True)
+            line.next_view(forced=True)
         return wait(after, timeout_s, cuts=cuts)
 
     line.wait_view = wait_view  # type: ignore[method-assign]
@@ -271,7 +270,7 @@ def test_a_step_whose_sums_failed_leaves_no_trace_and_is_done_again(monkeypatch,
 
 def test_records_that_a_view_sets_aside_are_in_no_later_step(monkeypatch):
     job, line = job_of(monkeypatch)
-    given = trained(job, lambda step: line.view(set_aside=[3, 8]) if step == 2 else None)
+    given = trained(job, lambda step: line.next_view(set_aside=[3, 8]) if step == 2 else None)
     later = [record for step, records in given if step > 2 for record in records]
     assert sorted(later) == [0, 1, 2, 4, 5, 6, 7, 9]
     assert [one["set_aside"] for one in job.certificates] == [[], [3, 8]]
@@ -283,7 +282,7 @@ def test_in_a_careful_view_each_record_is_announced_before_it_is_trained_in_a_st
     def at(step):
         line.said.append(("given", step))
         if step == 0:
-            line.view(careful=True)
+            line.next_view(careful=True)
 
     given = dict(trained(job, at))
     said = [one for one in line.said if one[0] in ("given", "trying")]
@@ -311,8 +310,8 @@ def test_a_job_that_an_evaluation_stops_ends_there_with_what_it_has_certified_an
     assert job.steps == stop_at
     assert [one["steps"] for one in job.certificates] == certified
     part = [] if stop_at == 3 else [("keep", stop_at, "due")]
-    assert line.said[-4 - len(part) :] == [
-        *part, ("certify", list(range(len(certified)))), "flush", ("complete", stop_at), ("finish", 1, stop_at),
+    assert line.said[-2 - len(part) :] == [
+        *part, ("complete", stop_at), ("finish", 1, stop_at, list(range(len(certified)))),
     ]  # fmt: skip
     best = [one for one in line.said if one[0] == "keep" and "best" in one]
     assert best == [("keep", step, "best") for step in range(1, stop_at)]
@@ -323,7 +322,7 @@ def test_after_a_regroup_the_evaluation_of_the_step_at_hand_is_made_again_and_co
     checked = Validation(rule=Rule(every=2, monitor="loss"), num_records=1, names=(),
                          measure=lambda start, stop: [float(measured.append(job.steps) or 1.0)])  # fmt: skip
     job, line = job_of(monkeypatch, validation=checked)
-    trained(job, lambda step: line.view() if step == 1 else None)
+    trained(job, lambda step: line.next_view() if step == 1 else None)
     assert measured == [2, 4, 6]
     assert [one["step"] for one in job.evaluations] == [2, 4, 6]
     job, line = job_of(monkeypatch, validation=checked)
@@ -339,11 +338,11 @@ def test_who_has_no_state_yet_says_nothing_but_its_wish(monkeypatch):
     job, line = job_of(monkeypatch)
     batch = next(iter(job))
     job._part.add(batch.records, 0.5)
-    holding, observing = job._words(0, holds=True), job._words(0, holds=False)
-    assert (books.counted(holding), holding[7], holding[9] > 0) == (4, 1.0, True)
-    assert observing == [0.0] * 10
-    line.view()
-    assert job._words(0, holds=False) == [0.0] * 6 + [1.0] + [0.0] * 3
+    holding, observing = job._account(0, holds=True), job._account(0, holds=False)
+    assert (holding.count, holding.holders, holding.rates[0] > 0) == (4, 1, True)
+    assert observing == StepAccount(rates=[0.0])
+    line.next_view()
+    assert job._account(0, holds=False) == StepAccount(wishes=1, rates=[0.0])
 
 
 def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):
@@ -352,7 +351,7 @@ def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):
     fellows = job._fellows
     fellows.view, fellows.rank = pb.View(generation=1, members=["a", "b", ME], cut_below=1), 2
     job._pace.rate, fellows.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
-    assert job._words(0, holds=True)[books.WORDS :] == [0.0, 0.0, 7.0]
+    assert job._account(0, holds=True).rates == [0.0, 0.0, 7.0]
 
 
 def test_random_numbers_of_a_shard_are_its_own_whatever_was_drawn_before(monkeypatch):
@@ -441,7 +440,7 @@ def test_a_loss_that_is_no_number_for_a_peers_sake_is_the_peers_to_explain(monke
         summed = reduce(*how)
         if left and job.steps == left[0]:
             left.pop()
-            summed[8] = float("nan")
+            return replace(summed, loss_sum=float("nan"))
         return summed
 
     monkeypatch.setattr(job._replica, "reduce", poisoned)

@@ -10,8 +10,9 @@ from trueline.errors import UsageError
 from trueline.train import faults as injected
 from trueline.train import job_context, settings
 from trueline.train.faults import Faults
-from trueline.train.link.local_client import Solo
+from trueline.train.link.local_client import LocalLink
 from trueline.train.settings import Fault, JobSettings
+from trueline.wire import train_pb2 as pb
 
 JOB = JobSettings(name="job", recipe="", recipe_digest="d", workers=1, epochs=0, global_batch=0, seed=0)
 
@@ -64,10 +65,10 @@ def test_the_first_script_says_what_a_step_is_and_another_that_says_otherwise_is
 
 
 def test_alone_one_vote_sets_a_record_aside_for_good_and_cuts_the_group():
-    line = Solo()
-    line.ready("a:1", state="", num_records=4, total_steps=2, shard_records=0)
+    line = LocalLink()
+    line.join(pb.Hello(store="a:1", num_records=4, total_steps=2))
     for record in (7, 3, 7):
         line.suspect(0, record, "odd", "")
-    view = line.newest()
+    view = line.view
     assert (list(view.set_aside), view.generation, view.cut_below) == ([3, 7], 4, 4)
     assert (line.wait_view(3, 0.0), line.wait_view(4, 0.0)) == (view, None)

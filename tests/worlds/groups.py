@@ -14,14 +14,14 @@ import torch
 
 from trueline.parallel import gloo
 from trueline.train import elastic
-from trueline.train.link.local_client import Solo
+from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
 
 WAIT_S = 250
 """Nothing here ends by waiting; a machine may be slow, and there is one view only: it has to be formed."""
 
 
-class _Fellow(Solo):
+class _Fellow(LocalLink):
     """One view of `size` members that have applied `steps` steps; rank 0's store is handed on through `stores`."""
 
     applied = -1
@@ -30,9 +30,9 @@ class _Fellow(Solo):
         super().__init__()
         self.ref, self._rank, self._size, self._stores = f"worker-{rank}.0", rank, size, stores
 
-    def ready(self, store: str, **facts: Any) -> None:
+    def join(self, hello: pb.Hello) -> None:
         members = [f"worker-{rank}.0" for rank in range(self._size)]
-        self._store, self._view = store, pb.View(generation=1, members=members, cut_below=1)
+        self._store, self.view = hello.store, pb.View(generation=1, members=members, cut_below=1)
 
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
         if self._rank == 0:

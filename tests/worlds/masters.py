@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import json
+import queue
+import threading
 
 import grpc
+import msgspec
 import numpy as np
 
 from trueline.train.master.journal import Journal
@@ -17,6 +20,8 @@ from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=1, global_batch=4, seed=0, min_workers=1)
+ALONE = msgspec.structs.replace(JOB, workers=1)
+"""A job of one worker."""
 RECORDS, STEPS = 8, 2
 WAIT_S = 60
 A, B = "worker-0.0", "worker-1.0"
@@ -61,18 +66,44 @@ def master_of(job_dir, job=JOB, *, journal=Journal, engine=None):
 
 
 @contextlib.asynccontextmanager
-async def serving(job, job_dir):
-    """A master with an engine that starts nothing, and a client's stub."""
+async def _listening(job, job_dir):
+    """A master with an engine that starts nothing, and its address."""
     master = Master(job, job_dir, Journal(job_dir / "log"), NoEngine(), "secret", asyncio.get_running_loop().time)
     server = grpc.aio.server(interceptors=[Door("secret", master.crashed)])
     pb_grpc.add_MasterServicer_to_server(Service(master), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await master.adopt()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield master, pb_grpc.MasterStub(channel)
+    yield master, f"127.0.0.1:{port}"
     await server.stop(None)
     master.journal.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(job, job_dir):
+    """A master with an engine that starts nothing, and a client's stub."""
+    async with _listening(job, job_dir) as (master, address), grpc.aio.insecure_channel(address) as channel:
+        yield master, pb_grpc.MasterStub(channel)
+
+
+@contextlib.contextmanager
+def served(job, job_dir):
+    """The address of such a master that runs in a thread of its own."""
+    addresses, loop, over = queue.SimpleQueue(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve():
+        async with _listening(job, job_dir) as (_, address):
+            addresses.put(address)
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield addresses.get(timeout=WAIT_S)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
 
 
 def at_work(master, *, steps=0):

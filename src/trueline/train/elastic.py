@@ -32,7 +32,7 @@ from trueline.parallel.exchange import Shares, is_collective
 from trueline.parallel.gloo import GlooGroup, start_store
 from trueline.train import devices, job_context
 from trueline.train.faults import Faults
-from trueline.train.link.contract import connect
+from trueline.train.link.grpc_client import connect
 from trueline.train.regroup.recovery import Healing
 from trueline.train.settings import Fault
 from trueline.train.step import model_traits
@@ -154,13 +154,15 @@ class Elastic:
     def __iter__(self) -> Iterator[StepBatch]:
         store, address = start_store()
         plan = self._plan
-        self._link.ready(
-            address,
-            state=self._healing.address,
-            num_records=plan.num_records,
-            total_steps=plan.total_steps,
-            shard_records=plan.micro_batch,
-            blocks=plan.blocks,
+        self._link.join(
+            pb.Hello(
+                store=address,
+                state=self._healing.address,
+                num_records=plan.num_records,
+                total_steps=plan.total_steps,
+                shard_records=plan.micro_batch,
+                blocks=plan.blocks,
+            )
         )
         self._regroup()
         while True:
@@ -217,7 +219,7 @@ class Elastic:
     def _one_step(self) -> Iterator[StepBatch]:
         step, holds, fellows = self._at, self._healing.holds, self._fellows
         self._faults.at("before" if holds else "observing", step)
-        self._link.doing("reading")
+        self._link.report_phase("reading")
         self._pace.begin()
         self._replica.begin()
         self._part, self._failed = Part(), False
@@ -251,19 +253,19 @@ class Elastic:
             return None
         self._replica.exchange.syncing = last
         if last:
-            self._link.doing("computing")
+            self._link.report_phase("computing")
         return found
 
     def _read_ahead(self) -> None:
         """All of a step is on its way: the next one's first batch is read, as if that step had come already."""
         if self._fellows.view.careful or not self._healing.holds or not self._host_waits:
             return
-        self._link.doing("reading")
+        self._link.report_phase("reading")
         try:
             self._intake.read_ahead(self.steps + 1)
         except Exception as error:  # noqa: BLE001  it will be read again when its time comes, and then looked into
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
-        self._link.doing("waiting")
+        self._link.report_phase("waiting")
 
     def _account(self, step: int, *, holds: bool) -> StepAccount:
         """What this worker brings to the sum beside its gradients."""
@@ -282,14 +284,14 @@ class Elastic:
         holds = self._healing.holds
         try:
             mine = self._account(step, holds=holds)
-            self._link.doing("waiting")
+            self._link.report_phase("waiting")
             account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._fellows.order))
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._part.records)
                 return False
             return self._abandon(str(error))
-        self._link.doing("committing")
+        self._link.report_phase("committing")
         self._faults.at("allreduced", step)
         self._pace.summed(self._part.count)
         self._wishes = account.wishes
@@ -342,7 +344,7 @@ class Elastic:
 
     def _validate(self) -> None:
         at, holds = self._at, self._healing.holds
-        self._link.doing("evaluating")
+        self._link.report_phase("evaluating")
         self._faults.at("evaluating", at)
         try:
             totals = self._evaluations.measure(at, holds=holds)
@@ -388,16 +390,15 @@ class Elastic:
             self._healing.wait()
             self._catch_up()
             return False
-        self._link.doing("finishing")
+        self._link.report_phase("finishing")
         self._faults.at("finishing", self.steps)
         stopped_within = self._commit.certify_part()
         if stopped_within and self._keeper is not None and self._fellows.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
-        self._link.certify([pb.Certificate(**certificate) for certificate in self.certificates])
-        self._link.flush()
         if self._keeper is not None and self._fellows.rank == 0:
             self._keeper.complete(self._replica, self._link)
-        if self._link.finish(self._fellows.generation, self.steps).finished:
+        certificates = [pb.Certificate(**certificate) for certificate in self.certificates]
+        if self._link.finish(self._fellows.generation, self.steps, certificates).finished:
             return True
         self._regroup()
         return False

@@ -1,6 +1,7 @@
 """Promises of a worker's line to the master: what is told at once, what is gathered, and what is never sent."""
 
 import asyncio
+import contextlib
 import queue
 import socket
 from concurrent import futures
@@ -8,14 +9,26 @@ from concurrent import futures
 import grpc
 import pytest
 
+from conformance.link import *  # noqa: F403
+from conformance.link import WAIT_S
 from trueline.train.link import grpc_client
+from trueline.train.link.contract import StepReport
 from trueline.train.link.grpc_client import MasterLink
-from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
+from worlds.masters import ALONE, served
 
-WAIT_S = 100
-"""Nothing here ends by waiting; a machine may be slow."""
+
+@pytest.fixture
+def make_link(tmp_path):
+    with contextlib.ExitStack() as ends:
+
+        def make():
+            link = MasterLink(ends.enter_context(served(ALONE, tmp_path)), "secret", "worker-0.0", lambda _: None)
+            ends.callback(link.close)
+            return link
+
+        yield make
 
 
 class Master(pb_grpc.MasterServicer):
@@ -49,7 +62,7 @@ def line(monkeypatch):
         master.port = server.add_insecure_port("127.0.0.1:0")
         link = MasterLink(f"127.0.0.1:{master.port}", "secret", "worker-0.0", lambda _: None)
         server.start()
-        link.ready("store", state="state", num_records=8, total_steps=9, shard_records=0)
+        link.join(pb.Hello(store="store", state="state", num_records=8, total_steps=9))
         ends.extend([link.close, lambda: master.lives.put(None), lambda: server.stop(None).wait()])
         return link, master
 
@@ -59,21 +72,21 @@ def line(monkeypatch):
 
 
 def stepped(step, generation=1):
-    return Stepped(step, generation, 8, 77, 0.5, 2, 0.0, 1 << 62, (10.0, 20.0), (3, 5), 1.0, 2.0, 3.0, 4.0, 0)
+    return StepReport(step, generation, 8, 77, 0.5, 2, 0.0, 1 << 62, (10.0, 20.0), (3, 5), 1.0, 2.0, 3.0, 4.0, 0)
 
 
 def test_the_first_step_of_a_group_the_end_of_an_epoch_and_an_evaluation_are_told_at_once_others_are_gathered(line):
     link, master = line()
     told = []
-    link.progress(1, 1, stepped(0), None)
+    link.report_step(1, 1, stepped(0), None)
     told.append(master.reports.get(timeout=WAIT_S))
-    link.progress(1, 2, stepped(1), None)
-    link.progress(1, 3, stepped(2), pb.Certificate(epoch=0))
+    link.report_step(1, 2, stepped(1), None)
+    link.report_step(1, 3, stepped(2), pb.Certificate(epoch=0))
     told.append(master.reports.get(timeout=WAIT_S))
-    link.progress(1, 4, stepped(3), None)
-    link.evaluated(pb.Evaluation(step=4))
+    link.report_step(1, 4, stepped(3), None)
+    link.report_evaluation(pb.Evaluation(step=4))
     told.append(master.reports.get(timeout=WAIT_S))
-    link.progress(2, 5, stepped(4, generation=2), None)
+    link.report_step(2, 5, stepped(4, generation=2), None)
     told.append(master.reports.get(timeout=WAIT_S))
     assert [[one.step for one in report.applied] for report in told] == [[0], [1, 2], [3], [4]]
     assert [len(report.certificates) for report in told] == [0, 1, 0, 0]
@@ -87,11 +100,11 @@ def test_who_does_not_lead_keeps_its_steps_until_the_log_has_them_and_sends_only
     link, master = line()
     link.leads, master.committed = False, 2
     for step in range(4):
-        link.progress(1, step + 1, stepped(step), None)
-    link.evaluated(pb.Evaluation(step=4))
+        link.report_step(1, step + 1, stepped(step), None)
+    link.report_evaluation(pb.Evaluation(step=4))
     while not master.reports.get(timeout=WAIT_S).evaluations:
         pass
-    link.flush()
+    link._send(everything=True)
     assert [one.step for one in master.reports.get(timeout=WAIT_S).applied] == [2, 3]
 
 
@@ -126,7 +139,7 @@ def test_a_call_while_the_master_is_away_waits_for_the_next_one_and_is_not_repea
     here.stop(None).wait()
     link = MasterLink(f"127.0.0.1:{port}", "secret", "worker-0.0", lambda _: None)
     with futures.ThreadPoolExecutor(1) as beside:
-        flushed = beside.submit(link.flush)
+        flushed = beside.submit(link._send)
         until_nobody_is_met(link._channel)
         assert not flushed.done()
         successor = grpc.server(futures.ThreadPoolExecutor(4))
@@ -164,7 +177,7 @@ def test_a_master_that_takes_its_time_to_greet_is_reached_all_the_same(line):
         async with await asyncio.start_server(late, "127.0.0.1", 0) as door:
             address = f"127.0.0.1:{door.sockets[0].getsockname()[1]}"
             link = MasterLink(address, "secret", "worker-7.0", lambda _: None)
-            await asyncio.wait_for(asyncio.to_thread(link.flush), WAIT_S)
+            await asyncio.wait_for(asyncio.to_thread(link._send), WAIT_S)
             link.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -236,10 +249,11 @@ def fenced(self, request, context):
 
 
 CALLS = {
-    "Enter": lambda link: link.enter(1, 5, 0.0), "Finish": lambda link: link.finish(1, 5), "Report": MasterLink.flush,
-    "Suspect": lambda link: link.suspect(1, 2, "odd", ""), "Try": lambda link: link.trying(1, 2, ""),
-    "Saved": lambda link: link.saved(1, "/c", "d"), "Leave": MasterLink.leave, "Fail": lambda link: link.fail("x", "y"),
-    "Broken": lambda link: link.broken(1, "x"),
+    "Enter": lambda link: link.enter(1, 5, 0.0), "Report": lambda link: link._send(everything=True),
+    "Suspect": lambda link: link.suspect(1, 2, "odd", ""), "Try": lambda link: link.announce_trial(1, 2, ""),
+    "Saved": lambda link: link.report_checkpoint(1, "/c", "d"), "Leave": MasterLink.leave,
+    "Fail": lambda link: link.fail("x", "y"), "Finish": lambda link: link.finish(1, 5, ()),
+    "Broken": lambda link: link.report_broken_group(1, "x"),
     "Watch": lambda link: link._watch(pb.Hello(ref="worker-0.0")),  # what a thread of its own does
 }  # fmt: skip
 
@@ -282,9 +296,9 @@ def test_what_a_worker_says_arrives_as_it_was_said_with_the_jobs_secret():
     link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", lambda _: None)
     server.start()
     link.suspect(3, 17, "odd", "record 17 of x")
-    link.trying(3, 18, "record 18 of x")
-    link.saved(4, "/job/step-4", "digest")
-    link.broken(2, "reset by peer")
+    link.announce_trial(3, 18, "record 18 of x")
+    link.report_checkpoint(4, "/job/step-4", "digest")
+    link.report_broken_group(2, "reset by peer")
     link.fail("data|none", "look")
     link.leave()
     link.close()
@@ -304,12 +318,12 @@ def test_what_a_worker_says_arrives_as_it_was_said_with_the_jobs_secret():
 def test_a_view_is_waited_for_until_it_is_newer_and_cuts_what_has_to_be_cut(alone):
     found = []
     for generation, cut_below in ((3, 2), (4, 2), (5, 4)):
-        alone._view = pb.View(generation=generation, cut_below=cut_below)
+        alone.view = pb.View(generation=generation, cut_below=cut_below)
         found.append([alone.wait_view(3, 0.0), alone.wait_view(3, 0.0, cuts=1), alone.wait_view(3, 0.0, cuts=2),
                       alone.wait_view(3, 0.0, cuts=4)])  # fmt: skip
     views = [[None if view is None else view.generation for view in row] for row in found]
     assert views == [[None] * 4, [4, 4, None, None], [5, 5, 5, None]]
-    assert alone.newest().generation == 5
+    assert alone.view.generation == 5
 
 
 def test_each_view_cuts_the_groups_below_it(monkeypatch):
@@ -326,9 +340,9 @@ def test_each_view_cuts_the_groups_below_it(monkeypatch):
     pb_grpc.add_MasterServicer_to_server(Viewing(), server)
     link = MasterLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "secret", "worker-0.0", cuts.put)
     server.start()
-    link.ready("a:1", state="b:1", num_records=8, total_steps=9, shard_records=0)
+    link.join(pb.Hello(store="a:1", state="b:1", num_records=8, total_steps=9))
     assert [cuts.get(timeout=WAIT_S), cuts.get(timeout=WAIT_S)] == [6, 6]
-    assert link.newest().generation == 8
+    assert link.view.generation == 8
     link.close()
     server.stop(None).wait()
 
@@ -347,6 +361,9 @@ class Answering:
         self.sent.append(request)
         return pb.Plan(source=3)
 
+    def Finish(self, request, **_):
+        return pb.Plan(finished=True)
+
 
 def steps_of(message):
     return [one.step for one in message.applied]
@@ -355,11 +372,10 @@ def steps_of(message):
 def test_who_leads_sends_each_step_certificate_and_evaluation_once(alone):
     master = alone._master = Answering(save_from=5)
     for step in range(2):
-        alone.progress(1, step + 1, stepped(step), pb.Certificate(epoch=step))
-    alone.evaluated(pb.Evaluation(step=2))
+        alone.report_step(1, step + 1, stepped(step), pb.Certificate(epoch=step))
+    alone.report_evaluation(pb.Evaluation(step=2))
     alone._send()
-    alone.certify([pb.Certificate(epoch=0)])
-    alone._send()
+    alone.finish(1, 2, [pb.Certificate(epoch=0)])
     first, second = master.sent
     assert (steps_of(first), steps_of(second)) == ([0, 1], [])
     assert [[one.epoch for one in sent.certificates] for sent in master.sent] == [[0, 1], [0]]
@@ -371,12 +387,12 @@ def test_what_comes_while_a_report_is_on_its_way_is_sent_with_the_next_one(alone
     class Busy(Answering):
         def Report(self, request, **how):
             if not self.sent:
-                alone.progress(1, 2, stepped(1), pb.Certificate(epoch=7))
-                alone.evaluated(pb.Evaluation(step=2))
+                alone.report_step(1, 2, stepped(1), pb.Certificate(epoch=7))
+                alone.report_evaluation(pb.Evaluation(step=2))
             return super().Report(request, **how)
 
     master = alone._master = Busy()
-    alone.progress(1, 1, stepped(0), None)
+    alone.report_step(1, 1, stepped(0), None)
     alone._send()
     alone._send()
     assert [steps_of(sent) for sent in master.sent] == [[0], [1]]
@@ -388,7 +404,7 @@ def test_who_does_not_lead_drops_what_the_log_has_and_sends_the_rest_when_it_is_
     master = alone._master = Answering(committed=2)
     alone.leads = False
     for step in range(4):
-        alone.progress(1, step + 1, stepped(step), None)
+        alone.report_step(1, step + 1, stepped(step), None)
     alone._send()
     monkeypatch.setattr(grpc_client.time, "monotonic_ns", lambda: (1 << 62) + grpc_client.OVERDUE_NS + 1)
     alone._send()
@@ -398,12 +414,12 @@ def test_who_does_not_lead_drops_what_the_log_has_and_sends_the_rest_when_it_is_
 def test_who_enters_a_view_brings_all_that_was_not_reported_and_its_own_count_of_steps(alone):
     master = alone._master = Answering()
     alone.leads = False
-    alone.progress(1, 1, stepped(0), pb.Certificate(epoch=0))
+    alone.report_step(1, 1, stepped(0), pb.Certificate(epoch=0))
     assert alone.enter(2, 4, 7.5).source == 3
     (entry,) = master.sent
     assert (entry.ref, entry.generation, entry.step, entry.rate) == ("worker-0.0", 2, 4, 7.5)
     assert (steps_of(entry.progress), len(entry.progress.certificates)) == ([0], 1)
-    alone.flush()
+    alone._send(everything=True)
     assert steps_of(master.sent[1]) == []
 
 
@@ -411,9 +427,9 @@ def test_a_heartbeat_says_for_how_long_a_worker_has_been_at_what_it_does(alone, 
     master, now = Answering(), [100.0]
     alone._master = master
     monkeypatch.setattr(grpc_client.time, "monotonic", lambda: now[0])
-    alone.doing("computing")
+    alone.report_phase("computing")
     now[0] = 103.0
     alone._send()
-    alone.doing("waiting")
+    alone.report_phase("waiting")
     alone._send()
     assert [(sent.phase, sent.phase_s) for sent in master.sent] == [("computing", 3.0), ("waiting", 0.0)]

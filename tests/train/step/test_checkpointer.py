@@ -27,7 +27,7 @@ class Job:
     def state(self):
         return {"model": {"w": self.weights}, "ledger": self.as_tree()}
 
-    def saved(self, step, path, digest):
+    def report_checkpoint(self, step, path, digest):
         self.told.append((step, path, digest))
 
     def step(self, *, best=False, due=False, ends_epoch=False):

@@ -177,7 +177,7 @@ def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
 def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_that_are_new(monkeypatch):
     said, clock = [], iter([1_000_000, 5_000_000, 9_000_000, 9_500_000])
     monkeypatch.setattr("trueline.train.step.reporter.time.monotonic_ns", lambda: next(clock))
-    link = SimpleNamespace(progress=lambda *what: said.append(what))
+    link = SimpleNamespace(report_step=lambda *what: said.append(what))
     fellows = SimpleNamespace(
         generation=3, size=2, rates=(10.0, 30.0), dealt=(10.0, 30.0), by_rank=lambda dealt: dealt[::-1]
     )
@@ -246,13 +246,13 @@ class Trying:
     def __init__(self):
         self.done, self.exchange = [], SimpleNamespace(syncing=True)
 
-    def doing(self, phase):
+    def report_phase(self, phase):
         self.done.append(phase)
 
     def suspect(self, step, record, why, where):
         self.done.append(("suspect", step, record, why.partition(":")[0], where))
 
-    def trying(self, step, record, where):
+    def announce_trial(self, step, record, where):
         self.done.append(("trying", record, where))
 
     def read(self, records, *, epoch):

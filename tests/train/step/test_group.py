@@ -18,27 +18,24 @@ class Line:
 
     def __init__(self, *views, plans=()):
         self.ref, self.leads = ME, False
-        self.views, self.plans, self.seen = list(views), list(plans), None
+        self.views, self.plans, self.view = list(views), list(plans), None
         self.waits, self.entered, self.complaints, self.phases = [], [], [], []
-
-    def newest(self):
-        return self.seen
 
     def wait_view(self, after, timeout_s, *, cuts=-1):
         self.waits.append((after, cuts))
         assert timeout_s == PATIENCE_S
         found = self.views.pop(0)
-        self.seen = found or self.seen
+        self.view = found or self.view
         return found
 
     def enter(self, generation, step, rate):
         self.entered.append((generation, step, rate))
         return self.plans.pop(0) if self.plans else pb.Plan(steps=[step, 4], store="here:1", rates=[rate, 2.0])
 
-    def broken(self, generation, what):
-        self.complaints.append((generation, what))
+    def report_broken_group(self, generation, why):
+        self.complaints.append((generation, why))
 
-    def doing(self, phase):
+    def report_phase(self, phase):
         self.phases.append(phase)
 
 
@@ -60,7 +57,7 @@ class Group:
 def fellowship(line, group=None, *, generation=1, **fields):
     found = Fellowship(line, group or Group(), Faults((), ME), **fields)
     if generation >= 0:
-        found.view = line.seen = view(generation)
+        found.view = line.view = view(generation)
     return found
 
 
@@ -94,7 +91,7 @@ def test_after_a_step_that_failed_the_next_view_has_to_cut_the_group_and_the_one
 def test_without_a_view_a_worker_says_that_it_cannot_use_the_newest_one_and_waits_on():
     line = Line(None, None, view(4))
     found = fellowship(line)
-    found.trouble, line.seen = "reset by peer", view(3)
+    found.trouble, line.view = "reset by peer", view(3)
     regroup(found)
     assert line.complaints == [(3, "reset by peer")] * 2
     assert line.entered == [(4, 5, 3.0)]
@@ -136,7 +133,7 @@ def test_a_group_that_does_not_work_leaves_the_worker_where_it_was_until_the_nex
     def broken(generation, what):
         kept.append((found.view is before[0], found.plan is before[1], found.rank == before[2], generation, what))
 
-    line.broken = broken
+    line.report_broken_group = broken
     regroup(found, heal=heal)
     assert kept == [(True, True, True, 2, "gloo: Connection closed by peer")]
     assert (found.generation, found.rank, found.group.closed) == (3, 1, 2)
@@ -163,7 +160,7 @@ def test_an_error_that_is_not_of_the_network_ends_the_worker():
 )
 def test_a_forced_view_overtakes_the_group_and_a_planned_one_is_wished_for(newest, overtaken, wishes):
     found = fellowship(Line(), generation=3)
-    found.link.seen = newest
+    found.link.view = newest
     assert (found.overtaken(), found.wishes()) == (overtaken, wishes)
 
 

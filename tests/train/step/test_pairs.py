@@ -212,7 +212,7 @@ def test_a_worker_that_tries_records_one_by_one_is_stuck_only_when_one_of_them_t
     advance = torch.optim.SGD(model.parameters(), lr=0.1)
     job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
     for step in job:
-        job._link.doing = phases.append
+        job._link.report_phase = phases.append
         job._trials.to_blame(step.step, step.records)
         break
     assert phases == ["reading"] * 4

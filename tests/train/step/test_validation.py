@@ -181,7 +181,7 @@ class Told:
     def __init__(self):
         self.evaluations, self.kept = [], []
 
-    def evaluated(self, evaluation):
+    def report_evaluation(self, evaluation):
         self.evaluations.append(evaluation)
 
     def after_step(self, replica, link, **how):

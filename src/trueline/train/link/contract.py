@@ -1,109 +1,128 @@
-"""A worker's line to the master: views come in, progress goes out, and the master may be away for a while.
+"""What connects a worker to its master: views come in, progress goes out, and the master may be away for a while.
 
-The seam is `Link`: `MasterLink` speaks to a master over gRPC, `Solo` is the same for a process that trains alone.
-Training needs the master only when the membership changes, so every call waits for one that is being restarted.
+A `Link` has three sides: `Membership`, `Reporter` and `Blame`. `MasterLink` (`grpc_client.py`) connects to a master,
+`LocalLink` (`local_client.py`) stands in for one where a process trains alone. Training needs the master only when the
+membership changes, so every call waits for one that is being restarted. Each implementation passes
+`tests/conformance/link.py`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from trueline.errors import TrainError
-from trueline.train.link.grpc_client import MasterLink
-from trueline.train.link.local_client import Solo
-from trueline.train.link.step_report import Stepped
 from trueline.wire import train_pb2 as pb
 
 
-class Link(Protocol):
+class StepReport(NamedTuple):
+    """A worker's record of one optimizer step; the fields are those of `pb.Applied`.
+
+    It becomes a message when it is sent. Only rank 0 sends it to the master; other ranks drop theirs once the master
+    has acknowledged the step.
+    """
+
+    step: int
+    generation: int
+    records: int
+    digest: int
+    loss: float
+    workers: int
+    gap_ms: float
+    at_ns: int
+    rates: tuple[float, ...]
+    shares: tuple[int, ...]
+    data_ms: float
+    compute_ms: float
+    wait_ms: float
+    commit_ms: float
+    redone: int
+
+    def as_message(self) -> pb.Applied:
+        return pb.Applied(**self._asdict())
+
+
+class Membership(Protocol):
+    """Enters the job, its views, and its end."""
+
     ref: str
-    leads: bool
-    """Whether this worker reports every step at once. The others keep theirs until the log has them, and report
-    those that it does not get within three seconds: the one that leads may be dead."""
-    save_from: int
-    """An operator asks for a checkpoint of so many steps or more; 0: nobody does."""
+    """This worker's name in the job, e.g. `worker-0.1`."""
+    view: pb.View | None
+    """The newest view; None before the first one."""
 
-    def ready(
-        self,
-        store: str,
-        *,
-        state: str,
-        num_records: int,
-        total_steps: int,
-        shard_records: int,
-        blocks: Sequence[int] = (),
-    ) -> None:
-        """Says that this worker can train; views arrive from now on.
-
-        `state`: where its state can be fetched; `shard_records`: of a shard into which it cuts steps, 0: it cuts none;
-        `blocks`: how many of its records lie together, where the order is one of windows.
-        """
+    def join(self, hello: pb.Hello) -> None:
+        """Announces that this worker can train; views arrive from now on. `hello.ref` is filled in."""
         ...
 
-    def newest(self) -> pb.View | None: ...
-
     def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
-        """The newest view if its generation is above `after`, else None after `timeout_s`.
+        """Returns the newest view if its generation is above `after`, or None after `timeout_s`.
 
-        It also has to cut generation `cuts`; -1, for those who need no cut, is cut by every view.
+        With `cuts`, the view also has to cut that generation: its members cannot complete a step any more.
         """
         ...
 
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
-        """Enters a view, with everything that was not reported yet; answered when all its members have entered."""
+        """Enters a view with `step` applied steps (-1: no state), and reports everything that is not reported yet.
+
+        Returns when all members of the view have entered, or with `superseded` when a newer view replaces it.
+        """
         ...
 
-    def finish(self, generation: int, step: int) -> pb.Plan: ...
+    def finish(self, generation: int, step: int, certificates: Sequence[pb.Certificate]) -> pb.Plan:
+        """Reports all certificates of the state again, since the worker that reported one may have died with it.
 
-    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
-        """Reports a step without waiting."""
+        Returns when all members have finished, or with `superseded` when a newer view has to be entered.
+        """
         ...
 
-    def evaluated(self, evaluation: pb.Evaluation) -> None:
+
+class Reporter(Protocol):
+    """Reports what this worker does."""
+
+    ref: str
+    leads: bool
+    """Whether this worker reports every step at once. The others keep theirs until the master's log has them, and
+    report those that are still missing after three seconds: the one that leads may be dead."""
+    save_from: int
+    """An operator wants a checkpoint of this step or a later one; 0: none is wanted."""
+
+    def report_step(self, generation: int, step: int, report: StepReport, certificate: pb.Certificate | None) -> None:
+        """Reports a step without waiting. `step`: steps applied; `certificate`: of the epoch that it ends."""
+        ...
+
+    def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         """Reports an evaluation without waiting."""
         ...
 
-    def doing(self, phase: str) -> None:
-        """What this worker is at from now on; the master sees it in the next heartbeat."""
+    def report_checkpoint(self, step: int, path: str, digest: str) -> None: ...
+
+    def report_phase(self, phase: str) -> None:
+        """Sets what this worker does from now on. The master sees it in the next heartbeat."""
         ...
+
+
+class Blame(Protocol):
+    """Names what made this worker fail: a record, the group, or the whole job."""
 
     def suspect(self, step: int, record: int, why: str, where: str) -> None:
-        """One vote against `record`, which lies `where` (part, file and record in it)."""
+        """Casts one vote against `record`, which lies `where` (part, file and record in it)."""
         ...
 
-    def trying(self, step: int, record: int, where: str) -> None:
+    def announce_trial(self, step: int, record: int, where: str) -> None:
         """Waits until the master knows that `record` is about to be tried; -1: the trial is over."""
         ...
 
-    def certify(self, certificates: list[pb.Certificate]) -> None:
-        """Reports the certificates of the state at hand again: whoever reported them first may have died with it."""
+    def report_broken_group(self, generation: int, why: str) -> None:
+        """Requests a new view: this worker cannot use the group of `generation`."""
         ...
 
-    def flush(self) -> None:
-        """Waits until everything reported so far is in the master's log."""
+    def fail(self, what: str, detail: str) -> None:
+        """Ends the job for every worker. `what`: code and message as `code|message`; `detail`: a hint."""
         ...
 
-    def saved(self, step: int, path: str, digest: str) -> None: ...
 
-    def leave(self) -> None: ...
-
-    def broken(self, generation: int, what: str) -> None: ...
-
-    def fail(self, what: str, detail: str) -> None: ...
+class Link(Membership, Reporter, Blame, Protocol):
+    def leave(self) -> None:
+        """Announces a departure; it takes effect between two steps."""
+        ...
 
     def close(self) -> None: ...
-
-
-def connect(cut: Callable[[int], None]) -> Link:
-    """The line to the master that started this process, or `Solo` when none did."""
-    address = os.environ.get("TRUELINE_MASTER")
-    if address is None:
-        return Solo()
-    try:
-        return MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut)
-    except KeyError as error:
-        raise TrainError(
-            f"TRUELINE_MASTER is set but {error} is not", hint="start workers through an engine"
-        ) from error

@@ -15,7 +15,9 @@ from typing import Any
 
 import grpc
 
-from trueline.train.link.step_report import Stepped
+from trueline.errors import TrainError
+from trueline.train.link.contract import Link, StepReport
+from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -56,10 +58,10 @@ class MasterLink:
         options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
         self._channel = grpc.insecure_channel(address, options=options)
         self._master = pb_grpc.MasterStub(self._channel)
-        self._news = threading.Condition()
-        self._view: pb.View | None = None
+        self._new_view = threading.Condition()
+        self.view: pb.View | None = None
         self._generation, self._step = -1, -1
-        self._applied: deque[Stepped] = deque()
+        self._applied: deque[StepReport] = deque()
         self._certificates: deque[pb.Certificate] = deque()
         self._evaluations: deque[pb.Evaluation] = deque()
         self.save_from = 0
@@ -69,20 +71,8 @@ class MasterLink:
         """There is something to report; something that is not gathered with others."""
         self._closed = False
 
-    def ready(
-        self,
-        store: str,
-        *,
-        state: str,
-        num_records: int,
-        total_steps: int,
-        shard_records: int,
-        blocks: Sequence[int] = (),
-    ) -> None:
-        hello = pb.Hello(
-            ref=self.ref, store=store, state=state, num_records=num_records, total_steps=total_steps,
-            shard_records=shard_records, blocks=blocks,
-        )  # fmt: skip
+    def join(self, hello: pb.Hello) -> None:
+        hello.ref = self.ref
         threading.Thread(target=self._until_closed, args=(self._watch, hello), name="views", daemon=True).start()
         threading.Thread(target=self._until_closed, args=(self._report,), name="reports", daemon=True).start()
 
@@ -98,67 +88,63 @@ class MasterLink:
         while not self._closed:
             try:
                 for view in self._master.Watch(hello, metadata=self._metadata, wait_for_ready=True):
-                    with self._news:
-                        self._view = view
-                        self._news.notify_all()
+                    with self._new_view:
+                        self.view = view
+                        self._new_view.notify_all()
                     self._cut(view.cut_below)
                     if was_away:  # a master that has come back does not know what was applied meanwhile
                         was_away = False
                         if self.leads:  # the others come with their next beat: they have nothing to tell but that
-                            self._hurry()
+                            self._send_soon()
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
             was_away = True
             time.sleep(RETRY_S)  # the master is away
 
-    def newest(self) -> pb.View | None:
-        return self._view
-
     def wait_view(self, after: int, timeout_s: float, *, cuts: int = -1) -> pb.View | None:
         def there() -> bool:
-            view = self._view
+            view = self.view
             return view is not None and view.generation > after and view.cut_below > cuts
 
-        with self._news:
-            return self._view if self._news.wait_for(there, timeout_s) else None
+        with self._new_view:
+            return self.view if self._new_view.wait_for(there, timeout_s) else None
 
     def enter(self, generation: int, step: int, rate: float) -> pb.Plan:
         with self._sending:
-            message = self._unreported(everything=True)
-            self._reported(message, 0)  # the call is repeated until it arrives; meanwhile heartbeats go on
+            message = self._gather_report(everything=True)
+            self._drop_reported(message, 0)  # the call is repeated until it arrives; meanwhile heartbeats go on
         entry = pb.Entry(ref=self.ref, generation=generation, step=step, rate=rate, progress=message)
         plan: pb.Plan = self._call(self._master.Enter, entry)
         return plan
 
-    def finish(self, generation: int, step: int) -> pb.Plan:
+    def finish(self, generation: int, step: int, certificates: Sequence[pb.Certificate]) -> pb.Plan:
+        self._certificates.extend(certificates)
+        self._send(everything=True)
         plan: pb.Plan = self._call(self._master.Finish, pb.Entry(ref=self.ref, generation=generation, step=step))
         return plan
 
-    def progress(self, generation: int, step: int, applied: Stepped, certificate: pb.Certificate | None) -> None:
-        self._applied.append(applied)
+    def report_step(self, generation: int, step: int, report: StepReport, certificate: pb.Certificate | None) -> None:
+        self._applied.append(report)
         if certificate is not None:
             self._certificates.append(certificate)
         new, self._generation, self._step = generation != self._generation, generation, step
         if new or certificate is not None:
-            self._hurry()
+            self._send_soon()
         elif self.leads and len(self._applied) == 1:
             self._wake.set()
 
-    def evaluated(self, evaluation: pb.Evaluation) -> None:
+    def report_evaluation(self, evaluation: pb.Evaluation) -> None:
         self._evaluations.append(evaluation)
-        self._hurry()
+        self._send_soon()
 
-    def doing(self, phase: str) -> None:
+    def report_phase(self, phase: str) -> None:
         self._phase, self._since = phase, time.monotonic()
 
     def suspect(self, step: int, record: int, why: str, where: str) -> None:
         self._call(self._master.Suspect, pb.Suspicion(ref=self.ref, step=step, records=[record], why=why, where=where))
 
-    def trying(self, step: int, record: int, where: str) -> None:
+    def announce_trial(self, step: int, record: int, where: str) -> None:
         self._call(self._master.Try, pb.Trial(ref=self.ref, step=step, record=record, where=where))
-
-    def certify(self, certificates: list[pb.Certificate]) -> None:
-        self._certificates.extend(certificates)
 
     def _report(self) -> None:
         born = time.monotonic()
@@ -172,21 +158,18 @@ class MasterLink:
                 return
             self._send()
 
-    def _hurry(self) -> None:
+    def _send_soon(self) -> None:
         self._urgent.set()
         self._wake.set()
 
-    def flush(self) -> None:
-        self._send(everything=True)
-
     def _send(self, *, everything: bool = False) -> None:
         with self._sending:
-            message = self._unreported(everything=everything)
+            message = self._gather_report(everything=everything)
             ack: pb.Ack = self._call(self._master.Report, message)
-            self._reported(message, ack.committed)
+            self._drop_reported(message, ack.committed)
         self.save_from = ack.save_from
 
-    def _unreported(self, *, everything: bool) -> pb.Progress:
+    def _gather_report(self, *, everything: bool) -> pb.Progress:
         overdue = bool(self._applied) and time.monotonic_ns() - self._applied[0].at_ns > OVERDUE_NS
         return pb.Progress(
             ref=self.ref,
@@ -199,7 +182,7 @@ class MasterLink:
             phase_s=time.monotonic() - self._since,
         )
 
-    def _reported(self, message: pb.Progress, committed: int) -> None:
+    def _drop_reported(self, message: pb.Progress, committed: int) -> None:
         for _ in message.applied:
             self._applied.popleft()
         while self._applied and self._applied[0].step < committed:
@@ -209,14 +192,14 @@ class MasterLink:
         for _ in message.evaluations:
             self._evaluations.popleft()
 
-    def saved(self, step: int, path: str, digest: str) -> None:
+    def report_checkpoint(self, step: int, path: str, digest: str) -> None:
         self._call(self._master.Saved, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
 
     def leave(self) -> None:
         self._call(self._master.Leave, pb.Worker(ref=self.ref))
 
-    def broken(self, generation: int, what: str) -> None:
-        self._call(self._master.Broken, pb.Fault(ref=self.ref, generation=generation, what=what))
+    def report_broken_group(self, generation: int, why: str) -> None:
+        self._call(self._master.Broken, pb.Fault(ref=self.ref, generation=generation, what=why))
 
     def fail(self, what: str, detail: str) -> None:
         self._call(self._master.Fail, pb.Fault(ref=self.ref, what=what, detail=detail))
@@ -242,5 +225,21 @@ class MasterLink:
 
     def close(self) -> None:
         self._closed = True
-        self._hurry()
+        self._send_soon()
         self._channel.close()
+
+
+def connect(cut: Callable[[int], None]) -> Link:
+    """The line to the master that started this process, or `LocalLink` when none did.
+
+    `cut` is called in another thread with a generation below which groups are to be cut.
+    """
+    address = os.environ.get("TRUELINE_MASTER")
+    if address is None:
+        return LocalLink()
+    try:
+        return MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut)
+    except KeyError as error:
+        raise TrainError(
+            f"TRUELINE_MASTER is set but {error} is not", hint="start workers through an engine"
+        ) from error

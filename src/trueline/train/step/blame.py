@@ -115,13 +115,13 @@ class Trials:
         """In a careful view: announces and tries each record, so that whoever dies of one has named it."""
         for ids in pieces:
             for record, one in self._by_record(step, ids).items():
-                self._link.trying(step, record, self._where(record))
+                self._link.announce_trial(step, record, self._where(record))
                 failing([one], lambda one: self._attempt(step, one))
-        self._link.trying(step, -1, "")
+        self._link.announce_trial(step, -1, "")
 
     def _attempt(self, step: int, one: int) -> None:
         """Reads what stands at `one` alone (twice in a batch: some layers refuse a batch of one), computes its loss."""
-        self._link.doing("reading")  # how long this record takes, and not all of them, tells whether it is stuck
+        self._link.report_phase("reading")  # how long this record takes, and not all of them, tells whether it is stuck
         batch = self._reader.read(np.array([one, one], dtype=np.int64), epoch=self._plan.epoch_of(step))
         if self.loss_of is None:
             return

@@ -25,7 +25,7 @@ from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
 from trueline.train.faults import Faults
-from trueline.train.link.contract import Link
+from trueline.train.link.contract import Reporter
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
@@ -69,7 +69,7 @@ class Keeper:
         )  # fmt: skip
 
     def after_step(
-        self, replica: Replica, link: Link, *, ends_epoch: bool, best: bool = False, due: bool = False
+        self, replica: Replica, link: Reporter, *, ends_epoch: bool, best: bool = False, due: bool = False
     ) -> None:
         """Writes a checkpoint when one is due after the step just applied.
 
@@ -93,7 +93,7 @@ class Keeper:
         self._writers = [thread for thread in self._writers if thread.is_alive()]
         return len(self._writers)
 
-    def _begin(self, replica: Replica, link: Link) -> None:
+    def _begin(self, replica: Replica, link: Reporter) -> None:
         self._begun = replica.ledger.steps
         copied = self._copies.take(replica.state())
         before = self._writers[-1] if self._writers else None
@@ -101,7 +101,7 @@ class Keeper:
         self._writers.append(writer)
         writer.start()
 
-    def _run(self, before: threading.Thread | None, copied: Copied, link: Link) -> None:
+    def _run(self, before: threading.Thread | None, copied: Copied, link: Reporter) -> None:
         if before is not None:
             before.join()
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
@@ -121,20 +121,20 @@ class Keeper:
         self._failure = error
         events.emit("checkpoint.failed", step=step, why=error.message)
 
-    def _write(self, state: dict[str, Any], link: Link) -> None:
+    def _write(self, state: dict[str, Any], link: Reporter) -> None:
         ledger = state["ledger"]
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
         path = checkpoint.write(
             self.folder, step=step, state=state, facts=facts, sealing=lambda: self._sealing(step, link)
         )
-        link.saved(step, str(path), checkpoint.read_manifest(path)["digest"])
+        link.report_checkpoint(step, str(path), checkpoint.read_manifest(path)["digest"])
         try:
             checkpoint.prune(self.folder, newest=step, keep=self.keep, best=checkpoint.best_step(evaluations))
         except StorageError as error:  # the checkpoint is there; what is too many goes with the next one
             events.emit("checkpoint.not_pruned", step=step, why=error.message)
 
-    def _sealing(self, step: int, link: Link) -> None:
+    def _sealing(self, step: int, link: Reporter) -> None:
         if self._faults:
             Faults(self._faults, link.ref).at("saving", step)
 
@@ -142,7 +142,7 @@ class Keeper:
         for writer in self._writers:
             writer.join()
 
-    def complete(self, replica: Replica, link: Link) -> None:
+    def complete(self, replica: Replica, link: Reporter) -> None:
         """Returns when the state of the last step is on the disk, whoever was to write it and died.
 
         Raises StorageError.

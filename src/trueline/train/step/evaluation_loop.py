@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueline.train.link.contract import Link
+from trueline.train.link.contract import Reporter
 from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.group import Fellowship
 from trueline.train.step.plan import JobPlan
@@ -19,7 +19,7 @@ class Evaluations:
     """What a `Validation` asks for, if the job has one."""
 
     def __init__(
-        self, validation: Validation | None, plan: JobPlan, replica: Replica, fellows: Fellowship, link: Link,
+        self, validation: Validation | None, plan: JobPlan, replica: Replica, fellows: Fellowship, link: Reporter,
         keeper: Keeper | None,
     ) -> None:  # fmt: skip
         self._validation, self._plan, self._replica = validation, plan, replica
@@ -47,7 +47,7 @@ class Evaluations:
         """Enters what the sums say of the state at hand, tells it, and has the best state written."""
         assert self._validation is not None
         evaluation: dict[str, Any] = self._validation.entered(self._replica, totals)
-        self._link.evaluated(as_message(evaluation))
+        self._link.report_evaluation(as_message(evaluation))
         if self._keeper is not None and self._fellows.rank == 0 and evaluation["best"]:
             self._keeper.after_step(self._replica, self._link, ends_epoch=False, best=True)
 

@@ -60,7 +60,7 @@ class Fellowship:
         after = self.generation
         while True:
             self.group.close()
-            self.link.doing("regrouping")
+            self.link.report_phase("regrouping")
             view = self._next_view(after)
             if self.link.ref not in view.members:
                 if self.generation >= 0:
@@ -81,8 +81,8 @@ class Fellowship:
                 self.failed = False
                 return view
             if self.generation >= 0 or self.trouble:  # the first group may fail as well, though everybody lives
-                newest = self.link.newest()
-                self.link.broken(after if newest is None else newest.generation, self.trouble)
+                newest = self.link.view
+                self.link.report_broken_group(after if newest is None else newest.generation, self.trouble)
 
     def _formed(self, view: pb.View, plan: pb.Plan, heal: Callable[[], None]) -> bool:
         rank = list(view.members).index(self.link.ref)
@@ -91,7 +91,7 @@ class Fellowship:
             self.faults.at("forming", max(plan.steps, default=0))
             self.group.form(view.generation, rank=rank, size=len(view.members), store=plan.store)
             self.view, self.plan, self.rank = view, plan, rank
-            self.link.doing("healing")
+            self.link.report_phase("healing")
             heal()
         except RuntimeError as error:
             if not is_collective(error):
@@ -142,10 +142,10 @@ class Fellowship:
 
     def overtaken(self) -> bool:
         """True when a newer view says that this group cannot complete a step."""
-        newest = self.link.newest()
+        newest = self.link.view
         return newest is not self.view and newest is not None and newest.cut_below > self.generation
 
     def wishes(self) -> bool:
         """True when there is a newer view to regroup for."""
-        newest = self.link.newest()
+        newest = self.link.view
         return newest is not self.view and newest is not None and newest.generation > self.generation

@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trueline.train.link.contract import Link
-from trueline.train.link.step_report import Stepped
+from trueline.train.link.contract import Reporter, StepReport
 from trueline.train.step.group import Fellowship
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
@@ -17,7 +16,7 @@ from trueline.wire import train_pb2 as pb
 
 @dataclass(slots=True)
 class Report:
-    link: Link
+    link: Reporter
     fellows: Fellowship
     pace: Pace
     plan: JobPlan
@@ -39,13 +38,13 @@ class Report:
         self._last_ns, self._regrouped = now, False
         fellows = self.fellows
         generation = fellows.generation
-        said = Stepped(
+        said = StepReport(
             step, generation, account.count, account.digest, account.loss, fellows.size, gap_ms, now, fellows.rates,
             self._new_shares(step), *self.pace.last_ms, self.redone,
         )  # fmt: skip
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)
-        self.link.progress(generation, step + 1, said, signed)
+        self.link.report_step(generation, step + 1, said, signed)
 
     def _new_shares(self, step: int) -> tuple[int, ...]:
         """By rank: how many records of such a step each has from now on; empty when that is as it was."""

@@ -33,7 +33,7 @@ from trueline.train import devices
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.launch import jobs
-from trueline.train.link.contract import connect
+from trueline.train.link.grpc_client import connect
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits
 from trueline.train.step.checkpointer import Keeper
