@@ -1,9 +1,8 @@
-"""Records in units: the seam between where records lie and what is done with them.
+"""Records in units: what training, conversion and inspection read.
 
-`Records` is what training, conversion and inspection read from: units with counts, and any range of one as an Arrow
-table. `FileRecords` makes one of files and a `Format`, and keeps the promises that hold for every format: columns are
-the same in all files, a file is the one that was listed, a range has the records it claims, and whatever goes wrong is
-an error that names file, unit and offset.
+`Records` has units with counts, and loads any range of one as an Arrow table. `FileRecords` implements it over files and
+a `Format`, and guarantees for every format: all files have the same columns, a file is the one that was listed, a range
+has the records it claims, and an error names file, unit and offset.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ import pyarrow as pa
 from trueline import events
 from trueline.data.source import Unit
 from trueline.errors import DataError
+from trueline.storage.blocks import StoredFile, prefetch_blocks, read_footers
 from trueline.storage.concurrent import map_concurrently, start_all
 from trueline.storage.file import File
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
-"""What decoders raise for bytes that are not what they should be."""
-
+"""Errors of decoders for damaged bytes."""
 
 OnBad = Literal["stop", "files", "quarantine"]
-
-
 Range = tuple[int, int, int]
 """Number of a unit, and records [start, stop) of it."""
 
@@ -47,16 +44,16 @@ class Records(Protocol):
 
     @property
     def ranged(self) -> bool:
-        """Whether a few records of a unit cost much less than all of it."""
+        """Whether a few records of a unit are read much faster than all of it."""
         ...
 
     @property
     def forks(self) -> bool:
-        """Whether a fork of the process that opened them may load, over connections of its own if it needs any."""
+        """Whether a fork of this process may load, over connections of its own where it needs any."""
         ...
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
-        """Records [start, stop) of the unit `number`, both counted from 0. Raises DataError."""
+        """Records [start, stop) of unit `number`. Raises DataError."""
         ...
 
     def fingerprint(self) -> str:
@@ -66,26 +63,26 @@ class Records(Protocol):
 
 @runtime_checkable
 class Streaming(Protocol):
-    """Records that can be decoded in passing, without a whole unit in memory."""
+    """Records that can be decoded in sequence, without a whole unit in memory."""
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
-        """The records of unit `number` and of those behind it, `rows` at a time and fewer where a unit ends; the memory
-        of each table is its own. None where they do not lie so. Raises DataError."""
+        """The records from unit `number` on, `rows` at a time and fewer where a unit ends, each table in memory of its
+        own. None where the format cannot. Raises DataError."""
         ...
 
 
 @runtime_checkable
 class Fetching(Protocol):
-    """Records that lie far away, where many things are got at the same time as fast as one."""
+    """Records of a store, where many ranges are fetched together as fast as one."""
 
     def fetch(self, ranges: Iterable[Range]) -> None:
-        """Gets ranges nearer that will be loaded next. Raises DataError."""
+        """Caches ranges that will be loaded next. Raises DataError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileUnit:
-    """A unit inside a file: how many records, and between which bytes (or numbers) its format finds them."""
+    """A unit of a file: its records, and the bytes (or numbers) between which its format finds them."""
 
     count: int
     at: int
@@ -99,14 +96,14 @@ class FileListing:
 
 
 class Format(Protocol):
-    """One way to lay records in a file. Raises DataError or any of DAMAGE, which its caller puts into words."""
+    """A file format. Raises DataError or one of DAMAGE, which the caller translates."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def unit(self) -> str:
-        """What a part is called, e.g. `row group`."""
+        """The format's word for it, e.g. `row group`."""
         ...
 
     @property
@@ -120,13 +117,13 @@ class Format(Protocol):
 @runtime_checkable
 class StreamedFormat(Protocol):
     def stream(self, file: File, parts: Sequence[FileUnit], rows: int) -> Iterator[Iterator[pa.Table]]:
-        """For each of `parts` its records, `rows` at a time; it is asked for the next part when one is used up."""
+        """For each of `parts` its records, `rows` at a time. The caller exhausts one before it takes the next."""
         ...
 
 
 @runtime_checkable
 class FooterFormat(Protocol):
-    """Its `list` looks at little of a file: `list(file) == listed(file, footer(file))`."""
+    """A format whose listing is in a footer: `list(file) == parse_footer(file, footer(file))`."""
 
     def footer(self, file: File) -> bytes: ...
 
@@ -136,13 +133,13 @@ class FooterFormat(Protocol):
 @runtime_checkable
 class PlacedFormat(Protocol):
     def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
-        """Between which bytes of the file those lie that `load` needs for the same."""
+        """The bytes of the file that `load` needs for the same records."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """What was left out, and why. `records` is 0 where nobody can say how many there were."""
+    """A file or unit that was left out. `records` is 0 where the count is unknown."""
 
     file: str
     unit: str
@@ -151,11 +148,10 @@ class Quarantined:
 
 
 class FileRecords:
-    """Records of `files` in one format. `on_bad`: "stop" raises; "files" leaves out files that cannot be listed and
-    reports them; "quarantine" does so with units that cannot be read too, and reads every unit once, here."""
+    """Records of `files` in one format. `on_bad`: "stop" raises; "files" leaves out and reports files that cannot be
+    listed; "quarantine" also units that cannot be read, for which it reads every unit once."""
 
     forks = True
-    """No connection stays open between two reads of files here, and a `Store` is reached by each process for itself."""
 
     def __init__(self, format: Format, files: Sequence[File], *, on_bad: OnBad = "stop") -> None:
         self.format = format
@@ -166,7 +162,6 @@ class FileRecords:
         self._empty: pa.Schema | None = None
         self._first: File | None = None
         self.local = all(file.path is not None for file in files)
-        """Whether all of them are files of this machine."""
         for file, listing in zip(files, self._listings(files), strict=True):
             try:
                 self._add(file, listing)
@@ -176,7 +171,10 @@ class FileRecords:
                 self._set_aside(file.uri, "file", 0, error)
         if on_bad == "quarantine":
             self._try_all()
-        self._number()
+        offset = 0
+        for file, index, part in self._parts:
+            self._units.append(Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count))
+            offset += part.count
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -184,8 +182,8 @@ class FileRecords:
 
     @property
     def schema(self) -> pa.Schema:
-        found = self._schema if self._schema is not None else self._empty
-        return found if found is not None else pa.schema([])
+        schema = self._schema if self._schema is not None else self._empty
+        return schema if schema is not None else pa.schema([])
 
     @property
     def ranged(self) -> bool:
@@ -202,52 +200,55 @@ class FileRecords:
         return table
 
     def fetch(self, ranges: Iterable[Range]) -> None:
-        """Gets blocks of objects into the cache of this machine, all at the same time, as far as it has room."""
+        """Fetches blocks of objects into this machine's cache in parallel, as far as it has room."""
         if self.local or not isinstance(self.format, PlacedFormat):
             return
-        from trueline.storage.blocks import StoredFile, prefetch_blocks
-
-        wanted, span = list(ranges), partial(self._span, self.format)
-        few = len({self._parts[number][0].uri for number, _, _ in wanted}) < 2  # one footer, which is here by now
-        spans = map(span, wanted) if few else map_concurrently(span, wanted)
+        ranges, span = list(ranges), partial(self._span, self.format)
+        one_file = len({self._parts[number][0].uri for number, _, _ in ranges}) < 2  # whose footer is here by now
+        spans = map(span, ranges) if one_file else map_concurrently(span, ranges)
         prefetch_blocks([(file, *span) for file, span in spans if isinstance(file, StoredFile)])
 
-    def _span(self, format: PlacedFormat, wanted: Range) -> tuple[File, tuple[int, int]]:
-        file, index, part = self._parts[wanted[0]]
-        with translate_damage(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
-            return file, format.span(file, part, *wanted[1:])
+    def _span(self, format: PlacedFormat, range: Range) -> tuple[File, tuple[int, int]]:
+        file, index, part = self._parts[range[0]]
+        with translate_damage(file, self.format.name, self._where(index, part)):
+            return file, format.span(file, part, *range[1:])
+
+    def _where(self, index: int, part: FileUnit) -> str:
+        return f"{self.format.unit} {index} (at {part.at})"
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
         format = self.format
         return self._stream(format, number, rows) if isinstance(format, StreamedFormat) else None
 
     def _stream(self, format: StreamedFormat, number: int, rows: int) -> Iterator[pa.Table]:
-        behind = enumerate(self._parts[number:], number)
-        for file, found in groupby(behind, key=lambda one: one[1][0]):
-            parts = [(here, index, part) for here, (_, index, part) in found]
+        numbered = enumerate(self._parts[number:], number)
+        for file, units_of_file in groupby(numbered, key=lambda entry: entry[1][0]):
+            parts = [(here, index, part) for here, (_, index, part) in units_of_file]
             file.check()
             units = format.stream(file, [part for _, _, part in parts], rows)
             for here, index, part in parts:
                 self.fetch([(here, 0, part.count)])
-                yield from self._unit(file, index, part, units)
+                yield from self._stream_unit(file, index, part, units)
 
-    def _unit(self, file: File, index: int, part: FileUnit, units: Iterator[Iterator[pa.Table]]) -> Iterator[pa.Table]:
-        """The next of `units`, which is `part`. The file is compared with what it was before a table is given out."""
-        where, found = f"{self.format.unit} {index} (at {part.at})", 0
+    def _stream_unit(
+        self, file: File, index: int, part: FileUnit, units: Iterator[Iterator[pa.Table]]
+    ) -> Iterator[pa.Table]:
+        """The next of `units`, which is `part`. The file is checked before each table is yielded."""
+        where, count = self._where(index, part), 0
         with translate_damage(file, self.format.name, where):
             tables = next(units)
-        while found < part.count:
-            first, table = not found, None
-            try:  # not `damaged`, which costs as much as all of this
+        while count < part.count:
+            first, table = not count, None
+            try:  # `translate_damage` costs as much as all of this
                 table = next(tables, None)
-                found += len(table or ())
-                if table is not None and found == part.count:  # there must be no more, before the last is given out
-                    found += sum(map(len, tables))
+                count += len(table or ())
+                if table is not None and count == part.count:  # before the last is yielded, no more may follow
+                    count += sum(map(len, tables))
             except DAMAGE as error:
                 raise damage_error(file, self.format.name, where, error) from error
             file.check()
-            if table is None or found > part.count:
-                raise self._torn_error(file, index, part, found)
+            if table is None or count > part.count:
+                raise self._torn_error(file, index, part, count, part.count)
             if first:
                 self._check_columns(file, table)
             yield table.replace_schema_metadata(None)
@@ -257,20 +258,18 @@ class FileRecords:
             raise DataError(f"{file.uri} has other columns than when it was listed: {describe_columns(table.schema)}")
 
     def fingerprint(self) -> str:
-        """Over schema, and name, stamp and units of every file."""
+        """Over the schema, and the name, stamp and units of every file."""
         digest = hashlib.sha256(str(self.schema.remove_metadata()).encode())
         for file, index, part in self._parts:
             digest.update(f"{file.name}:{index}:{file.stamp}:{part.count};".encode())
         return digest.hexdigest()
 
     def _listings(self, files: Sequence[File]) -> Iterator[Callable[[], FileListing]]:
-        """What gives the listing of each file, or raises."""
+        """For each file, a function that lists it."""
         format = self.format
         if self.local:
             yield from (partial(format.list, file) for file in files)
             return
-        from trueline.storage.blocks import StoredFile, read_footers
-
         stored = [file for file in files if isinstance(file, StoredFile)]
         if not isinstance(format, FooterFormat) or len(stored) < len(files):
             yield from start_all(format.list, files)
@@ -280,45 +279,36 @@ class FileRecords:
 
     def _add(self, file: File, listing: Callable[[], FileListing]) -> None:
         with translate_damage(file, self.format.name):
-            found = listing()
-            names = found.schema.names
-            _read_names(found.schema)
-        if any(part.count < 0 for part in found.parts):
+            listed = listing()
+            names = listed.schema.names
+            _read_names(listed.schema)
+        if any(part.count < 0 for part in listed.parts):
             raise DataError(f"{file.uri} claims a {self.format.unit} of fewer than 0 records")
         if len(set(names)) != len(names):
             raise DataError(f"{file.uri} has two columns of one name: {', '.join(names)}")
-        if not any(part.count for part in found.parts):
-            self._empty = self._empty or found.schema.remove_metadata()
+        if not any(part.count for part in listed.parts):
+            self._empty = self._empty or listed.schema.remove_metadata()
             return  # its columns matter only where no file has records
         if self._schema is None:
-            self._schema = found.schema.remove_metadata()
+            self._schema = listed.schema.remove_metadata()
             self._first = file
-        elif self._first is not None and not found.schema.equals(self._schema):
-            ours = f"{describe_columns(found.schema)}, expected {describe_columns(self._schema)}"
-            raise DataError(f"{file.uri} has other columns than {self._first.uri}: {ours}")
-        self._parts += [(file, index, part) for index, part in enumerate(found.parts) if part.count]
-
-    def _number(self) -> None:
-        offset, self._units = 0, []
-        for file, index, part in self._parts:
-            self._units.append(Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count))
-            offset += part.count
+        elif self._first is not None and not listed.schema.equals(self._schema):
+            difference = f"{describe_columns(listed.schema)}, expected {describe_columns(self._schema)}"
+            raise DataError(f"{file.uri} has other columns than {self._first.uri}: {difference}")
+        self._parts += [(file, index, part) for index, part in enumerate(listed.parts) if part.count]
 
     def _decode(self, file: File, index: int, part: FileUnit, start: int, stop: int) -> pa.Table:
         if not 0 <= start <= stop <= part.count:
             raise DataError(f"{file.uri}#{index} has no records {start} to {stop} (it has {part.count})")
-        with translate_damage(file, self.format.name, f"{self.format.unit} {index} (at {part.at})"):
+        with translate_damage(file, self.format.name, self._where(index, part)):
             table = self.format.load(file, part, start, stop)
         if len(table) != stop - start:
             raise self._torn_error(file, index, part, len(table), stop - start)
         return table.replace_schema_metadata(None)
 
-    def _torn_error(self, file: File, index: int, part: FileUnit, found: int, announced: int = -1) -> DataError:
-        announced = part.count if announced < 0 else announced
-        return DataError(
-            f"{file.uri} is torn in {self.format.unit} {index} (at {part.at}): "
-            f"{found} records where {announced} were announced"
-        )
+    def _torn_error(self, file: File, index: int, part: FileUnit, count: int, expected: int) -> DataError:
+        where = self._where(index, part)
+        return DataError(f"{file.uri} is torn in {where}: {count} records where {expected} were announced")
 
     def _try_all(self) -> None:
         readable = []
@@ -337,7 +327,7 @@ class FileRecords:
 
 @contextmanager
 def translate_damage(file: File, kind: str, where: str = "") -> Iterator[None]:
-    """Errors of decoders within the block become a DataError that names the file and `where` in it."""
+    """Raises decoders' errors in the block as DataError that names the file and `where` in it."""
     try:
         yield
     except DAMAGE as error:
@@ -345,7 +335,7 @@ def translate_damage(file: File, kind: str, where: str = "") -> Iterator[None]:
 
 
 def damage_error(file: File, kind: str, where: str, error: Exception) -> DataError:
-    """One of DAMAGE in words: the file, and `where` in it."""
+    """For one of DAMAGE."""
     if isinstance(error, PermissionError | FileNotFoundError):
         return DataError(f"cannot read {file.uri}: {error.strerror or error}")
     place = f" in {where}" if where else f" or is not {kind}"
@@ -353,7 +343,7 @@ def damage_error(file: File, kind: str, where: str, error: Exception) -> DataErr
 
 
 def _read_names(fields: Iterable[pa.Field]) -> None:
-    """Raises UnicodeDecodeError for a nested name that is no text: nobody could look at a record."""
+    """Raises UnicodeDecodeError for a nested name that is not UTF-8, which no record could be shown with."""
     for field in fields:
         kind = field.type
         if field.name is not None and kind.num_fields:
