@@ -1,8 +1,8 @@
 """Records in units: what training, conversion and inspection read.
 
-`Records` has units with counts, and loads any range of one as an Arrow table. `FileRecords` implements it over files and
-a `Format`, and guarantees for every format: all files have the same columns, a file is the one that was listed, a range
-has the records it claims, and an error names file, unit and offset.
+`Records` has units with counts, and loads any range of one as an Arrow table. `FileRecords` implements it over files
+and a `Format`, and guarantees for every format: all files have the same columns, a file is the one that was listed, a
+range has the records it claims, and an error names file, unit and offset.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`Content-Encoding`: gzip and deflate bodies, opened under the bound that plain bodies have. Pure.
+"""`Content-Encoding`: gzip and deflate bodies, decompressed no further than the limit of plain bodies. Pure.
 
-A body of a kilobyte can open into a gigabyte, so it is opened no further than the bound. Source: RFC 9110 8.4.
+Source: RFC 9110 8.4.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from trueline.errors import RequestError, TooLarge, UnsupportedMedia
 
 CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 IN_THREAD_BYTES = 64 * 2**10
-"""A longer body is opened in a thread."""
+"""A longer body is decompressed in a thread."""
 
 
 def check_coding(coding: str) -> None:
-    """Raises UnsupportedMedia for a coding that nobody here undoes."""
+    """Raises UnsupportedMedia."""
     if coding not in CODINGS:
         raise UnsupportedMedia(
             f"content-encoding '{coding[:64]}' is not read here; send gzip, deflate or the plain body"

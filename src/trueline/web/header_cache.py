@@ -1,9 +1,8 @@
-"""Heads of requests that were read before, so that a client that asks the same way again is not parsed again. Pure.
+"""A cache of parsed request heads by their bytes: a client that repeats its head is not parsed again. Pure.
 
-A kept-alive client sends one head over and over: the same bytes, read by the same parser between two requests, mean
-the same. So what the parser made of a whole head is kept under its very bytes, and a request that begins with them and
-is there to its last byte needs no parser. Only plain requests are kept: HTTP/1.1, kept alive, with a body of a known
-length or none. Whatever is not found here goes through the parser, which is the judge of what a request is.
+Between two requests, the same head bytes mean the same to the parser. Only plain requests are cached: HTTP/1.1, kept
+alive, with a body of a known length or none, and only a request that arrived whole is looked up. All others go through
+the parser.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from trueline.web.messages import Request, RequestHead
 
 END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 2048
-"""A longer head is not kept."""
+"""A longer head is not cached."""
 MAX_HEADS = 512
-"""With more, all are forgotten: clients that put something new into every head gain nothing here, and cost no more."""
+"""With more, the cache is cleared: clients with something new in every head gain nothing and cost no more."""
 _METHODS = ("GET", "POST")
 _NOT_PLAIN = frozenset([b"transfer-encoding", b"expect", b"upgrade"])
 
 
 class HeaderCache:
-    """The heads of all connections of one server."""
+    """Shared by all connections of one server."""
 
     __slots__ = ("_known",)
 
@@ -28,7 +27,7 @@ class HeaderCache:
         self._known: dict[bytes, RequestHead] = {}
 
     def find(self, data: bytes) -> Request | None:
-        """The request that `data` is, whole and alone, if its head is known."""
+        """The request, if `data` is exactly one whole request with a cached head."""
         body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
         head = self._known.get(data[:body_at])
         if head is None or len(data) - body_at != head.length:
@@ -36,14 +35,14 @@ class HeaderCache:
         return Request(head.method, head.target, head.headers, data[body_at:], True, False, head)
 
     def keep(self, data: bytes, request: Request) -> None:
-        """Keeps the head of `data`, of which the parser, before which nothing lay, has made `request`."""
+        """Caches the head of `data`, from which the parser has made `request`."""
         headers = request.headers
         body_at = data.find(END, 0, MAX_HEAD_BYTES) + 4
         plain = request.method in _METHODS and request.keep_alive and not request.http_1_0
         plain = plain and headers.keys().isdisjoint(_NOT_PLAIN)
         length = int(headers.get(b"content-length", 0))
         if not plain or body_at < 4 or len(data) - body_at != length or len(request.body) != length:
-            return  # not one request alone, or one that the parser has to see
+            return  # not one request alone, or one that needs the parser
         if len(self._known) >= MAX_HEADS:
             self._known.clear()
         self._known[data[:body_at]] = RequestHead(request.method, request.target, request.path, headers, length)

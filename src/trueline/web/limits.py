@@ -1,4 +1,4 @@
-"""What one connection may take: bytes, seconds, and how both are judged. Pure; `now` is an argument."""
+"""Limits of one connection in bytes and seconds, and what follows from them. Pure; `now` is an argument."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import msgspec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Bounds of the HTTP front end."""
-
     body_bytes: int = 64 * 2**20
     head_bytes: int = 64 * 2**10
     chunks: int = 64 * 2**10
@@ -22,16 +20,16 @@ class HttpLimits:
     idle_s: float = 75.0
     """A kept-alive connection without a request is closed after this."""
     receive_s: float = 20.0
-    """A request has this long to arrive, plus what its bytes take at `slowest_bytes_per_s`."""
+    """A request has this long to arrive, plus the time of its bytes at `slowest_bytes_per_s`."""
     slowest_bytes_per_s: int = 16 * 2**10
     write_s: float = 30.0
-    """A client that reads none of its answer for this long is cut off."""
+    """A client that reads nothing of its response for this long is cut off."""
     linger_s: float = 2.0
-    """After a refusal in the middle of a request, input is thrown away for this long, so that the client reads why."""
+    """After a refusal in the middle of a request, input is dropped for this long, so that the client reads why."""
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
-    """Since when a connection waits for what; None: it does not."""
+    """Since when a connection has been in each state; None: it is not."""
 
     writing: float | None = None
     lingering: float | None = None
@@ -44,7 +42,7 @@ Verdict = Literal["keep", "abort", "close", "refuse"]
 
 
 def judge(waits: Waits, now: float, limits: HttpLimits) -> Verdict:
-    """What to do with a connection at `now`: keep it, close it, abort it, or refuse its half-received request."""
+    """Whether to keep a connection, close it, abort it, or refuse its half-received request."""
     if waits.writing is not None and now - waits.writing > limits.write_s:
         return "abort"
     if waits.lingering is not None:

@@ -1,4 +1,4 @@
-"""A request, an answer, and who turns one into the other. Pure; the bytes on the wire are RFC 9112's."""
+"""Requests, responses, the App between them, and the bytes of a response (RFC 9112). Pure."""
 
 from __future__ import annotations
 
@@ -21,30 +21,22 @@ _STATUS_LINES = {
 }
 
 
-def _start(response: Response) -> bytes:
-    """Status line and content type of an answer whose status is its own invention, or that names no content type."""
-    line = _STATUS_LINES.get(response.status, b"HTTP/1.1 %d \r\ncontent-type: " % response.status)
-    return line + response.content_type if response.content_type else line.removesuffix(b"\r\ncontent-type: ")
-
-
 class RequestHead(msgspec.Struct, eq=False):
-    """What is the same in all requests that begin with the same bytes (see `heads`)."""
+    """What all requests with the same head bytes share (see `header_cache`)."""
 
     method: str
     target: bytes
     path: str
     headers: dict[bytes, bytes]
-    """Of every request that begins so: not to be changed."""
+    """Shared by those requests: read-only."""
     length: int
     """Bytes of the body."""
-    asks: object = None
-    """What the App makes of the head alone, for the requests to come: its own, and nobody else's."""
+    app_data: object = None
+    """Whatever the App derives from the head, for later requests."""
 
 
 class Request(msgspec.Struct, eq=False):
-    """One whole request. Header names are lower-case; the headers may be shared with further requests, and are not to
-    be changed.
-    """
+    """A whole request. Header names are lower-case; `headers` may be shared with other requests and is read-only."""
 
     method: str
     target: bytes
@@ -53,59 +45,52 @@ class Request(msgspec.Struct, eq=False):
     keep_alive: bool = True
     http_1_0: bool = False
     head: RequestHead | None = None
-    """Where it is known; who changes headers or body takes it away. Such a request is plain: GET or POST, HTTP/1.1,
-    kept alive.
-    """
+    """Of a cached head; a copy with other headers or body has none. Such a request is plain: GET or POST, HTTP/1.1,
+    kept alive."""
 
     @property
     def path(self) -> str:
-        """Of the target."""
+        """Of the target, decoded."""
         return path_of(self.target) if self.head is None else self.head.path
 
 
 class Response(msgspec.Struct):
-    """One whole answer; `close` ends the connection after it."""
+    """A whole response; `close` ends the connection after it."""
 
     status: int
     body: bytes
     content_type: bytes = JSON
-    """Empty: the answer names none."""
+    """Empty: no such header."""
     headers: bytes = b""
     """Further header lines, each ending in CRLF."""
     close: bool = False
     pieces: StreamedBody | None = None
-    """What the body is made of as it comes; `body` is then empty."""
+    """The body of a streamed response; `body` is then empty."""
     lead: bytes = b""
-    """The head of an answer that is asked for again and again, up to its date; empty: it is made of the rest."""
+    """A prepared head, up to the date, of a response that is sent many times; empty: rendered from the rest."""
 
 
 class InlineFuture:
-    """An answer that is to come, for who makes many in one turn of the loop.
+    """A response that is to come. It has the methods of a future that callers of an App use.
 
-    It has what callers of an App use of a future, and tells them at once, not in the next turn: that turn costs more
-    than the rest. For one thread.
+    Callbacks run at once, not in the loop's next turn, which would cost more than the rest where many responses are
+    made in one turn. For one thread.
     """
 
-    __slots__ = ("_call", "_more", "_response", "gone")
+    __slots__ = ("_callbacks", "_response", "gone")
 
     def __init__(self) -> None:
-        self._call: Callable[[Any], object] | None = None
-        self._more: list[Callable[[Any], object]] | None = None
-        """The first to be told is nearly always the only one."""
+        self._callbacks: list[Callable[[Any], object]] = []
         self._response: Response | None = None
         self.gone = False
-        """Whether nobody waits for it any more."""
+        """Whether it was cancelled."""
 
     def add_done_callback(self, call: Callable[[Any], object], /) -> None:
-        """`call` gets this once the answer is there, or is not wanted any more."""
-        if self.gone or self._response is not None:
+        """Calls `call(self)` once the response is set or this is cancelled."""
+        if self.done():
             call(self)
-        elif self._call is None:
-            self._call = call
-        elif self._more is None:
-            self._more = [call]
         else:
-            self._more.append(call)
+            self._callbacks.append(call)
 
     def done(self) -> bool:
         return self.gone or self._response is not None
@@ -114,50 +99,45 @@ class InlineFuture:
         return self.gone
 
     def result(self) -> Response:
-        """Raises CancelledError for what was cancelled, InvalidStateError for what is still to come."""
+        """Raises CancelledError when this was cancelled, InvalidStateError before the response is set."""
         if self._response is None:
             raise asyncio.CancelledError if self.gone else asyncio.InvalidStateError
         return self._response
 
     def set_result(self, response: Response) -> None:
-        """The answer is there; for nobody when it was cancelled."""
+        """Drops the response when this was cancelled."""
         if not self.gone:
             self._response = response
-            self._tell()
+            self._notify()
 
     def cancel(self) -> bool:
-        """Whether it had not come."""
+        """Whether this was still open."""
         if self.done():
             return False
         self.gone = True
-        self._tell()
+        self._notify()
         return True
 
-    def _tell(self) -> None:
-        call, more, self._call, self._more = self._call, self._more, None, None
-        if call is not None:
-            self._say(call)
-        for call in more or ():
-            self._say(call)
-
-    def _say(self, call: Callable[[Any], object]) -> None:
-        try:
-            call(self)
-        except Exception as error:  # noqa: BLE001 - blind on purpose: as a future does, for the others' sake
-            why = {"message": "a callback of an answer failed", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(why)
+    def _notify(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            try:
+                call(self)
+            except Exception as error:  # noqa: BLE001 - as a future does: the other callbacks run all the same
+                context = {"message": "a callback of a response failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
 
 
 Answer = Response | asyncio.Future[Response] | InlineFuture
 
 
 class App(Protocol):
-    """What stands behind the connections. Neither method raises."""
+    """Answers the requests of connections. Neither method raises."""
 
     def answer(self, request: Request) -> Answer: ...
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received."""
+        """The response to a request that could not be received."""
         ...
 
 
@@ -174,7 +154,7 @@ def path_of(target: bytes) -> str:
 
 
 def query_of(target: bytes) -> dict[str, str]:
-    """The parameters in a request target, decoded; of one that comes twice the last.
+    """The decoded parameters of a request target; the last of those with the same name.
 
     >>> query_of(b"/invocations?model_name=a%20b&x=")
     {'model_name': 'a b', 'x': ''}
@@ -183,7 +163,7 @@ def query_of(target: bytes) -> dict[str, str]:
 
 
 def query_all(target: bytes, name: str) -> list[str]:
-    """Every value of one parameter in a request target, decoded.
+    """Every decoded value of one parameter of a request target.
 
     >>> query_all(b"/metrics?name[]=a&name%5B%5D=b&x=c", "name[]")
     ['a', 'b']
@@ -201,25 +181,20 @@ def _pairs(target: bytes) -> list[tuple[str, str]]:
 
 
 def date_line() -> bytes:
-    """The Date header of this second."""
+    """The Date header line of this second."""
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
 def render_plain(response: Response, date: bytes) -> bytes:
-    """The bytes of a whole answer to a request that is plain, on a connection that stays."""
+    """The bytes of a whole response to a plain request, on a connection that stays open."""
     body = response.body
     if response.lead:
         return b"%b%b\r\n%b" % (response.lead, date, body)
-    line = _STATUS_LINES.get(response.status)
-    if line is None or not response.content_type:
-        line = _start(response)
-    else:
-        line += response.content_type
-    return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (line, len(body), response.headers, date, body)
+    return b"%b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (_start(response), len(body), response.headers, date, body)
 
 
 def render_lead(response: Response) -> bytes:
-    """`Response.lead` for answers like this one, with bodies as long as its own.
+    """`Response.lead` for responses that differ from this one in their body alone, of the same length.
 
     >>> render_lead(Response(200, b"{}"))
     b'HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: 2\\r\\n'
@@ -228,25 +203,23 @@ def render_lead(response: Response) -> bytes:
 
 
 def render(response: Response, request: Request | None, *, date: bytes, close: bool) -> bytes:
-    """The answer's bytes; a HEAD request gets the head alone."""
-    ordinary = request is not None and request.method != "HEAD" and not request.http_1_0 and not close
-    if ordinary and response.pieces is None:
+    """The response's bytes; a HEAD request gets the head alone."""
+    old = request is not None and request.http_1_0
+    head_only = request is not None and request.method == "HEAD"
+    if request is not None and response.pieces is None and not (head_only or old or close):
         return render_plain(response, date)
-    line = _STATUS_LINES.get(response.status)
     if response.pieces is None:
         size = b"content-length: %d\r\n" % len(response.body)
-    else:  # an old client reads until the connection ends
-        size = b"" if request is not None and request.http_1_0 else b"transfer-encoding: chunked\r\n"
-    head = b"%b\r\n%b%b%b" % (
-        line + response.content_type if line is not None and response.content_type else _start(response),
-        size,
-        date,
-        response.headers,
-    )
-    if close:
-        head += b"connection: close\r\n"
-    elif request is not None and request.http_1_0:
-        head += b"connection: keep-alive\r\n"
-    if request is not None and request.method == "HEAD":
-        return head + b"\r\n"
-    return b"%b\r\n%b" % (head, response.body)
+    else:  # an HTTP/1.0 client reads until the connection ends
+        size = b"" if old else b"transfer-encoding: chunked\r\n"
+    connection = b"connection: close\r\n" if close else b"connection: keep-alive\r\n" if old else b""
+    head = b"%b\r\n%b%b%b%b\r\n" % (_start(response), size, date, response.headers, connection)
+    return head if head_only else head + response.body
+
+
+def _start(response: Response) -> bytes:
+    """Status line and content type."""
+    line = _STATUS_LINES.get(response.status)
+    if line is None:  # a status of the App's own
+        line = b"HTTP/1.1 %d \r\ncontent-type: " % response.status
+    return line + response.content_type if response.content_type else line.removesuffix(b"\r\ncontent-type: ")

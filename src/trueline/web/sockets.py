@@ -1,4 +1,4 @@
-"""One listening socket, or an error that says what to do."""
+"""Listening sockets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BACKLOG = 1024
 def listen(host: str, port: int, *, guarded: bool = False, shared: bool = False) -> socket.socket:
     """A socket that listens on `host` and `port` (0: a free one). Raises PortInUse, UsageError.
 
-    An address that other machines can reach is refused unless the server is `guarded` and asks who they are. A
-    `shared` port is listened on by several processes of this user, among which the kernel spreads connections.
+    An address that other machines can reach is refused unless the server is `guarded`, which means that it
+    authenticates clients. Several processes of this user may listen on a `shared` port; the kernel spreads connections.
     """
     family, address = _resolve(host, port)
     check_reach(address[0], guarded=guarded, said=host)
@@ -37,14 +37,14 @@ def check_reach(address: str, *, guarded: bool, said: str = "") -> None:
     found, _ = _resolve(address, 0)[1]
     if not guarded and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         raise UsageError(
-            f"{said or address} can be reached from other machines, and this server asks nobody who they are",
-            hint="listen on 127.0.0.1, or name a --key-file, whose tokens are then asked for, or a --client-ca",
+            f"{said or address} can be reached from other machines, and this server authenticates no client",
+            hint="listen on 127.0.0.1, or name a --key-file, whose tokens clients then need, or a --client-ca",
         )
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     if not 0 <= port < 2**16:
-        raise UsageError(f"port {port} is none: ports go from 0 to 65535")
+        raise UsageError(f"port {port} does not exist: ports go from 0 to 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Who the server proves to be, and whom it asks: certificates for its HTTP and gRPC ports.
+"""TLS 1.2 and newer for the HTTP and gRPC ports.
 
-TLS 1.2 and newer. With a client authority every connection has to show a certificate of it (mutual TLS), health
-included: who has none does not get as far as a request. Source: RFC 8446, RFC 5246; Mozilla's intermediate
-configuration, which Python's defaults follow.
+With a client authority every connection needs a client certificate of it (mutual TLS), health checks included.
+Source: RFC 8446, RFC 5246; Mozilla's intermediate configuration, which Python's defaults follow.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Certificates:
 
     @property
     def mutual(self) -> bool:
-        """Whether clients have to show a certificate."""
+        """Whether clients need a certificate."""
         return self.client_ca is not None
 
 
 def parse_certificates(certificate: str | None, private_key: str | None, client_ca: str | None) -> Certificates | None:
-    """What was named; None when the server speaks plainly. Raises UsageError for a key or authority alone."""
+    """None without TLS. Raises UsageError for a key or an authority without a certificate."""
     if certificate is None:
         for flag, value in (("--private-key", private_key), ("--client-ca", client_ca)):
             if value is not None:
@@ -67,7 +66,7 @@ def make_ssl_context(given: Certificates) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """A key that needs one is refused: nobody is there to be asked."""
+    """Makes OpenSSL refuse a key with a password instead of prompting for it."""
     return ""
 
 
@@ -81,7 +80,7 @@ def _check_readable(given: Certificates) -> None:
 
 
 def make_grpc_credentials(given: Certificates) -> Any:
-    """For the gRPC port. The files have been through `context`: what is wrong with them has been said."""
+    """For the gRPC port. `make_ssl_context` has checked the files."""
     import grpc
 
     key = (given.private_key or given.certificate).read_bytes()

@@ -1,8 +1,8 @@
-"""Who may ask: bearer tokens in a key file, one for requests, one for management, one to renew the others.
+"""Bearer tokens in a key file: one for requests, one for management, one to renew the others.
 
-The file has TorchServe's form (`key_file.json`), is readable by its owner alone, and is made when it is missing. Tokens
-have 128 bits or more and are compared in constant time; one that carries an expiration time ends then. Health is open:
-probes have no token. Source: TorchServe's token_authorization_api page; RFC 6750 for 401 and 403.
+The file has TorchServe's form (`key_file.json`), is readable by its owner alone, and is created when it is missing.
+Tokens have at least 128 bits, are compared in constant time, and may have an expiration time.
+Source: TorchServe's token_authorization_api page; RFC 6750 for 401 and 403.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The token is not the one that is asked for, or it has expired."""
+    """The token is a wrong one, or it has expired."""
 
     code = "forbidden"
     status = 403
@@ -56,7 +56,7 @@ class Keys:
         self._read = _stamp(path)
 
     def refresh(self) -> None:
-        """Takes what another process has renewed. Raises UsageError when the file is none any more; the old stay."""
+        """Reads tokens that another process renewed. Raises UsageError for a broken file; the old tokens stay valid."""
         if _stamp(self._path) != self._read:
             self._read = _stamp(self._path)
             self._entries = load_keys(self._path, now=self._now)._entries
@@ -65,7 +65,7 @@ class Keys:
         """Raises Unauthorized without a bearer token, Forbidden for a wrong or expired one."""
         scheme, _, token = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not token:
-            raise Unauthorized("this server asks for a token", hint="send the header Authorization: Bearer TOKEN")
+            raise Unauthorized("this server needs a token", hint="send the header Authorization: Bearer TOKEN")
         entry = self._entries[kind]
         right = hmac.compare_digest(token.strip(), entry.key.encode())
         if not right or self._has_expired(entry):
@@ -77,7 +77,7 @@ class Keys:
         return datetime.fromisoformat(entry.expires).timestamp() <= self._now()
 
     def renew(self, kind: TokenKind) -> None:
-        """A new token in place of the old one, which ends now. Raises StorageError; the old one then stays."""
+        """Replaces a token. Raises StorageError; the old one then stays valid."""
         entries = self._entries | {kind: _Entry(key=secrets.token_urlsafe(32))}
         _write(self._path, entries)
         self._entries = entries
@@ -85,14 +85,14 @@ class Keys:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return (found.st_mtime_ns, found.st_ino)
+    return (status.st_mtime_ns, status.st_ino)
 
 
 def load_keys(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
-    """The keys at `path`; made anew when there is no such file. Raises UsageError, StorageError."""
+    """The keys in the file `path`, which is created when it is missing. Raises UsageError, StorageError."""
     if not path.exists():
         entries = {kind: _Entry(key=secrets.token_urlsafe(32)) for kind in ("management", "inference", "API")}
         _write(path, entries)
@@ -104,7 +104,7 @@ def load_keys(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
             if entry.expires is not None and datetime.fromisoformat(entry.expires).tzinfo is None:
                 entry.expires = datetime.fromisoformat(entry.expires).replace(tzinfo=UTC).isoformat()
     except (OSError, msgspec.DecodeError, ValueError) as error:
-        raise UsageError(f"{path} is no key file: {error}", hint="delete it, and a new one is made") from error
+        raise UsageError(f"{path} is no key file: {error}", hint="delete it, and a new one is created") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UsageError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
     weak = [
@@ -113,7 +113,7 @@ def load_keys(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
     if weak:
         raise UsageError(
             f"{path} has no '{weak[0]}' key of at least {MIN_CHARS} characters",
-            hint="delete the file, and one with keys of 256 bits is made",
+            hint="delete the file, and one with keys of 256 bits is created",
         )
     return Keys(path, entries, now)
 

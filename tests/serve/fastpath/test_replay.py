@@ -137,7 +137,7 @@ class World:
 
     def learned(self, whole: bytes) -> bool:
         head = self.request(whole).head
-        return head is not None and getattr(head.asks, "again", None) is not None
+        return head is not None and getattr(head.app_data, "again", None) is not None
 
     def crowd(self) -> None:
         """Turns of the loop bring several requests each from now on."""

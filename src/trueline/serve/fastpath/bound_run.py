@@ -50,8 +50,7 @@ class Held(InlineFuture):
         began: float,
         since: float,
     ) -> None:
-        self._call = self._more = self._response = None  # what `Later` begins with, without a call
-        self.gone = False
+        super().__init__()
         self.again = again
         self.request = request
         self.long_way = long_way

@@ -39,7 +39,7 @@ class InferPaths:
     def again(self, request: Request, long_way: LongWay) -> Response | InlineFuture | None:
         """The answer to what was asked before, but for its numbers; None for what has to go the `long_way`."""
         head = request.head
-        asks = None if head is None else head.asks
+        asks = None if head is None else head.app_data
         if type(asks) is not _Infer or asks.again is None:
             return None
         return asks.again.answer(request, long_way)
@@ -47,7 +47,7 @@ class InferPaths:
     def known(self, request: Request) -> Answer | None:
         """The answer to a request whose head was read before; None for another. Raises RequestError."""
         head = request.head
-        asks = None if head is None else head.asks
+        asks = None if head is None else head.app_data
         if type(asks) is not _Infer:
             return None
         if asks.shut is not None and asks.shut.stands(self._models, request.body):
@@ -67,7 +67,7 @@ class InferPaths:
         json_bytes = None if length is None else binary.header_length(length, len(request.body))
         asks = _Infer(model, version, key, json_bytes, request.headers.get(PRIORITY_HEADER))
         if request.head is not None:
-            request.head.asks = asks
+            request.head.app_data = asks
         return self._infer(request, asks)
 
     def _infer(self, request: Request, asks: _Infer) -> Answer:
@@ -90,8 +90,8 @@ class InferPaths:
     def _told(self, version: Version, call: codec.Call, request: Request, outputs: Outputs) -> Response:
         """The answer; requests that say the same again are answered in few steps from now on, where that goes."""
         head = request.head
-        if head is not None and type(head.asks) is _Infer and version.short is not None and version.short.open:
-            self._learn(version, call, request.body, head.asks, outputs)
+        if head is not None and type(head.app_data) is _Infer and version.short is not None and version.short.open:
+            self._learn(version, call, request.body, head.app_data, outputs)
         return _told(version, call, outputs)
 
     def _learn(
