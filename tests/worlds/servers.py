@@ -27,6 +27,7 @@ from trueline.serve.models.model_store import Store
 from trueline.serve.models.version import Loaded
 from trueline.serve.protocols.oip.repository import Repository
 from trueline.serve.protocols.router import Routes
+from trueline.torchserve.extension import TorchServe
 from trueline.torchserve.management import Management
 from trueline.web.messages import Request, Response
 from worlds import bundles
@@ -127,7 +128,7 @@ class TinyApp(_WithoutSocket):
         loaded = load_as_if(bundles.double_plus(folder / "b", max_rows=8), 20e-6 if inline else 1e-3)
         self.tiny = self.models.add("tiny", "1")
         self.tiny.make_ready(loaded, policy or Policy(), self.pool, self.loop)
-        self.routes = Routes(self.models, self.loop)
+        self.routes = Routes(self.models, self.loop, extension=TorchServe())
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
         return self.respond(self.routes, method, path, body, headers)
@@ -146,7 +147,8 @@ class StoreApp(_WithoutSocket):
         self.models = Models()
         self.fleet = Fleet(self.models, self.loop, self._thread, how=How(way=Way(threads=1)), state=state)
         self.management = Management(self.fleet, self.store, self.find, self.loop)
-        self.routes = Routes(self.models, self.loop, loader=Repository(self.fleet, self.store, self.loop))
+        repository = Repository(self.fleet, self.store, self.loop)
+        self.routes = Routes(self.models, self.loop, loader=repository, extension=TorchServe())
 
     async def _thread(self, work: Callable[[], Loaded]) -> Loaded:
         return await self.loop.run_in_executor(None, work)

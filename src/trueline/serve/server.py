@@ -13,40 +13,25 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from trueline import events
 from trueline.bundle import schema
 from trueline.bundle.read import open_bundle
-from trueline.bundle.signing import Trusted
-from trueline.errors import RequestError, UsageError, join_names
+from trueline.errors import UsageError, join_names
+from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive
-from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models import desired_state, download
-from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, Found, How, Refused
-from trueline.serve.models.loader import Way
+from trueline.serve.models.controller import Fleet, Found, Refused
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.models.state_sync import Follower
 from trueline.serve.models.watchers import AliasFollower, StoreFollower, every
 from trueline.serve.process.listeners import Field, Ports
 from trueline.serve.process.signals import Stop
-from trueline.serve.protocols.errors import face_of
-from trueline.serve.protocols.oip.repository import Repository
-from trueline.serve.protocols.router import Routes
 from trueline.serve.settings import Settings
-from trueline.torchserve import responses
-from trueline.torchserve.management import Management
-from trueline.torchserve.workflows.registry import Workflows
-from trueline.web import tokens, tracing
 from trueline.web.access_log import AccessLog, AccessLogMiddleware
-from trueline.web.auth import AuthMiddleware
 from trueline.web.cors import CorsMiddleware, CorsRule
-from trueline.web.messages import App, Request, Response
-from trueline.web.tokens import Keys, TokenKind
 
 FOLLOW_S = 0.5
 """How often the state file is looked at for what others wrote."""
@@ -62,58 +47,8 @@ async def run(settings: Settings, announce: Announce) -> None:
         await multiprocess.run(settings, announce)
         return
     loop = asyncio.get_running_loop()
-    store = _store(settings)
-    models = Models()
-    how = How(
-        way=Way(
-            program=settings.program,
-            threads=settings.threads,
-            device=settings.device,
-            precision=settings.precision,
-            native=settings.allow_code,
-            most_threads=settings.most_threads,
-            shared=None if settings.shared_weights is None else Path(settings.shared_weights),
-        ),
-        max_batch=settings.max_batch,
-        max_delay_s=settings.max_delay_s,
-        max_queue=settings.max_queue,
-        shared=settings.shared,
-        trusted=None if settings.trusted_keys is None else Trusted.read(Path(settings.trusted_keys)),
-        usual=_usual(settings),
-    )
-    state = Path(settings.state) if settings.state is not None else None
-    fleet = Fleet(
-        models, loop, lambda work: in_thread(loop, work), how=how, state=state, handlers=handlers_of(settings)
-    )
-    sources = Sources(settings, store, loop)
-    workflows = Workflows(
-        fleet,
-        loop,
-        lambda work: in_thread(loop, work),
-        sources.allowed,
-        store=_workflow_store(settings, store),
-        state=state,
-        handlers=handlers_of(settings),
-    )
-    repository = Repository(fleet, store, loop) if store is not None else None
-    routes = Routes(
-        models,
-        loop,
-        body_bytes=settings.max_body_bytes,
-        loader=repository,
-        workflows=workflows,
-        strict=settings.torchserve_strict,
-    )
-    strict = settings.torchserve_strict
-    keys = tokens.load_keys(Path(settings.key_file)) if settings.key_file is not None else None
-    management = Management(fleet, store, sources.allowed, loop, keys, workflows, strict=strict)
-    tracer = None if settings.traces is None else tracing.make_tracer_provider(settings.traces)
-    faced: App = routes if tracer is None else tracing.TracingMiddleware(routes, tracer.get_tracer("trueline"))
-    apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]] = {
-        "data": (_guarded(faced, keys, "inference", strict=strict), settings.port),
-        "management": (_guarded(management, keys, "management", strict=strict), settings.management_port),
-        "metrics": (_guarded(_MetricsOnly(routes), keys, "inference", strict=strict), settings.metrics_port),
-    }
+    parts = assemble(settings)
+    fleet, state = parts.core.fleet, parts.core.state
     rule = CorsRule.of(settings.cors_origin, settings.cors_methods, settings.cors_headers)
     log = None if settings.access_log is None else AccessLog(settings.access_log)
     stop = Stop()
@@ -122,64 +57,46 @@ async def run(settings: Settings, announce: Announce) -> None:
     chores = [loop.create_task(ports.sweep())]
 
     async def listen() -> None:
-        for what, (app, number) in apps.items():
+        for what, (app, number) in parts.apps.items():
             if number is not None:
                 shown = app if rule is None or what == "metrics" else CorsMiddleware(app, rule)
                 await ports.open(what, shown if log is None else AccessLogMiddleware(shown, what, log), number)
-        await _open_grpc(ports, settings, routes, management, keys, log)
+        if settings.grpc_port is not None:
+            await ports.open_grpc("grpc", parts.grpc_services("inference", log), settings.grpc_port)
+        if settings.grpc_management_port is not None:
+            services = parts.grpc_services("management", log)
+            await ports.open_grpc("grpc_management", services, settings.grpc_management_port)
 
     try:
         if not settings.joins:
             await listen()
-        record = await _until(stop, loop.create_task(_begin(settings, fleet, workflows, store, sources)))
+        record = await _until(stop, loop.create_task(_begin(parts)))
         if record is not None:
-            models.started = True
+            fleet.models.started = True
             if settings.joins:
                 await listen()
             if state is not None:
-                follower = Follower(fleet, state, sources.operator, keys, workflows)
+                follower = Follower(
+                    fleet, state, parts.core.sources.operator, parts.core.keys, parts.extension.companion
+                )
                 chores.append(loop.create_task(follower.follow(FOLLOW_S)))
             announce({"event": "server.ready", **ports.places(), **record})
-            chores += _following(settings, fleet, store, record)
+            chores += _following(settings, fleet, parts.core.store, record)
             await stop.asked.wait()
-        routes.asking.draining = True
+        parts.routes.dispatch.draining = True
         await _drain(ports, stop, settings.drain_s)
     finally:
         for chore in chores:
             chore.cancel()
         await asyncio.gather(*chores, return_exceptions=True)  # a watch of the registry ends its process
-        if tracer is not None:
-            await loop.run_in_executor(None, tracer.shutdown)
+        if parts.tracer is not None:
+            await loop.run_in_executor(None, parts.tracer.shutdown)
         await fleet.close()
-        await workflows.close()
+        if parts.extension.companion is not None:
+            await parts.extension.companion.close()
         await ports.close()
         if log is not None:
             log.close()
-
-
-async def _open_grpc(
-    ports: Ports,
-    settings: Settings,
-    routes: Routes,
-    management: Management,
-    keys: Keys | None,
-    log: AccessLog | None,
-) -> None:
-    """The services that are asked for. Raises PortInUse, UsageError."""
-    if settings.grpc_port is None and settings.grpc_management_port is None:
-        return
-    from trueline.serve.protocols.oip import grpc as grpc_face  # grpc takes time and memory: only who asks for it pays
-    from trueline.torchserve import grpc as torchserve_calls
-
-    strict = settings.torchserve_strict
-    if settings.grpc_port is not None:
-        asked = torchserve_calls.Inference(routes, keys, log, strict=strict)
-        await ports.open_grpc(
-            "grpc", [grpc_face.Face(routes, keys, log).handler(), asked.handler()], settings.grpc_port
-        )
-    if settings.grpc_management_port is not None:
-        managed = torchserve_calls.Managed(management, keys, log, strict=strict)
-        await ports.open_grpc("grpc_management", [managed.handler()], settings.grpc_management_port)
 
 
 def _following(
@@ -197,71 +114,6 @@ def _following(
     return found
 
 
-def handlers_of(settings: Settings) -> HandlerLimits | None:
-    """What the processes of archives' handlers may take; None when there are to be none."""
-    if not settings.allow_code:
-        return None
-    return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
-
-
-def _guarded(app: App, keys: Keys | None, kind: TokenKind, *, strict: bool) -> App:
-    if keys is None:
-        return app
-
-    def render(path: str, error: RequestError) -> Response:
-        torchserves = kind == "management" or face_of(path) == "torchserve"
-        hint = f"; {error.hint}" if error.hint else ""
-        refusal = app.refuse(path, 400 if torchserves and strict else error.status, error.message + hint)
-        return responses.error(error, strict=strict) if torchserves else refusal
-
-    return AuthMiddleware(app, keys, kind, render)
-
-
-def _store(settings: Settings) -> Store | None:
-    if settings.model_store is None:
-        if settings.source is None and settings.state is None and settings.workflow_store is None:
-            raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
-        if settings.load:
-            raise UsageError(f"--load {settings.load} names models of a store, and there is no --model-store")
-        if settings.watch:
-            raise UsageError("--watch looks for changes of a store, and there is no --model-store")
-        return None
-    if settings.watch and not (settings.load and settings.follow_s > 0):
-        raise UsageError(
-            "--watch keeps what --load names as the store has it, looking every --follow seconds",
-            hint="add --load all, or the names with commas between; --follow 10",
-        )
-    if not Path(settings.model_store).is_dir():
-        raise UsageError(f"the model store {settings.model_store} is no folder")
-    return Store(Path(settings.model_store))
-
-
-def _workflow_store(settings: Settings, store: Store | None) -> Store | None:
-    """Where workflows lie: the store of models, unless another is named. Raises UsageError."""
-    if settings.workflow_store is None:
-        return store
-    if not Path(settings.workflow_store).is_dir():
-        raise UsageError(f"the workflow store {settings.workflow_store} is no folder")
-    return Store(Path(settings.workflow_store))
-
-
-class _MetricsOnly:
-    """The metrics page and nothing else."""
-
-    def __init__(self, routes: Routes) -> None:
-        self._routes = routes
-
-    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
-        """The answer, now or later."""
-        if request.path != "/metrics":
-            return responses.refusal(404, responses.NO_RESOURCE)
-        return self._routes.long_way(request)
-
-    def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received."""
-        return responses.refusal(status, message)
-
-
 async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str, Field] | None:
     asked = asyncio.ensure_future(stop.asked.wait())
     both: set[asyncio.Future[Any]] = {work, asked}
@@ -273,16 +125,15 @@ async def _until(stop: Stop, work: asyncio.Future[dict[str, Field]]) -> dict[str
     return None
 
 
-async def _begin(
-    settings: Settings, fleet: Fleet, workflows: Workflows, store: Store | None, sources: Sources
-) -> dict[str, Field]:
+async def _begin(parts: Parts) -> dict[str, Field]:
     """Restores the wanted state, then loads what the command line names; returns what the announcement says."""
+    settings, fleet, store, sources = parts.core.settings, parts.core.fleet, parts.core.store, parts.core.sources
     models = fleet.models
     if settings.state is not None:
         kept = desired_state.read(Path(settings.state))
         for missing in await fleet.restore(kept, sources.operator):
             events.emit("version.missing", what=missing)
-        for missing in await workflows.restore(kept.workflows):
+        for missing in [] if parts.extension.companion is None else await parts.extension.companion.restore(kept):
             events.emit("workflow.missing", what=missing)
     record: dict[str, Field] = {"model": "", "version": "", "digest": ""}
     if settings.source is not None and not settings.resumed:
@@ -300,13 +151,6 @@ async def _begin(
     gc.collect()
     gc.freeze()
     return record | {"models": ",".join(models.names())}
-
-
-def _usual(settings: Settings) -> dict[str, dict[str, Any]]:
-    try:
-        return msgspec.json.decode(settings.models or "{}", type=dict[str, dict[str, Any]])
-    except msgspec.DecodeError as error:
-        raise UsageError(f"what is said of models is no JSON by name: {error}") from error
 
 
 def _named(load: str, store: Store) -> list[Entry]:

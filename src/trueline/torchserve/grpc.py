@@ -97,7 +97,7 @@ class Inference:
         )
 
     async def _ping(self, request: pb.Nothing, context: Context) -> pb.HealthResponse:
-        return pb.HealthResponse(health="Unhealthy" if self._routes.asking.sick else "Healthy")
+        return pb.HealthResponse(health="Unhealthy" if self._routes.dispatch.sick else "Healthy")
 
     async def _predictions(self, request: pb.PredictionsRequest, context: Context) -> pb.PredictionResponse:
         answer = await self._ask(request, context)

@@ -19,6 +19,7 @@ import msgspec
 
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
+from trueline.serve.handlers.response import reply
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.worker import Ask
 from trueline.serve.metrics import dashboard
@@ -27,6 +28,7 @@ from trueline.serve.models.controller import Fleet, Found, How
 from trueline.serve.models.model_store import Store, check_name
 from trueline.serve.models.version import Version
 from trueline.serve.protocols import openapi
+from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary
 from trueline.serve.traffic.rollout import Traffic
 from trueline.torchserve import responses
@@ -134,7 +136,7 @@ class Management:
             case "PUT", ["models", model, "split"]:
                 return self._split(model, query)
             case "GET" | "HEAD", ["models", model, "traffic"]:
-                return responses.reply(200, responses.pretty(self._traffic.facts(model)))
+                return reply(200, responses.pretty(self._traffic.facts(model)))
             case "PUT", ["models", model, version, "canary"]:
                 return self._canary(model, version, query)
             case "DELETE", ["models", model, "canary"]:
@@ -158,23 +160,23 @@ class Management:
                 return self._of_workflows(self._workflows, request, method, rest)
             case "GET" | "HEAD", ["v1", "models", model]:
                 ready = self._models.find(model).state == "ready"
-                return responses.reply(200, responses.pretty({"name": model, "ready": ready}))
+                return reply(200, responses.pretty({"name": model, "ready": ready}))
             case "GET", ["token"] if self._keys is not None:
                 return self._renew(self._keys, query.get("type", ""))
             case ("OPTIONS", [""]) | ("GET" | "HEAD", ["openapi.json"] | ["api-description"]):
                 told = openapi.management(metadata.version("trueline"), workflows=self._workflows is not None)
-                return responses.reply(200, responses.pretty(told))
+                return reply(200, responses.pretty(told))
             case "GET" | "HEAD", ["try"]:
                 return dashboard.try_page()
             case "OPTIONS", ["models", model]:
                 told = openapi.of_model(self._models.find(model), metadata.version("trueline"))
-                return responses.reply(200, responses.pretty(told))
+                return reply(200, responses.pretty(told))
             case "GET" | "HEAD" | "POST", ["ping"]:
                 return responses.status("Healthy")
             case _, ["models", *_]:
-                raise MethodNotAllowed(responses.NO_METHOD)
+                raise MethodNotAllowed(NO_METHOD)
             case _:
-                raise NotFound(responses.NO_RESOURCE)
+                raise NotFound(NO_RESOURCE)
 
     def _of_workflows(self, workflows: Workflows, request: Request, method: str, rest: list[str]) -> Response | _Later:
         match method, rest:
@@ -187,7 +189,7 @@ class Management:
             case "DELETE", [name]:
                 return _Later(workflow_face.unregister(workflows, name))
             case _:
-                raise MethodNotAllowed(responses.NO_METHOD)
+                raise MethodNotAllowed(NO_METHOD)
 
     # acts
 
@@ -295,7 +297,7 @@ class Management:
         if kind not in ("management", "inference"):
             raise RequestError(f"type is to be management or inference, got '{kind[:32]}'")
         keys.renew("management" if kind == "management" else "inference")
-        return responses.reply(200, b"\n")
+        return reply(200, b"\n")
 
     # reading
 
@@ -304,7 +306,7 @@ class Management:
         shown = sorted(name for name, one in defaults.items() if one.source or not one.workflow)  # functions are none
         page, names = responses.page(shown, query)
         page["models"] = [{"modelName": name, "modelUrl": defaults[name].source} for name in names]
-        return responses.reply(200, responses.pretty(page))
+        return reply(200, responses.pretty(page))
 
     def _describe(self, model: str, version: str | None, query: Mapping[str, str]) -> Response | _Later:
         if version == "all":
@@ -314,7 +316,7 @@ class Management:
         versions = [self._models.find(model, name) for name in names]
         if query.get("customized", "false").lower() == "true":
             return _Later(self._customized(versions))
-        return responses.reply(200, responses.pretty([self._described(one) for one in versions]))
+        return reply(200, responses.pretty([self._described(one) for one in versions]))
 
     async def _customized(self, versions: list[Version]) -> Response:
         """The description, with what each archive's handler says of itself, if it has a worker to say it."""
@@ -327,7 +329,7 @@ class Management:
                 said = answer.body if answer.pieces is None else await answer.pieces.whole()
                 facts["customizedMetadata"] = _read(said)
             told.append(facts)
-        return responses.reply(200, responses.pretty(told))
+        return reply(200, responses.pretty(told))
 
     def _described(self, version: Version) -> dict[str, Any]:
         found: dict[str, Any] = {

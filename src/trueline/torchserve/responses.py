@@ -6,7 +6,6 @@ says so in docs/guides/serve.md: overload is 429 with Retry-After, and a client'
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +14,13 @@ import msgspec
 
 from trueline import events
 from trueline.errors import Overloaded, RequestError
-from trueline.serve.handlers.result import DIED, Answer, HandlerFailed, Hung
+from trueline.serve.handlers.response import reply
+from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
-from trueline.web.messages import JSON, Response
+from trueline.serve.protocols.errors import extra
+from trueline.web.messages import Response
 from trueline.web.tokens import Forbidden, Unauthorized
 
-_NO_CACHE = (
-    b"pragma: no-cache\r\n"
-    b"cache-control: no-cache; no-store, must-revalidate, private\r\n"
-    b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
-)
 _TYPES = {
     401: "InvalidKeyException",
     403: "InvalidModelVersionException",
@@ -45,16 +41,7 @@ _SCORING = {
     504: "TEMPORARILY_UNAVAILABLE",
 }
 PAGE = 100
-NO_METHOD = "Requested method is not allowed, please refer to API document."
 NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
-NO_RESOURCE = "Requested resource is not found, please refer to API document."
-
-
-def reply(status: int, body: bytes, extra: bytes = b"") -> Response:
-    """An answer with TorchServe's headers; it keeps the connection when all went well, as TorchServe does."""
-    token = os.urandom(16).hex()
-    request_id = f"x-request-id: {token[:8]}-{token[8:12]}-{token[12:16]}-{token[16:20]}-{token[20:]}\r\n"
-    return Response(status, body, JSON, request_id.encode() + _NO_CACHE + extra, close=status >= 400)
 
 
 def pretty(value: dict[str, Any] | list[Any]) -> bytes:
@@ -95,17 +82,6 @@ def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = 
     return reply(code, pretty(told), extra)
 
 
-def handled(answer: Answer) -> Response:
-    """What a handler answered. It has a content type only if the handler named one, as in TorchServe."""
-    lines = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "content-type")
-    if answer.pieces is not None:
-        lines += "ts_stream_next: true\r\n"
-    made = reply(answer.status, bytes(answer.body), lines.encode("latin-1", "replace"))
-    made.content_type = answer.headers.get("content-type", "").encode("latin-1", "replace")
-    made.pieces = answer.pieces
-    return made
-
-
 def error(found: RequestError, extra: bytes = b"", *, strict: bool = False, scoring: bool = False) -> Response:
     """The answer for a refused request; `strict`: with TorchServe's status where ours is another."""
     code, message, kind = _told(found, strict=strict)
@@ -138,6 +114,19 @@ def unexpected(path: str, error: Exception) -> Response:
     return refusal(500, "the server failed on this request; its log says why", kind="InternalServerException")
 
 
-def failed() -> Response:
-    """The answer for a request on which the model failed."""
-    return refusal(503, "Prediction failed", kind="InternalServerException")
+class TorchServeErrors:
+    """`{"code", "type", "message"}`, with TorchServe's exception names."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def refused(self, found: RequestError, path: str) -> Response:
+        return error(found, extra(found), strict=self._strict, scoring=path == "/invocations")
+
+    def failed(self) -> Response:
+        return refusal(503, "Prediction failed", kind="InternalServerException")
+
+    def malformed(self, path: str, status: int, message: str) -> Response:
+        if self._strict and status == 413:
+            return Response(413, b"", b"", close=True)  # as bare as TorchServe's
+        return refusal(status, message)

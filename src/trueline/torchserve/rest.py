@@ -15,80 +15,79 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from trueline.errors import NotFound, RequestError
+from trueline.errors import RequestError
 from trueline.serve import json_records
 from trueline.serve.handlers import request as bodies
+from trueline.serve.handlers.response import encode_answer, reply
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.protocols import mlflow
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER
-from trueline.serve.protocols.errors import allow, check_media
+from trueline.serve.protocols import mlflow, openapi
+from trueline.serve.protocols.dispatch import PREDICT_METHODS, PRIORITY_HEADER
+from trueline.serve.protocols.errors import NO_METHOD, allow, check_media, json
 from trueline.serve.protocols.oip import v1
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.executor import UnknownWorkflow
+from trueline.version import __version__
 from trueline.web.messages import JSON, Request, Response, query_of
 
 if TYPE_CHECKING:
     from trueline.serve.handlers.result import Answer as Outcome
     from trueline.serve.models.version import Outputs
-    from trueline.serve.protocols.dispatch import Answer, Asking
+    from trueline.serve.protocols.dispatch import Answer, Dispatch
+    from trueline.serve.protocols.route_table import Handler
+    from trueline.torchserve.workflows.registry import Workflows
 
-_PREDICT_METHODS = ("POST", "PUT", "GET")
 
+class TorchServeRoutes:
+    """The route table of TorchServe's inference port."""
 
-class TorchServePaths:
-    """Answers what TorchServe answers on its inference port."""
+    def __init__(self, dispatch: Dispatch, workflows: Workflows | None = None, *, strict: bool = False) -> None:
+        self._dispatch, self._workflows, self._strict = dispatch, workflows, strict
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-
-    def answer(self, request: Request, parts: list[str]) -> Answer:
-        """The answer for the path of `parts`. Raises RequestError, NotFound for a path that is none of these."""
+    def match(self, parts: list[str]) -> Handler | None:
+        """The handler for the path of `parts`."""
         match parts:
             case ["predictions", model]:
-                return self._predict(request, model, None)
+                return lambda request: self._predict_or_describe(request, model)
             case ["predictions", model, version, *rest]:
-                return self._predict(request, model, version, "/".join(rest))
+                return lambda request: self._predict(request, model, version, "/".join(rest))
             case ["explanations", model]:
-                return self.explain(request, model, None)
+                return lambda request: self._dispatch.explain(request, model)
             case ["explanations", model, version]:
-                return self.explain(request, model, version)
+                return lambda request: self._dispatch.explain(request, model, version)
             case ["invocations"]:
-                return self._invoke(request)
+                return self._invoke
             case ["models", model, "invoke"] | [model, "predict"]:
-                return self._predict(request, model, None, older=True)
+                return lambda request: self._predict(request, model, None, older=True)
             case [model, version, "predict"]:
-                return self._predict(request, model, version, older=True)
+                return lambda request: self._predict(request, model, version, older=True)
             case ["wfpredict", workflow]:
-                return self._workflow(request, workflow)
+                return lambda request: self._workflow(request, workflow)
             case ["ping"]:
-                allow(request, ("GET", "POST", "HEAD"), responses.NO_METHOD)
-                return self._ping()
+                return self._ping
             case _:
-                raise NotFound(responses.NO_RESOURCE)
+                return None
 
-    def explain(self, request: Request, model: str, version: str | None) -> Answer:
-        """Why the model answers so. Raises RequestError, NotFound."""
-        allow(request, _PREDICT_METHODS, responses.NO_METHOD)
-        found = self._asking.find(request, model, version or None)
-        if isinstance(found, HandlerVersion):
-            return self._asking.handled(request, found, explain=True)
-        raise NotFound("no explainer is served for this model")
+    def _predict_or_describe(self, request: Request, model: str) -> Answer:
+        if request.method == "OPTIONS":
+            return json(200, openapi.of_model(self._dispatch.models.find(model), __version__))
+        return self._predict(request, model, None)
 
-    def _ping(self) -> Response:
-        return responses.status("Unhealthy", 500) if self._asking.sick else responses.status("Healthy")
+    def _ping(self, request: Request) -> Response:
+        allow(request, ("GET", "POST", "HEAD"), NO_METHOD)
+        return responses.status("Unhealthy", 500) if self._dispatch.sick else responses.status("Healthy")
 
     def _workflow(self, request: Request, name: str) -> Answer:
-        allow(request, _PREDICT_METHODS, responses.NO_METHOD)
-        if self._asking.workflows is None:
+        allow(request, PREDICT_METHODS, NO_METHOD)
+        if self._workflows is None:
             raise UnknownWorkflow(name)
-        found = self._asking.workflows.find(name)
+        found = self._workflows.find(name)
         ask = bodies.read(request, explain=False)
-        return self._asking.later(request.path, found.predict(ask, strict=self._asking.strict), _of_workflow)
+        return self._dispatch.later(request.path, found.predict(ask, strict=self._strict), _of_workflow)
 
     def _invoke(self, request: Request) -> Answer:
         """SageMaker's route, and MLflow's: the model is named in the query, or the only one."""
-        allow(request, _PREDICT_METHODS, responses.NO_METHOD)
-        names = self._asking.models.names()
+        allow(request, PREDICT_METHODS, NO_METHOD)
+        names = self._dispatch.models.names()
         model = query_of(request.target).get("model_name") or (names[0] if len(names) == 1 else "")
         if not model:
             raise RequestError("Parameter model_name is required.")
@@ -104,13 +103,13 @@ class TorchServePaths:
         older: bool = False,
         scored: bool = False,
     ) -> Answer:
-        allow(request, _PREDICT_METHODS, responses.NO_METHOD)
+        allow(request, PREDICT_METHODS, NO_METHOD)
         began = perf_counter()
-        found = self._asking.find(request, model, version or None)
+        found = self._dispatch.find(request, model, version or None)
         if isinstance(found, HandlerVersion):
-            return self._asking.handled(request, found, rest=rest, query=older)
+            return self._dispatch.handled(request, found, rest=rest, query=older)
         check_media(request)
-        self._asking.check_room(request, found)
+        self._dispatch.check_room(request, found)
         media = request.headers.get(b"content-type", b"")
         rows = mlflow.decode(request.body, media, found.signature) if scored else None
         encode: Callable[[Outputs], Response]
@@ -119,11 +118,11 @@ class TorchServePaths:
         else:
             given = json_records.decode(request.body, found.signature)
             inputs, encode = given.inputs, partial(_answers, given)
-        return self._asking.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
+        return self._dispatch.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 
 
 def _answers(given: json_records.Records, outputs: Outputs) -> Response:
-    return responses.reply(200, json_records.encode(outputs, single=given.single))
+    return reply(200, json_records.encode(outputs, single=given.single))
 
 
 def _predictions(rows: v1.Rows, outputs: Outputs) -> Response:
@@ -132,6 +131,6 @@ def _predictions(rows: v1.Rows, outputs: Outputs) -> Response:
 
 def _of_workflow(answer: Outcome) -> Response:
     """What the last node answered; TorchServe calls it JSON, whatever it is, and here a handler may say otherwise."""
-    made = responses.handled(answer)
+    made = encode_answer(answer)
     made.content_type = made.content_type or JSON
     return made

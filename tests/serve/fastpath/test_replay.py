@@ -27,6 +27,7 @@ from trueline.serve.models.split import Split
 from trueline.serve.models.version import Version
 from trueline.serve.protocols.router import Routes
 from trueline.serve.traffic.shadow import Shadow
+from trueline.torchserve.extension import TorchServe
 from trueline.web.access_log import AccessLogMiddleware
 from trueline.web.connection import Connection
 from trueline.web.limits import HttpLimits
@@ -101,7 +102,7 @@ class World:
         self.versions: list[Version] = []
         self.tiny = self.add("1")
         self.retiring: set[asyncio.Task[None]] = set()
-        self.routes = Routes(self.models, self.loop)
+        self.routes = Routes(self.models, self.loop, extension=TorchServe())
         self.server = self.behind(self.routes)
 
     def add(self, version: str) -> Version:

@@ -21,6 +21,7 @@ from trueline.serve.handlers import config as plan
 from trueline.serve.handlers import request as body
 from trueline.serve.handlers.archive import ArchiveError
 from trueline.serve.handlers.metrics import MAX_SERIES, Measures
+from trueline.serve.handlers.response import encode_answer
 from trueline.serve.handlers.result import Answer, HandlerFailed
 from trueline.serve.handlers.worker import _answer
 from trueline.serve.models.catalog import Models
@@ -31,7 +32,7 @@ from trueline.torchserve.compat.ts.metrics.dimension import Dimension
 from trueline.torchserve.compat.ts.metrics.metric_type_enum import MetricTypes
 from trueline.torchserve.compat.ts.metrics.metrics_store import MetricsStore
 from trueline.torchserve.compat.ts.utils import util
-from trueline.torchserve.responses import error, handled
+from trueline.torchserve.responses import error
 from trueline.web.messages import Request, render
 from worlds import archives
 
@@ -203,10 +204,10 @@ def test_a_full_batch_goes_at_once_and_one_that_is_not_waits_for_its_oldest() ->
 
 
 def test_an_answer_has_a_content_type_only_if_the_handler_names_one() -> None:
-    plain = render(handled(Answer(body=b"x")), None, date=b"", close=False)
+    plain = render(encode_answer(Answer(body=b"x")), None, date=b"", close=False)
     assert b"content-type" not in plain
     assert plain.startswith(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n")
-    told = handled(Answer(body=b"x", status=299, headers={"content-type": "image/png", "x-a": "1"}))
+    told = encode_answer(Answer(body=b"x", status=299, headers={"content-type": "image/png", "x-a": "1"}))
     assert b"HTTP/1.1 299 \r\ncontent-type: image/png\r\n" in render(told, None, date=b"", close=False)
     assert b"x-a: 1\r\n" in told.headers
 

@@ -19,6 +19,7 @@ from trueline.serve.batching.policy import Policy
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.loader import Way, load
 from trueline.serve.protocols.router import Routes
+from trueline.torchserve.extension import TorchServe
 from trueline.web.messages import Request, Response
 from worlds import bundles
 
@@ -49,7 +50,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     loop, pool, models = asyncio.new_event_loop(), ThreadPoolExecutor(1), Models()
     loaded = load(pairs(tmp_path_factory.mktemp("pairs") / "b"), Way(threads=1), max_batch=8)
     models.add("tiny", "1").make_ready(loaded, Policy(), pool, loop)
-    routes = Routes(models, loop)
+    routes = Routes(models, loop, extension=TorchServe())
 
     def asked(path: str, body: dict[str, Any]) -> Response:
         found = routes.answer(Request("POST", path.encode(), {}, json.dumps(body).encode()))

@@ -128,7 +128,7 @@ def test_health_is_a_line_feed_and_says_what_readiness_says(app: TinyApp) -> Non
     assert (app.ask("GET", "/health").status, app.ask("GET", "/health").body) == (200, b"\n")
     assert app.ask("GET", "/version").body.decode().count(".") >= 1
     assert app.ask("POST", "/health").status == 405
-    app.routes.asking.draining = True
+    app.routes.dispatch.draining = True
     assert app.ask("GET", "/health").status == 503
 
 

@@ -28,6 +28,7 @@ from trueline.serve.models.controller import Fleet, Found
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.state_sync import Follower
 from trueline.serve.protocols.router import Routes
+from trueline.torchserve.extension import TorchServe
 from trueline.torchserve.management import Management
 from trueline.torchserve.workflows import archive, spec
 from trueline.torchserve.workflows.registry import Workflows
@@ -255,7 +256,8 @@ class WorkflowApp:
             self.fleet, loop, self.in_thread, find, store=store, state=self.state, handlers=limits
         )
         self.management = Management(self.fleet, store, find, loop, None, self.workflows)
-        self.routes = Routes(self.models, loop, workflows=self.workflows, strict=strict)
+        extension = TorchServe(self.management, self.workflows, strict=strict)
+        self.routes = Routes(self.models, loop, extension=extension)
         self.follower = Follower(self.fleet, self.state, find, None, self.workflows)
 
     def in_thread(self, work: Callable[[], Any]) -> Awaitable[Any]:
@@ -648,14 +650,14 @@ def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on
         assert told.workflows["flow"].given == {"response_timeout": "77"}
 
     async def second(app: WorkflowApp) -> None:
-        assert await app.workflows.restore(desired_state.read(app.state).workflows) == []
+        assert await app.workflows.restore(desired_state.read(app.state)) == []
         assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
         assert (await app.manage("GET", "/models/flow__join"))[1][0]["responseTimeout"] == 77
 
     async def third(app: WorkflowApp) -> None:
         before = app.state.read_bytes()
         archives.mar(store / "double.mar", TIMES % (4, 4), modelName="doubler")
-        (missing,) = await app.workflows.restore(desired_state.read(app.state).workflows)
+        (missing,) = await app.workflows.restore(desired_state.read(app.state))
         assert "flow__double failed to register. Details: the archive of digest" in missing
         status, said = await app.ask("POST", "/wfpredict/flow", b"1")
         assert (status, said["message"].startswith("workflow 'flow' is failed: ")) == (503, True)

@@ -28,7 +28,7 @@ def command(path: Path, key: str, as_json: bool) -> None:
     byte. `trueline serve --trusted-keys FILE` serves only what is signed by one of the public keys in FILE.
     """
     from trueline.bundle.signing import beside
-    from trueline.serve.signing import sign
+    from trueline.torchserve.signing import sign
 
     place = sign(path, key)
     say(f"{place}", {"path": str(place), "signature": beside(path)}, as_json=as_json)

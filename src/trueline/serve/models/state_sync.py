@@ -8,16 +8,39 @@ is never written for a model that is being followed. What could not be followed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from trueline import events
 from trueline.errors import TruelineError
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet, Found
-from trueline.serve.models.desired_state import WantedModel, WantedVersion, WantedWorkflow
-from trueline.torchserve.workflows.registry import Workflows
+from trueline.serve.models.desired_state import Wanted, WantedModel, WantedVersion
 from trueline.web.tokens import Keys
+
+
+class Companion(Protocol):
+    """What an extension serves beside models, and keeps in the same state file."""
+
+    @property
+    def sick(self) -> bool:
+        """Whether something of it that is wanted cannot answer, and will not by itself."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Those that are served."""
+        ...
+
+    async def restore(self, wanted: Wanted) -> list[str]:
+        """Brings back what `wanted` names; returns what could not be had."""
+        ...
+
+    async def follow(self, wanted: Wanted) -> bool:
+        """Serves what `wanted` says; False when that has to be tried again."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Follower:
@@ -29,10 +52,10 @@ class Follower:
         state: Path,
         find: Callable[[str], Awaitable[Found]],
         keys: Keys | None = None,
-        workflows: Workflows | None = None,
+        companion: Companion | None = None,
     ) -> None:
-        """`find` leads from a source in the file to its bundle; `workflows` follow the file too."""
-        self._workflows = workflows
+        """`find` leads from a source in the file to its bundle; `companion` follows the file too."""
+        self._companion = companion
         self._fleet = fleet
         self._state = state
         self._find = find
@@ -64,22 +87,8 @@ class Follower:
                 self._seen = None  # what is being done here may make the two equal: look again
             elif want != have:
                 await self._bring(name, want, have)
-        if self._workflows is not None:
-            await self._look_at_workflows(self._workflows, told.workflows)
-
-    async def _look_at_workflows(self, workflows: Workflows, told: Mapping[str, WantedWorkflow]) -> None:
-        for name in {**told, **workflows.wanted()}:
-            want, have = told.get(name), workflows.wanted().get(name)
-            if workflows.busy(name):
-                self._seen = None
-            elif want != have:
-                with workflows.following(name):
-                    try:
-                        await (workflows.unregister(name) if want is None else workflows.bring(name, want))
-                    except TruelineError as error:
-                        events.emit("state.not_followed", workflow=name, why=error.message)
-                    else:
-                        events.emit("state.followed", workflow=name, served=want is not None)
+        if self._companion is not None and not await self._companion.follow(told):
+            self._seen = None
 
     async def _bring(self, name: str, want: WantedModel | None, have: WantedModel | None) -> None:
         with self._fleet.following(name):

@@ -14,24 +14,22 @@ from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from trueline import events
-from trueline.errors import NotReady, Overloaded, RequestError
+from trueline.errors import NotFound, NotReady, Overloaded, RequestError
 from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
 from trueline.serve.handlers import request as bodies
+from trueline.serve.handlers.response import encode_answer
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.version import Version
-from trueline.serve.protocols.errors import extra, face_of
+from trueline.serve.protocols.errors import NO_METHOD, ErrorFormat, allow
 from trueline.serve.protocols.oip import codec
-from trueline.torchserve import responses
-from trueline.web.messages import JSON, Request, Response
+from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
+    from trueline.serve.models.state_sync import Companion
     from trueline.serve.models.version import Outputs
-    from trueline.torchserve.workflows.registry import Workflows
 
     Answer = Response | asyncio.Future[Response]
     Encode = Callable[[Outputs], Response]
@@ -41,6 +39,7 @@ KEY_HEADER = b"x-trueline-key"
 """Requests with one key go to one version of a model whose traffic is split."""
 SEQUENCE_HEADER = b"ts_request_sequence_id"
 """The key of requests without one."""
+PREDICT_METHODS = ("POST", "PUT", "GET")
 PRIORITY_HEADER = b"x-trueline-priority"
 """How urgent a request is, 1 the most; the parameter of an infer request goes before it."""
 
@@ -51,12 +50,8 @@ def key_of(request: Request) -> str:
     return "" if key is None else key.decode("latin-1")
 
 
-def json(status: int, value: object, headers: bytes = b"") -> Response:
-    return Response(status, msgspec.json.encode(value), JSON, headers)
-
-
-class Asking:
-    """Asks the versions of `models`. Its methods are called on the loop."""
+class Dispatch:
+    """Sends requests to the versions of `models`. Its methods are called on the loop."""
 
     def __init__(
         self,
@@ -64,16 +59,14 @@ class Asking:
         loop: asyncio.AbstractEventLoop,
         stats: ServerStats,
         *,
-        workflows: Workflows | None = None,
-        strict: bool = False,
+        errors_of: Callable[[str], ErrorFormat],
+        companion: Companion | None = None,
     ) -> None:
-        """`workflows` are asked too, if there are any to be; `strict`: TorchServe's statuses also where ours are
-        better.
-        """
+        """`errors_of`: the error format of a path; `companion`: what is served beside models."""
         self.models = models
-        self.workflows = workflows
         self.stats = stats
-        self.strict = strict
+        self._errors_of = errors_of
+        self._companion = companion
         self.draining = False
         """Whether the server takes nothing new any more."""
         self._loop = loop
@@ -82,23 +75,18 @@ class Asking:
     @property
     def sick(self) -> bool:
         """Whether something that is served cannot answer, and will not by itself."""
-        lost = self.workflows is not None and self.workflows.sick
+        lost = self._companion is not None and self._companion.sick
         return lost or any(version.sick for version in self.models.all())
 
     def error(self, path: str, error: Exception) -> Response:
         """The answer for a request on `path` that failed."""
-        face = face_of(path)
+        errors = self._errors_of(path)
         if isinstance(error, RequestError):
-            if face == "torchserve":
-                return responses.error(error, extra(error), strict=self.strict, scoring=path == "/invocations")
-            hint = f"; {error.hint}" if error.hint else ""
-            return json(error.status, {"error": error.message + hint}, extra(error))
+            return errors.refused(error, path)
         where = traceback.format_exception(error)[-1].strip()
         events.emit("request.failed", path=path[:200], why=where)
         logging.getLogger("trueline").debug("request failed", exc_info=error)
-        if face == "torchserve":
-            return responses.failed()
-        return json(500, {"error": "the model failed on this request; the server's log says why"})
+        return errors.failed()
 
     def later(self, path: str, waiting: asyncio.Future[T], finish: Callable[[T], Response]) -> asyncio.Future[Response]:
         """The answer that `finish` makes of what `waiting` brings. Cancelling it cancels `waiting`."""
@@ -161,7 +149,15 @@ class Asking:
         began = perf_counter()
         ask = bodies.read(request, explain=explain, url_path=rest, query=query)
         version.stats.decode_s += perf_counter() - began
-        return self.later(request.path, version.handle(ask, alone=explain), responses.handled)
+        return self.later(request.path, version.handle(ask, alone=explain), encode_answer)
+
+    def explain(self, request: Request, model: str, version: str | None = None) -> Answer:
+        """Why the model answers so. Raises RequestError, NotFound."""
+        allow(request, PREDICT_METHODS, NO_METHOD)
+        found = self.find(request, model, version or None)
+        if isinstance(found, HandlerVersion):
+            return self.handled(request, found, explain=True)
+        raise NotFound("no explainer is served for this model")
 
     def ask(
         self,

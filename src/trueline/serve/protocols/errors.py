@@ -1,13 +1,51 @@
-"""Refusals that all faces share: which methods a path takes, which bodies are read, which headers an error carries."""
+"""How protocols refuse requests: which methods a path takes, which bodies are read, and how an error is written."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Protocol
+
+import msgspec
 
 from trueline.errors import MethodNotAllowed, Overloaded, RequestError, UnsupportedMedia
-from trueline.web.messages import Request
+from trueline.web.messages import JSON, Request, Response
 
-Face = Literal["oip", "torchserve"]
+NO_METHOD = "Requested method is not allowed, please refer to API document."
+NO_RESOURCE = "Requested resource is not found, please refer to API document."
+"""TorchServe's words, which its clients compare; all paths outside /v1 and /v2 use them."""
+
+
+def json(status: int, value: object, headers: bytes = b"") -> Response:
+    return Response(status, msgspec.json.encode(value), JSON, headers)
+
+
+class ErrorFormat(Protocol):
+    """The form in which a protocol answers what it does not answer otherwise."""
+
+    def refused(self, error: RequestError, path: str) -> Response:
+        """The answer to a request that is refused."""
+        ...
+
+    def failed(self) -> Response:
+        """The answer to a request on which the model or the server failed; the log says why."""
+        ...
+
+    def malformed(self, path: str, status: int, message: str) -> Response:
+        """The answer to a request that could not be received."""
+        ...
+
+
+class OipErrors:
+    """`{"error": ...}`, as the Open Inference Protocol has it."""
+
+    def refused(self, error: RequestError, path: str) -> Response:
+        hint = f"; {error.hint}" if error.hint else ""
+        return json(error.status, {"error": error.message + hint}, extra(error))
+
+    def failed(self) -> Response:
+        return json(500, {"error": "the model failed on this request; the server's log says why"})
+
+    def malformed(self, path: str, status: int, message: str) -> Response:
+        return json(status, {"error": message})
 
 
 class Method(MethodNotAllowed):
@@ -18,9 +56,9 @@ class Method(MethodNotAllowed):
         self.allowed = ", ".join(allowed)
 
 
-def face_of(path: str) -> Face:
-    """Whose errors a path is answered with: `{"error": ...}`, or TorchServe's."""
-    return "oip" if path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/")) else "torchserve"
+def is_oip(path: str) -> bool:
+    """Whether `path` belongs to the Open Inference Protocol or to KServe's V1."""
+    return path in ("/v1", "/v2") or path.startswith(("/v1/", "/v2/"))
 
 
 def allow(request: Request, methods: tuple[str, ...], message: str) -> None:

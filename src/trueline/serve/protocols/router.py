@@ -1,5 +1,4 @@
-"""Which path is answered how: the Open Inference Protocol under /v2, KServe's older one under /v1, TorchServe's routes
-beside them, and /metrics.
+"""The App of the data port: the route tables of the Open Inference Protocol, an extension, and the server's own pages.
 
 A request is answered at once where that is possible, else by a future. Everything that goes wrong ends here: a client's
 fault is a 4xx in the shape of the face that was asked, ours is a 5xx that says nothing of our insides.
@@ -8,28 +7,57 @@ fault is a 4xx in the shape of the face that was asked, ours is a 5xx that says 
 from __future__ import annotations
 
 import asyncio
-from importlib import metadata
+from collections.abc import Callable
 from time import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from trueline.errors import NotFound
 from trueline.serve.counters import ServerStats
 from trueline.serve.metrics import dashboard, prometheus
 from trueline.serve.models.catalog import Models
+from trueline.serve.models.state_sync import Companion
 from trueline.serve.protocols import openapi
-from trueline.serve.protocols.dispatch import Asking, json
-from trueline.serve.protocols.errors import Method, allow, face_of
+from trueline.serve.protocols.dispatch import Dispatch
+from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE, ErrorFormat, Method, OipErrors, allow, is_oip, json
 from trueline.serve.protocols.oip.infer import InferPaths, infer_of
 from trueline.serve.protocols.oip.repository import Repository
-from trueline.serve.protocols.oip.rest import KServePaths
-from trueline.torchserve import responses
-from trueline.torchserve.rest import TorchServePaths
+from trueline.serve.protocols.oip.rest import OipRoutes
+from trueline.serve.protocols.route_table import RouteTable
+from trueline.version import __version__
 from trueline.web import content_encoding
+from trueline.web.access_log import AccessLog
 from trueline.web.limits import HttpLimits
-from trueline.web.messages import InlineFuture, Request, Response, query_all
+from trueline.web.messages import App, InlineFuture, Request, Response, query_all
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer
-    from trueline.torchserve.workflows.registry import Workflows
+    from trueline.serve.protocols.route_table import Handler
+
+PAGE_METHODS = ("GET", "HEAD")
+
+
+class Extension(Protocol):
+    """What a further protocol contributes to the server.
+
+    `trueline.serve.assembly` loads it by name: `serve` imports none. TorchServe's is `trueline.torchserve.extension`.
+    """
+
+    errors: ErrorFormat
+    """For every path outside /v1 and /v2."""
+    companion: Companion | None
+    """What it serves beside models."""
+    strict: bool
+    """Whether its protocol is kept to the letter also where the server's own answer would say more."""
+
+    def routes(self, dispatch: Dispatch) -> RouteTable: ...
+
+    def management(self) -> App: ...
+
+    def grpc_services(
+        self, kind: Literal["inference", "management"], routes: Routes, log: AccessLog | None
+    ) -> list[Any]:
+        """Handlers for `grpc.Server.add_generic_rpc_handlers`."""
+        ...
 
 
 class Routes:
@@ -42,21 +70,21 @@ class Routes:
         *,
         body_bytes: int = HttpLimits().body_bytes,
         loader: Repository | None = None,
-        workflows: Workflows | None = None,
-        strict: bool = False,
+        extension: Extension | None = None,
     ) -> None:
-        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one;
-        `workflows` are asked too; with `strict` TorchServe's routes answer with its statuses also where ours are
-        better.
-        """
+        """`body_bytes` bounds what a compressed body may open into; `loader` loads and unloads, if there is one."""
         self.models = models
         self.stats = ServerStats()
-        self.asking = Asking(models, loop, self.stats, workflows=workflows, strict=strict)
-        self._server_version = metadata.version("trueline")
-        self._torchserve = TorchServePaths(self.asking)
-        self._infer = InferPaths(self.asking)
-        self._kserve = KServePaths(self.asking, self._torchserve, server_version=self._server_version, loader=loader)
-        self._strict = strict
+        self._oip = OipErrors()
+        self._errors: ErrorFormat = self._oip if extension is None else extension.errors
+        self._companion = None if extension is None else extension.companion
+        self._strict = extension is not None and extension.strict
+        self.dispatch = Dispatch(models, loop, self.stats, errors_of=self.errors_of, companion=self._companion)
+        self._infer = InferPaths(self.dispatch)
+        self.oip = OipRoutes(self.dispatch, server_version=__version__, loader=loader)
+        self._tables: list[RouteTable] = [self.oip, self]
+        if extension is not None:
+            self._tables.append(extension.routes(self.dispatch))
         self._body_bytes = body_bytes
         self._loop = loop
         self._collector = prometheus.Collector(models, self.stats)
@@ -80,7 +108,7 @@ class Routes:
             if found is None:
                 found = self._route(request)
         except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-            found = self.asking.error(request.path, error)
+            found = self.dispatch.error(request.path, error)
         if isinstance(found, Response):
             self.stats.by_status[found.status] += 1
         return found
@@ -88,16 +116,16 @@ class Routes:
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
         self.stats.by_status[status] += 1
-        if self._strict and status == 413 and face_of(path) == "torchserve" and path:
-            return Response(413, b"", b"", close=True)  # as bare as TorchServe's
-        if face_of(path) == "oip" or not path:
-            return json(status, {"error": message})
-        return responses.refusal(status, message)
+        return (self.errors_of(path) if path else self._oip).malformed(path, status, message)
+
+    def errors_of(self, path: str) -> ErrorFormat:
+        """The form in which errors of `path` are written."""
+        return self._oip if is_oip(path) else self._errors
 
     @property
     def repository(self) -> Repository:
         """What loads and unloads. Raises NotFound."""
-        return self._kserve.repository
+        return self.oip.repository
 
     # paths
 
@@ -108,52 +136,50 @@ class Routes:
         asked = infer_of(path)
         if asked is not None:
             return self._infer.first(request, *asked)
-        parts = path.split("/")
-        match parts[1:]:
-            case ["predictions", model] if request.method == "OPTIONS":
-                return json(200, openapi.of_model(self.models.find(model), self._server_version))
-            case ["predictions", *_]:
-                return self._torchserve.answer(request, parts[1:])
-            case ["v1", "models", *rest]:
-                return self._kserve.v1(request, rest)
-            case ["v2", *rest]:
-                return self._kserve.v2(request, rest)
-            case ["metrics"]:
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return self._metrics(request)
-            case ["health"]:
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return self._health()
-            case ["version"]:
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return Response(200, self._server_version.encode(), b"text/plain")
-            case ["dashboard", *rest] if rest in ([], ["state"]):
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return dashboard.answer(self.models, self.stats, time()) if rest else dashboard.page()
-            case ["try"]:
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return dashboard.try_page()
-            case ["openapi.json"] | ["api-description"]:
-                allow(request, ("GET", "HEAD"), responses.NO_METHOD)
-                return json(200, self._document())
-            case [""] if request.method == "OPTIONS":
-                return json(200, self._document())
-            case [""] if request.method in ("GET", "HEAD") and not self._strict:
-                return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
-            case [""]:
-                raise Method(responses.NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
-            case _:
-                return self._torchserve.answer(request, parts[1:])
+        parts = path.split("/")[1:]
+        for table in self._tables:
+            handler = table.match(parts)
+            if handler is not None:
+                return handler(request)
+        raise NotFound(NO_RESOURCE)
 
-    def _health(self) -> Response:
+    def match(self, parts: list[str]) -> Handler | None:
+        """The handler of one of the server's own pages."""
+        match parts:
+            case ["metrics"]:
+                return self._metrics
+            case ["health"]:
+                return self._health
+            case ["version"]:
+                return _page(lambda: Response(200, __version__.encode(), b"text/plain"))
+            case ["dashboard"]:
+                return _page(dashboard.page)
+            case ["dashboard", "state"]:
+                return _page(lambda: dashboard.answer(self.models, self.stats, time()))
+            case ["try"]:
+                return _page(dashboard.try_page)
+            case ["openapi.json"] | ["api-description"]:
+                return _page(lambda: json(200, self._document()))
+            case [""]:
+                return self._root
+            case _:
+                return None
+
+    def _root(self, request: Request) -> Response:
+        if request.method == "OPTIONS":
+            return json(200, self._document())
+        if request.method in ("GET", "HEAD") and not self._strict:
+            return json(200, {"status": "alive"})  # KServe's V1: its SDK asks here whether a server lives
+        raise Method(NO_METHOD, ("OPTIONS",) if self._strict else ("OPTIONS", "GET", "HEAD"))
+
+    def _health(self, request: Request) -> Response:
         """As MLflow's scoring server says it."""
-        return Response(200 if self.models.ready and not self.asking.draining else 503, b"\n")
+        allow(request, PAGE_METHODS, NO_METHOD)
+        return Response(200 if self.models.ready and not self.dispatch.draining else 503, b"\n")
 
     def _document(self) -> openapi.Document:
-        workflows = self.asking.workflows
-        return openapi.data_plane(
-            self.models.all(), self._server_version, workflows.names() if workflows is not None else ()
-        )
+        beside = self._companion
+        return openapi.data_plane(self.models.all(), __version__, beside.names() if beside is not None else ())
 
     def _opened(self, request: Request) -> Answer:
         """The answer to a request whose body is compressed; a large one is opened in a thread."""
@@ -175,7 +201,7 @@ class Routes:
             try:
                 request.body = found.result()
             except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-                response = self.asking.error(request.path, error)
+                response = self.dispatch.error(request.path, error)
                 self.stats.by_status[response.status] += 1
                 answer.set_result(response)
                 return
@@ -198,6 +224,17 @@ class Routes:
         answer.add_done_callback(lambda _: found.cancel())
 
     def _metrics(self, request: Request) -> Answer:
+        allow(request, PAGE_METHODS, NO_METHOD)
         names = query_all(request.target, "name[]")
         page = self._loop.run_in_executor(None, prometheus.page, self._collector, names)
-        return self.asking.later(request.path, page, lambda body: Response(200, body, prometheus.CONTENT_TYPE))
+        return self.dispatch.later(request.path, page, lambda body: Response(200, body, prometheus.CONTENT_TYPE))
+
+
+def _page(make: Callable[[], Response]) -> Handler:
+    """A handler of a page that is only read."""
+
+    def handle(request: Request) -> Response:
+        allow(request, PAGE_METHODS, NO_METHOD)
+        return make()
+
+    return handle

@@ -27,7 +27,7 @@ from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state as wanted
 from trueline.serve.models.controller import CodeNotAllowed, Conflict, Fleet, Found, Refused
-from trueline.serve.models.desired_state import WantedWorkflow
+from trueline.serve.models.desired_state import Wanted, WantedWorkflow
 from trueline.serve.models.model_store import NotInStore, Store, check_name
 from trueline.serve.redaction import public_reason
 from trueline.torchserve.workflows import archive as war
@@ -306,10 +306,10 @@ class Workflows:
                 await found.retire()
             events.emit("workflow.retired", workflow=name)
 
-    async def restore(self, state: Mapping[str, WantedWorkflow]) -> list[str]:
+    async def restore(self, state: Wanted) -> list[str]:
         """Registers what the file wants; returns what could not be had, in words. Those are wanted on."""
         missing = []
-        for name, told in state.items():
+        for name, told in state.workflows.items():
             with self.following(name):
                 try:
                     await self.bring(name, told)
@@ -318,6 +318,23 @@ class Workflows:
                     why = error.message if isinstance(error, RequestError) else "its archive cannot be had"
                     self._missing[name] = Missing(told, why)
         return missing
+
+    async def follow(self, state: Wanted) -> bool:
+        """Brings what is served to what the file wants. What goes wrong is an event. False: look again."""
+        settled = True
+        for name in {**state.workflows, **self.wanted()}:
+            want, have = state.workflows.get(name), self.wanted().get(name)
+            if self.busy(name):
+                settled = False  # what is being done here may make the two equal
+            elif want != have:
+                with self.following(name):
+                    try:
+                        await (self.unregister(name) if want is None else self.bring(name, want))
+                    except TruelineError as error:
+                        events.emit("state.not_followed", workflow=name, why=error.message)
+                    else:
+                        events.emit("state.followed", workflow=name, served=want is not None)
+        return settled
 
     async def close(self) -> None:
         """Ends the processes of all nodes: the server leaves."""

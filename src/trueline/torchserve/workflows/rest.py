@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trueline.errors import NotFound, RequestError
+from trueline.serve.handlers.response import reply
 from trueline.torchserve import responses
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.web.messages import Response
@@ -29,7 +30,7 @@ def listed(workflows: Workflows, query: Mapping[str, str]) -> Response:
     told = workflows.wanted()
     page, names = responses.page(sorted(told), query)
     page["workflows"] = [{"workflowName": name, "workflowUrl": told[name].source} for name in names]
-    return responses.reply(200, responses.pretty(page))
+    return reply(200, responses.pretty(page))
 
 
 def described(workflows: Workflows, name: str) -> Response:
@@ -46,7 +47,7 @@ def described(workflows: Workflows, name: str) -> Response:
         "maxBatchDelay": common.max_batch_delay,
         "workflowDag": f"{{{dag}}}",
     }
-    return responses.reply(200, responses.pretty([told]))
+    return reply(200, responses.pretty([told]))
 
 
 async def unregister(workflows: Workflows, name: str) -> Response:

@@ -175,5 +175,5 @@ def test_a_server_that_drains_is_not_ready_and_none_of_its_models_is(loop: async
         return server.ready, model.ready
 
     assert ready() == (True, True)
-    told._routes.asking.draining = True
+    told._routes.dispatch.draining = True
     assert ready() == (False, False)

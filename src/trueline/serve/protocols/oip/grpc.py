@@ -164,7 +164,7 @@ class Face:
         outputs = found if isinstance(found, dict) else await found
         run = perf_counter()
         response = write_outputs(version, request, wanted, outputs)
-        self._routes.asking.answered(version, inputs, outputs, began, run)
+        self._routes.dispatch.answered(version, inputs, outputs, began, run)
         return response
 
     async def _stream(
@@ -178,11 +178,11 @@ class Face:
         return pb.ServerLiveResponse(live=True)
 
     async def _ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.asking.draining)
+        return pb.ServerReadyResponse(ready=self._models.ready and not self._routes.dispatch.draining)
 
     async def _model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         found = self._models.find(request.name, request.version or None)
-        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.asking.draining)
+        return pb.ModelReadyResponse(ready=found.state == "ready" and not self._routes.dispatch.draining)
 
     async def _server_metadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(

@@ -18,7 +18,7 @@ from trueline.serve.fastpath.replay import OCTETS, Again, learn
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.version import Version
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Asking, key_of
+from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, key_of
 from trueline.serve.protocols.errors import Method, check_media
 from trueline.serve.protocols.oip import binary, codec
 from trueline.web.messages import InlineFuture, Request, Response
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class InferPaths:
     """Answers `/v2/models/{m}[/versions/{v}]/infer`."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._models = asking.models
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._models = dispatch.models
 
     def again(self, request: Request, long_way: LongWay) -> Response | InlineFuture | None:
         """The answer to what was asked before, but for its numbers; None for what has to go the `long_way`."""
@@ -74,16 +74,16 @@ class InferPaths:
         began = perf_counter()
         found = self._models.find(asks.model, asks.version, asks.key)
         if isinstance(found, HandlerVersion):
-            return self._asking.handled(request, found)
+            return self._dispatch.handled(request, found)
         if found.full:
-            refused = self._asking.refused(found, asks.priority, request.body, asks.json_bytes)
+            refused = self._dispatch.refused(found, asks.priority, request.body, asks.json_bytes)
             if refused is not None:
                 alone = self._models.split(asks.model) is None
                 asks.shut = _Shut(found, self._models.changes, *refused, asks.json_bytes) if alone else None
                 return refused[1]
         call = found.layouts.decode(request.body, asks.json_bytes)
         priority = asks.priority if call.priority is None else call.priority
-        return self._asking.ask(
+        return self._dispatch.ask(
             request, found, call.inputs, call.timeout_s, partial(self._told, found, call, request), began, priority
         )
 
@@ -106,7 +106,7 @@ class InferPaths:
         layout = version.layout(body, asks.json_bytes)
         if layout is not None and version.short is not None and models.leads_to(version, asks.model, asks.version):
             names = version.model, version.version
-            asks.again = learn(models, version.short, self._asking.stats, *names, layout, call.inputs, outputs)
+            asks.again = learn(models, version.short, self._dispatch.stats, *names, layout, call.inputs, outputs)
 
 
 class _Shut(msgspec.Struct, frozen=True):

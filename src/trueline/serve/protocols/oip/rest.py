@@ -13,31 +13,38 @@ import msgspec
 
 from trueline.errors import NotFound, RequestError
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Asking, json
-from trueline.serve.protocols.errors import allow, check_media
+from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch
+from trueline.serve.protocols.errors import allow, check_media, json
 from trueline.serve.protocols.oip import repository, triton, v1
 from trueline.serve.protocols.oip.repository import Repository
-from trueline.torchserve.rest import TorchServePaths
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
     from trueline.serve.protocols.dispatch import Answer
+    from trueline.serve.protocols.route_table import Handler
 
 
-class KServePaths:
-    """Answers what KServe and Triton answer."""
+class OipRoutes:
+    """The route table of what KServe and Triton answer."""
 
-    def __init__(
-        self, asking: Asking, torchserve: TorchServePaths, *, server_version: str, loader: Repository | None
-    ) -> None:
-        """`torchserve` explains; `loader` loads and unloads, if there is one."""
-        self._asking = asking
-        self._models = asking.models
-        self._torchserve = torchserve
+    def __init__(self, dispatch: Dispatch, *, server_version: str, loader: Repository | None) -> None:
+        """`loader` loads and unloads, if there is one."""
+        self._dispatch = dispatch
+        self._models = dispatch.models
         self._server_version = server_version
         self._loader = loader
 
-    def v2(self, request: Request, rest: list[str]) -> Answer:
+    def match(self, parts: list[str]) -> Handler | None:
+        """The handler for the path of `parts`."""
+        match parts:
+            case ["v2", *rest]:
+                return lambda request: self._v2(request, rest)
+            case ["v1", "models", *rest]:
+                return lambda request: self._v1(request, rest)
+            case _:
+                return None
+
+    def _v2(self, request: Request, rest: list[str]) -> Answer:
         """The answer for the path of `rest` under /v2. Raises RequestError, NotFound."""
         match rest:
             case ["repository", "models", model, "load" | "unload" as act]:
@@ -45,7 +52,7 @@ class KServePaths:
             case ["repository", "index"]:
                 return self._index(request)
             case ["models", model, "explain"]:
-                return self._torchserve.explain(request, model, None)
+                return self._dispatch.explain(request, model)
             case ["models", "stats"]:
                 found = self._statistics(None, None)
             case ["models", model, "stats"]:
@@ -81,16 +88,16 @@ class KServePaths:
         return json(200, {"name": "trueline", "version": self._server_version, "extensions": list(triton.EXTENSIONS)})
 
     def _server_ready(self) -> Response:
-        ready = self._models.ready and not self._asking.draining
+        ready = self._models.ready and not self._dispatch.draining
         return json(200 if ready else 503, {"ready": ready})
 
     def _model_ready(self, model: str, version: str | None) -> Callable[[], Response]:
         def answer() -> Response:
             found = self._models.find(model, version)
-            ready = found.state == "ready" and not self._asking.draining
+            ready = found.state == "ready" and not self._dispatch.draining
             body: dict[str, object] = {"name": found.model, "version": found.version, "ready": ready}
             if not ready:
-                body["reason"] = found.reason or ("draining" if self._asking.draining else found.state)
+                body["reason"] = found.reason or ("draining" if self._dispatch.draining else found.state)
             return json(200 if ready else 503, body)
 
         return answer
@@ -129,7 +136,7 @@ class KServePaths:
         allow(request, ("POST",), "Method Not Allowed")
         given = repository.parameters(request.body)
         work = self.repository.load(model, given) if act == "load" else self.repository.unload(model)
-        return self._asking.later(request.path, work, lambda found: found)
+        return self._dispatch.later(request.path, work, lambda found: found)
 
     @property
     def repository(self) -> Repository:
@@ -138,7 +145,7 @@ class KServePaths:
             raise NotFound("this server has no model store to load from; start it with --model-store")
         return self._loader
 
-    def v1(self, request: Request, rest: list[str]) -> Answer:
+    def _v1(self, request: Request, rest: list[str]) -> Answer:
         """The answer for the path of `rest` under /v1. Raises RequestError, NotFound."""
         match rest:
             case [] | [""]:
@@ -147,10 +154,10 @@ class KServePaths:
             case [called] if called.endswith(":predict"):
                 return self._v1_predict(request, called.removesuffix(":predict"))
             case [called] if called.endswith(":explain"):
-                return self._torchserve.explain(request, called.removesuffix(":explain"), None)
+                return self._dispatch.explain(request, called.removesuffix(":explain"))
             case [model]:
                 allow(request, ("GET", "HEAD"), "Method Not Allowed")
-                ready = self._models.find(model).state == "ready" and not self._asking.draining
+                ready = self._models.find(model).state == "ready" and not self._dispatch.draining
                 return json(200 if ready else 503, {"name": model, "ready": ready})
             case _:
                 raise NotFound("Not Found")
@@ -158,13 +165,13 @@ class KServePaths:
     def _v1_predict(self, request: Request, model: str) -> Answer:
         began = perf_counter()
         allow(request, ("POST",), "Method Not Allowed")
-        found = self._asking.find(request, model, None)
+        found = self._dispatch.find(request, model, None)
         if isinstance(found, HandlerVersion):
-            return self._asking.handled(request, found)
+            return self._dispatch.handled(request, found)
         check_media(request)
-        self._asking.check_room(request, found)
+        self._dispatch.check_room(request, found)
         call = v1.decode(request.body, found.signature)
-        return self._asking.ask(
+        return self._dispatch.ask(
             request,
             found,
             call.inputs,

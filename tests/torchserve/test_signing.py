@@ -27,7 +27,7 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.controller import Fleet, Found, How, Refused
 from trueline.serve.models.loader import Way
 from trueline.serve.models.sources import find
-from trueline.serve.signing import sign
+from trueline.torchserve.signing import sign
 from worlds import archives, bundles, servers
 
 

@@ -1,0 +1,198 @@
+"""Puts a server together from its settings: the fleet of models, the extension, the apps of its ports.
+
+`serve` imports no extension: the modules below are loaded by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from trueline.bundle.signing import Trusted
+from trueline.errors import RequestError, UsageError
+from trueline.serve.handlers.worker import Limits as HandlerLimits
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.controller import Fleet, How
+from trueline.serve.models.loader import Way
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import Sources, in_thread
+from trueline.serve.protocols.errors import NO_RESOURCE, is_oip
+from trueline.serve.protocols.oip.repository import Repository
+from trueline.serve.protocols.router import Extension, Routes
+from trueline.serve.settings import Settings
+from trueline.web import tokens, tracing
+from trueline.web.access_log import AccessLog
+from trueline.web.auth import AuthMiddleware
+from trueline.web.messages import App, Request, Response
+from trueline.web.tokens import Keys, TokenKind
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+EXTENSION = "trueline.torchserve.extension:extend"
+"""Called with a Core; returns an Extension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """The parts of a server that an extension builds on."""
+
+    settings: Settings
+    fleet: Fleet
+    store: Store | None
+    sources: Sources
+    keys: Keys | None
+    state: Path | None
+    """File of the wanted state."""
+    handlers: HandlerLimits | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A server that does not listen yet."""
+
+    core: Core
+    extension: Extension
+    routes: Routes
+    apps: dict[Literal["data", "management", "metrics"], tuple[App, int | None]]
+    """The app of each port, and the port's number; None: it is not opened."""
+    tracer: TracerProvider | None
+
+    def grpc_services(self, kind: Literal["inference", "management"], log: AccessLog | None) -> list[Any]:
+        """Handlers of the services of one gRPC port."""
+        from trueline.serve.protocols.oip import grpc  # grpc takes time and memory: only a server with such a port pays
+
+        own = [grpc.Face(self.routes, self.core.keys, log).handler()] if kind == "inference" else []
+        return own + self.extension.grpc_services(kind, self.routes, log)
+
+
+def assemble(settings: Settings) -> Parts:
+    """Called on the loop. Raises UsageError for settings that do not fit together, StorageError, BundleError."""
+    loop = asyncio.get_running_loop()
+    store = _store(settings)
+    state = Path(settings.state) if settings.state is not None else None
+    fleet = Fleet(
+        Models(),
+        loop,
+        lambda work: in_thread(loop, work),
+        how=_how(settings),
+        state=state,
+        handlers=handlers_of(settings),
+    )
+    core = Core(
+        settings=settings,
+        fleet=fleet,
+        store=store,
+        sources=Sources(settings, store, loop),
+        keys=tokens.load_keys(Path(settings.key_file)) if settings.key_file is not None else None,
+        state=state,
+        handlers=handlers_of(settings),
+    )
+    extension = load_extension(EXTENSION, core)
+    repository = Repository(fleet, store, loop) if store is not None else None
+    routes = Routes(fleet.models, loop, body_bytes=settings.max_body_bytes, loader=repository, extension=extension)
+    tracer = None if settings.traces is None else tracing.make_tracer_provider(settings.traces)
+    traced: App = routes if tracer is None else tracing.TracingMiddleware(routes, tracer.get_tracer("trueline"))
+    metrics, management = _MetricsOnly(routes), extension.management()
+    parts = Parts(core=core, extension=extension, routes=routes, apps={}, tracer=tracer)
+    parts.apps["data"] = _guarded(traced, parts, "inference"), settings.port
+    parts.apps["management"] = _guarded(management, parts, "management"), settings.management_port
+    parts.apps["metrics"] = _guarded(metrics, parts, "inference"), settings.metrics_port
+    return parts
+
+
+def load_extension(name: str, core: Core) -> Extension:
+    """Calls the `module:function` of `name`."""
+    module, _, function = name.partition(":")
+    extension: Extension = getattr(importlib.import_module(module), function)(core)
+    return extension
+
+
+def _how(settings: Settings) -> How:
+    return How(
+        way=Way(
+            program=settings.program,
+            threads=settings.threads,
+            device=settings.device,
+            precision=settings.precision,
+            native=settings.allow_code,
+            most_threads=settings.most_threads,
+            shared=None if settings.shared_weights is None else Path(settings.shared_weights),
+        ),
+        max_batch=settings.max_batch,
+        max_delay_s=settings.max_delay_s,
+        max_queue=settings.max_queue,
+        shared=settings.shared,
+        trusted=None if settings.trusted_keys is None else Trusted.read(Path(settings.trusted_keys)),
+        usual=_usual(settings),
+    )
+
+
+def handlers_of(settings: Settings) -> HandlerLimits | None:
+    """What the processes of archives' handlers may take; None when there are to be none."""
+    if not settings.allow_code:
+        return None
+    return HandlerLimits(address_space=settings.handler_memory_bytes, max_bytes=4 * settings.max_body_bytes)
+
+
+def _guarded(app: App, parts: Parts, kind: TokenKind) -> App:
+    """`app` behind tokens, if the server has any."""
+    if parts.core.keys is None:
+        return app
+
+    def render(path: str, error: RequestError) -> Response:
+        if kind != "management" and is_oip(path):
+            return app.refuse(path, error.status, error.message + (f"; {error.hint}" if error.hint else ""))
+        answer = parts.extension.errors.refused(error, path)
+        app.refuse(path, answer.status, error.message)  # which counts it
+        return answer
+
+    return AuthMiddleware(app, parts.core.keys, kind, render)
+
+
+def _store(settings: Settings) -> Store | None:
+    if settings.model_store is None:
+        if settings.source is None and settings.state is None and settings.workflow_store is None:
+            raise UsageError("there is nothing to serve", hint="name a bundle, or a --model-store")
+        if settings.load:
+            raise UsageError(f"--load {settings.load} names models of a store, and there is no --model-store")
+        if settings.watch:
+            raise UsageError("--watch looks for changes of a store, and there is no --model-store")
+        return None
+    if settings.watch and not (settings.load and settings.follow_s > 0):
+        raise UsageError(
+            "--watch keeps what --load names as the store has it, looking every --follow seconds",
+            hint="add --load all, or the names with commas between; --follow 10",
+        )
+    if not Path(settings.model_store).is_dir():
+        raise UsageError(f"the model store {settings.model_store} is no folder")
+    return Store(Path(settings.model_store))
+
+
+class _MetricsOnly:
+    """The metrics page and nothing else."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+
+    def answer(self, request: Request) -> Response | asyncio.Future[Response]:
+        """The answer, now or later."""
+        if request.path != "/metrics":
+            return self.refuse(request.path, 404, NO_RESOURCE)
+        return self._routes.long_way(request)
+
+    def refuse(self, path: str, status: int, message: str) -> Response:
+        """The answer for a request that could not be received."""
+        return self._routes.errors_of("/metrics").malformed(path, status, message)
+
+
+def _usual(settings: Settings) -> dict[str, dict[str, Any]]:
+    try:
+        return msgspec.json.decode(settings.models or "{}", type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"what is said of models is no JSON by name: {error}") from error

@@ -1,0 +1,80 @@
+"""TorchServe's side of the server, as an extension of `trueline.serve`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+from trueline.errors import UsageError
+from trueline.serve.assembly import Core
+from trueline.serve.models.model_store import Store
+from trueline.serve.models.sources import in_thread
+from trueline.serve.protocols.dispatch import Dispatch
+from trueline.serve.protocols.route_table import RouteTable
+from trueline.serve.protocols.router import Routes
+from trueline.torchserve.management import Management
+from trueline.torchserve.responses import TorchServeErrors
+from trueline.torchserve.rest import TorchServeRoutes
+from trueline.torchserve.workflows.registry import Workflows
+from trueline.web.access_log import AccessLog
+from trueline.web.tokens import Keys
+
+
+class TorchServe:
+    """Its REST and gRPC calls, its management API, its workflows, its errors."""
+
+    def __init__(
+        self,
+        management: Management | None = None,
+        workflows: Workflows | None = None,
+        keys: Keys | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """`strict`: its statuses also where the server's own say more."""
+        self.errors = TorchServeErrors(strict=strict)
+        self.companion, self.strict = workflows, strict
+        self._management, self._keys = management, keys
+
+    def routes(self, dispatch: Dispatch) -> RouteTable:
+        return TorchServeRoutes(dispatch, self.companion, strict=self.strict)
+
+    def management(self) -> Management:
+        assert self._management is not None
+        return self._management
+
+    def grpc_services(
+        self, kind: Literal["inference", "management"], routes: Routes, log: AccessLog | None
+    ) -> list[Any]:
+        from trueline.torchserve import grpc  # grpc takes time and memory: only a server with such a port pays
+
+        if kind == "inference":
+            return [grpc.Inference(routes, self._keys, log, strict=self.strict).handler()]
+        return [grpc.Managed(self.management(), self._keys, log, strict=self.strict).handler()]
+
+
+def extend(core: Core) -> TorchServe:
+    """TorchServe's side of a server. Raises UsageError for a workflow store that is no folder."""
+    settings, loop = core.settings, asyncio.get_running_loop()
+    workflows = Workflows(
+        core.fleet,
+        loop,
+        lambda work: in_thread(loop, work),
+        core.sources.allowed,
+        store=_workflow_store(settings.workflow_store, core.store),
+        state=core.state,
+        handlers=core.handlers,
+    )
+    strict = settings.torchserve_strict
+    management = Management(core.fleet, core.store, core.sources.allowed, loop, core.keys, workflows, strict=strict)
+    return TorchServe(management, workflows, core.keys, strict=strict)
+
+
+def _workflow_store(folder: str | None, store: Store | None) -> Store | None:
+    """Where workflows are stored: with the models, unless another folder is named. Raises UsageError."""
+    if folder is None:
+        return store
+    if not Path(folder).is_dir():
+        raise UsageError(f"the workflow store {folder} is no folder")
+    return Store(Path(folder))
