@@ -82,7 +82,7 @@ def test_an_answer_that_comes_later_is_entered_then_and_one_whose_client_went_is
 
 
 def test_what_finds_no_room_is_counted(tmp_path: Path, opened: Any) -> None:
-    log = opened(tmp_path / "access.jsonl", most=2)
+    log = opened(tmp_path / "access.jsonl", max_waiting=2)
     app = AccessLogMiddleware(Answers(Response(200, b"")), "data", log)
     for _ in range(5):
         app.answer(request())

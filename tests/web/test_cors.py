@@ -66,7 +66,7 @@ def test_what_comes_later_is_marked_then_and_withdrawn_with_its_client() -> None
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(UsageError, match="cors_origin"):
         CorsRule.of(origin, "", "")
-    with pytest.raises(UsageError, match="names none"):
+    with pytest.raises(UsageError, match="need a cors_origin"):
         CorsRule.of("", "GET", "")
 
 

@@ -1,10 +1,8 @@
-"""HTTP/1.1 over one connection: bytes in, requests out, answers back in order.
+"""One HTTP/1.1 connection, an `asyncio.Protocol`: keep-alive, pipelining, backpressure, time limits.
 
-An `asyncio.Protocol`. It knows keep-alive, pipelining and who waits for whom, and nothing of models: an App answers
-each request, at once or by a future; how requests are read is `receiving`'s. Why not a ready-made server:
+`parser` makes requests of bytes; an App answers each, at once or by a future; responses are sent in order. A client
+that closes its side counts as gone, and its request is cancelled. Why not a ready-made server:
 docs/decisions/0004-http-stack.md. Sources: RFC 9110, RFC 9112.
-
-A client that closes its side is taken to be gone, and what it waits for is cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Protocol, cast
 
 from trueline.web.header_cache import HeaderCache
 from trueline.web.limits import HttpLimits, Waits, judge
-from trueline.web.messages import Answer, App, InlineFuture, Request, Response, path_of, render, render_plain
+from trueline.web.messages import App, InlineFuture, Request, Response, path_of, render, render_plain
 from trueline.web.parser import RequestParser, RequestRejected, UpgradeRequested
 from trueline.web.streaming import StreamedBody
 
@@ -35,14 +33,14 @@ class ConnectionOwner(Protocol):
     """Whether every response is the last of its connection."""
 
     def admit(self, connection: Connection) -> bool:
-        """Counts the connection in; False when there are too many, and it has to be refused."""
+        """Counts the connection; False when there are too many, and it has to be refused."""
         ...
 
     def forget(self, connection: Connection) -> None: ...
 
 
 class Connection(asyncio.Protocol):
-    """One client. Requests are answered one after the other, in the order in which they came."""
+    """Requests are answered one after the other, in order."""
 
     __slots__ = (
         "_answering",
@@ -54,8 +52,8 @@ class Connection(asyncio.Protocol):
         "_idle_since",
         "_lingering_since",
         "_loop",
+        "_parser",
         "_reading_paused",
-        "_receiver",
         "_server",
         "_streaming",
         "_transport",
@@ -69,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._loop = server.loop
         self._header_cache = server.header_cache
         self._waiting: deque[Request | Response] = deque()
-        self._receiver = RequestParser(server.limits, server.header_cache, server.loop.time, self._waiting.append)
+        self._parser = RequestParser(server.limits, server.header_cache, server.loop.time, self._waiting.append)
         self._current: Request | None = None
         self._answering: asyncio.Future[Response] | InlineFuture | None = None
         self._streaming: StreamedBody | None = None
@@ -86,7 +84,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         if not self._server.admit(self):
-            self._refuse(503, f"this server has its {self._server.limits.connections} connections; come back later")
+            self._refuse(503, f"this server has its {self._server.limits.connections} connections; try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -100,8 +98,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._done_reading:
             return
-        receiver = self._receiver
-        if receiver.since is None and not receiver.silent_bytes:  # between two requests
+        parser = self._parser
+        if parser.since is None and not parser.silent_bytes:  # between two requests
             request = self._header_cache.find(data)
             if request is not None and self._current is None and not self._waiting and self._writing_since is None:
                 self._current = request
@@ -109,25 +107,24 @@ class Connection(asyncio.Protocol):
                 if isinstance(answer, Response):
                     self._finish_plain(answer)
                 else:
-                    self._answering = answer
-                    answer.add_done_callback(self._on_answered)
+                    self._await(answer)
                 return
             if request is not None:
                 self._waiting.append(request)
                 self._advance()
                 return
         try:
-            receiver.feed(data)
+            parser.feed(data)
         except UpgradeRequested:
             self._done_reading = True
             if self._waiting and isinstance(self._waiting[-1], Request):
                 self._waiting[-1].keep_alive = False
-        except RequestRejected as refused:
-            self._refuse(refused.status, str(refused))
+        except RequestRejected as rejected:
+            self._refuse(rejected.status, str(rejected))
         self._advance()
 
     def eof_received(self) -> None:
-        """Closes: the client is gone (see the head of this module)."""
+        """Returns None, by which asyncio closes the transport: the client counts as gone."""
 
     def pause_writing(self) -> None:
         self._writing_since = self._loop.time()
@@ -138,28 +135,29 @@ class Connection(asyncio.Protocol):
             self._write_pieces()
         self._advance()
 
-    # answers
+    # responses
 
     def _advance(self) -> None:
-        """Answers what waits, until one takes its time or the client reads too slowly."""
+        """Answers waiting requests until one has to be awaited or the client reads too slowly."""
         while self._waiting and self._current is None and self._transport and self._writing_since is None:
             item = self._waiting.popleft()
             if isinstance(item, Response):
                 self._write(item, None, close=True)
                 self._linger()
                 return
-            self._begin(item)
-        if self._receiver.continue_due and self._current is None and self._transport and not self._waiting:
-            self._receiver.continue_due = False
+            self._current = item
+            answer = self._app.answer(item)
+            if isinstance(answer, Response):
+                self._finish(answer)
+            else:
+                self._await(answer)
+        if self._parser.continue_due and self._current is None and self._transport and not self._waiting:
+            self._parser.continue_due = False
             self._transport.write(_CONTINUE)
         self._pace_reading()
 
-    def _begin(self, request: Request) -> None:
-        self._current = request
-        self._await_answer(self._app.answer(request))
-
     def _finish_plain(self, response: Response) -> None:
-        """`_finish` for a request whose head is known, in few steps where the answer is as plain as the request."""
+        """`_finish` for a request with a cached head; takes few steps where the response is plain too."""
         if response.pieces is not None or response.close or self._server.draining or self._transport is None:
             self._finish(response)
             return
@@ -167,12 +165,9 @@ class Connection(asyncio.Protocol):
         self._current = None
         self._idle_since = self._loop.time()
 
-    def _await_answer(self, answer: Answer) -> None:
-        if isinstance(answer, Response):
-            self._finish(answer)
-        else:
-            self._answering = answer
-            answer.add_done_callback(self._on_answered)
+    def _await(self, answer: asyncio.Future[Response] | InlineFuture) -> None:
+        self._answering = answer
+        answer.add_done_callback(self._on_answered)
 
     def _on_answered(self, answer: asyncio.Future[Response] | InlineFuture) -> None:
         self._answering = None
@@ -180,7 +175,7 @@ class Connection(asyncio.Protocol):
             return
         if self._current is not None and self._current.head is not None:
             self._finish_plain(answer.result())
-            if not self._waiting and self._receiver.since is None:
+            if not self._waiting and self._parser.since is None:
                 return
         else:
             self._finish(answer.result())
@@ -207,7 +202,7 @@ class Connection(asyncio.Protocol):
         self._advance()
 
     def _write_pieces(self) -> None:
-        """Writes the pieces that are there, and their end; while the client reads slowly they wait."""
+        """Writes pieces and their end, as far as they are there and the client reads them."""
         pieces, request = self._streaming, self._current
         if pieces is None or request is None or self._transport is None or self._writing_since is not None:
             return
@@ -217,14 +212,14 @@ class Connection(asyncio.Protocol):
             return
         self._streaming = None
         if pieces.torn:
-            self._transport.abort()  # the last chunk stays away: a client sees that this is not all
+            self._transport.abort()  # without the last chunk: the client sees that the body is incomplete
             return
         if not request.http_1_0:
             self._transport.write(b"0\r\n\r\n")
         self._end_request(close=self._closes or self._server.draining)
 
     def _end_request(self, *, close: bool) -> None:
-        """The current request is answered."""
+        """The current request has been answered."""
         self._current = None
         self._idle_since = self._loop.time()
         if close and self._transport is not None:
@@ -249,10 +244,10 @@ class Connection(asyncio.Protocol):
     # refusals
 
     def _refuse(self, status: int, message: str) -> None:
-        """Queues the refusal behind what is still to be answered; nothing more is read."""
+        """Queues a refusal behind the waiting requests; nothing more is read."""
         self._done_reading = True
-        self._receiver.stop()
-        self._waiting.append(self._app.refuse(path_of(self._receiver.target), status, message))
+        self._parser.stop()
+        self._waiting.append(self._app.refuse(path_of(self._parser.target), status, message))
         self._advance()
 
     def _linger(self) -> None:
@@ -262,20 +257,19 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.close()
 
-    # from the server
+    # called by the server
 
     def sweep(self, now: float) -> None:
-        """Ends what has taken too long by `now`."""
+        """Ends the connection, or its current request, when it is over a time limit."""
         if self._transport is None:
             return
-        receiving = None if self._reading_paused or self._current is not None else self._receiver.since
-        quiet = self._current is None and not self._waiting and self._receiver.since is None
+        receiving = None if self._reading_paused or self._current is not None else self._parser.since
         waits = Waits(
             writing=self._writing_since,
             lingering=self._lingering_since,
             receiving=receiving,
-            received_bytes=self._receiver.num_bytes,
-            idle=self._idle_since if quiet else None,
+            received_bytes=self._parser.num_bytes,
+            idle=self._idle_since if self._is_idle() else None,
         )
         verdict = judge(waits, now, self._server.limits)
         if verdict == "abort":
@@ -286,7 +280,9 @@ class Connection(asyncio.Protocol):
             self._refuse(408, f"the request did not arrive within {self._server.limits.receive_s:g} s")
 
     def drain(self) -> None:
-        """Closes now when nothing is under way; else the next answer is the last."""
-        quiet = self._current is None and not self._waiting and self._receiver.since is None
-        if quiet and self._transport is not None:
+        """Closes the connection now when it is idle, else after the next response."""
+        if self._is_idle() and self._transport is not None:
             self._transport.close()
+
+    def _is_idle(self) -> bool:
+        return self._current is None and not self._waiting and self._parser.since is None

@@ -1,7 +1,6 @@
-"""HTTP/1.1 as it is received: pieces of bytes in, whole requests out, within bounds.
+"""Receives HTTP/1.1: bytes in, whole requests out, within `HttpLimits`.
 
-llhttp (httptools) reads; here are what it may take (`Limits`) and the words for what is refused. Knows neither answers
-nor transports. Sources: RFC 9110, RFC 9112.
+llhttp (httptools) parses. This module knows neither responses nor transports. Sources: RFC 9110, RFC 9112.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trueline.web.messages import Request
 
 
 class RequestRejected(Exception):
-    """A request that will not be received; nothing after it is read."""
+    """A request that is not received; nothing after it is read."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -24,19 +23,19 @@ class RequestRejected(Exception):
 
 
 class UpgradeRequested(Exception):
-    """What follows the last request would be another protocol, and is not read."""
+    """The client switches to another protocol after its last request; nothing after it is read."""
 
 
 class RequestParser:
-    """The requests of one connection, as they arrive. What is public says how far the one under way is."""
+    """The requests of one connection as they arrive. Public attributes describe the current one."""
 
     __slots__ = (
         "_body",
         "_chunks",
         "_fresh",
         "_head_bytes",
+        "_header_cache",
         "_headers",
-        "_heads",
         "_in_body",
         "_limits",
         "_now",
@@ -50,23 +49,23 @@ class RequestParser:
     )
 
     def __init__(
-        self, limits: HttpLimits, heads: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
+        self, limits: HttpLimits, header_cache: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
     ) -> None:
-        """`take` gets each whole request; what is remembered of its head goes to `heads`."""
+        """`take` is called with each whole request."""
         self._limits = limits
-        self._heads = heads
+        self._header_cache = header_cache
         self._now = now
         self._take = take
         self._parser = httptools.HttpRequestParser(self)
         self._fresh = b""
         self.since: float | None = None
-        """When the request under way began; None between two."""
+        """When the current request began; None between two."""
         self.num_bytes = 0
         """Of its body, so far."""
         self.silent_bytes = 0
-        """Read since the parser said anything."""
+        """Read since the parser's last callback."""
         self.continue_due = False
-        """Whether the client waits to be told to go on."""
+        """Whether the client waits for 100 Continue."""
         self._reset()
 
     def _reset(self) -> None:
@@ -78,7 +77,7 @@ class RequestParser:
         self._in_body = False
 
     def feed(self, data: bytes) -> None:
-        """Reads `data`. Raises Refused, Upgraded; what was whole before that has been taken."""
+        """Raises RequestRejected, UpgradeRequested, after whole requests before that have been taken."""
         self._fresh = data if self.since is None and not self.silent_bytes else b""
         self.silent_bytes += len(data)
         try:
@@ -86,19 +85,19 @@ class RequestParser:
         except httptools.HttpParserUpgrade as error:
             raise UpgradeRequested from error
         except httptools.HttpParserError as error:
-            refused = _rejection_of(error)
-            if refused is None:
+            rejected = _rejection_of(error)
+            if rejected is None:
                 raise
-            raise refused from error
+            raise rejected from error
         if self.silent_bytes > self._limits.head_bytes:
             raise RequestRejected(431, f"a header is over the {self._limits.head_bytes} bytes that this server takes")
 
     def stop(self) -> None:
-        """Nothing more is fed."""
+        """Ends the current request; nothing more is fed."""
         self.since = None
         self.continue_due = False
 
-    # parser
+    # httptools' callbacks
 
     def on_message_begin(self) -> None:
         self._reset()
@@ -130,9 +129,9 @@ class RequestParser:
         if length is not None and int(length) > self._limits.body_bytes:
             raise self._too_large(f"{int(length)} bytes")
         if coding is not None and coding.lower() != b"chunked":
-            raise RequestRejected(415, "bodies are read plain or chunked, in no other transfer coding")
+            raise RequestRejected(415, "the only transfer coding that is read is chunked")
         if (length is not None or coding is not None) and self._parser.should_upgrade():
-            raise RequestRejected(400, "an Upgrade with a body is not answered here; send plain HTTP/1.1")
+            raise RequestRejected(400, "an Upgrade with a body is not supported; send plain HTTP/1.1")
         expect = headers.get(b"expect")
         if expect is not None:
             self._expect(expect)
@@ -176,13 +175,13 @@ class RequestParser:
         )
         self._reset()
         if self._fresh:
-            self._heads.keep(self._fresh, request)
+            self._header_cache.keep(self._fresh, request)
             self._fresh = b""
         self._take(request)
 
 
 def _rejection_of(error: httptools.HttpParserError) -> RequestRejected | None:
-    """What a parser's error means: a bound that was passed, no HTTP; None: a mistake of ours."""
+    """A limit that was passed, or bytes that are no HTTP; None for a defect of this module."""
     if isinstance(error.__context__, RequestRejected):
         return error.__context__
     if isinstance(error, httptools.HttpParserCallbackError):

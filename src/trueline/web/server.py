@@ -1,4 +1,4 @@
-"""All connections of one App: their bounds, their sweeping, their end."""
+"""All connections of one App: their number, their time limits, their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trueline.web.messages import App, date_line
 
 
 class HttpServer:
-    """The connections of one App, and a protocol factory for the loop."""
+    """The connections of one App; as a callable, the protocol factory of `loop.create_server`."""
 
     def __init__(self, app: App, limits: HttpLimits, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
@@ -25,7 +25,6 @@ class HttpServer:
         self._empty.set()
 
     def __call__(self) -> Connection:
-        """A protocol factory for `loop.create_server`."""
         return Connection(self)
 
     @property
@@ -43,14 +42,14 @@ class HttpServer:
             self._empty.set()
 
     def sweep(self) -> None:
-        """Ends every connection that has taken too long; call it about once a second."""
+        """Ends every connection that is over a time limit; to be called about once a second."""
         self.date = date_line()
         now = self.loop.time()
         for connection in tuple(self._connections):
             connection.sweep(now)
 
     async def drain(self) -> None:
-        """Returns when every request that had begun is answered and every connection closed."""
+        """Returns when every request that had begun is answered and every connection is closed."""
         self.draining = True
         for connection in tuple(self._connections):
             connection.drain()

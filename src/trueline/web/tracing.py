@@ -1,8 +1,7 @@
-"""One OpenTelemetry span for each request, by extra: the server does not import it unless it is asked for.
+"""One OpenTelemetry span for each request, by the extra `otel`, which is imported only with `--traces`.
 
-A W3C `traceparent` header is the span's parent and decides whether it is sampled; one that is malformed is as none.
-Spans are handed to a queue here and sent by a thread. Sources: W3C Trace Context; OpenTelemetry's semantic conventions
-for HTTP servers.
+A W3C `traceparent` header is the span's parent and decides whether it is sampled; a malformed one is ignored. A thread
+exports the spans. Sources: W3C Trace Context; OpenTelemetry's semantic conventions for HTTP servers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _CARRIED = ("traceparent", "tracestate")
 
 
 class TracingMiddleware:
-    """`app`, each of whose requests is a span of `tracer`."""
+    """`app`, with a span of `tracer` for each request."""
 
     def __init__(self, app: App, tracer: Any) -> None:
         from opentelemetry import trace
@@ -29,7 +28,7 @@ class TracingMiddleware:
         self._parent = TraceContextTextMapPropagator().extract
 
     def answer(self, request: Request) -> Answer:
-        """The answer of the app; the span ends with it, or when the client has gone."""
+        """The response of the app; the span ends with it, or when the client has left."""
         carried = {
             name: request.headers[name.encode()].decode("latin-1")
             for name in _CARRIED
@@ -41,12 +40,12 @@ class TracingMiddleware:
             kind=self._kind,
             attributes={"http.request.method": request.method, "url.path": request.path},
         )
-        found = self._app.answer(request)
-        if isinstance(found, Response):
-            self._end(span, found)
+        answer = self._app.answer(request)
+        if isinstance(answer, Response):
+            self._end(span, answer)
         else:
-            found.add_done_callback(lambda done: self._end(span, None if done.cancelled() else done.result()))
-        return found
+            answer.add_done_callback(lambda done: self._end(span, None if done.cancelled() else done.result()))
+        return answer
 
     def _end(self, span: Any, response: Response | None) -> None:
         if response is None:
@@ -59,12 +58,12 @@ class TracingMiddleware:
         span.end()
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received: no span, nothing of it is known."""
+        """The response to a request that could not be received, of which there is no span."""
         return self._app.refuse(path, status, message)
 
 
 def make_tracer_provider(endpoint: str) -> Any:
-    """A provider of tracers that sends spans to a collector. Raises UsageError when the extra is not installed."""
+    """Sends spans to the collector at `endpoint`. Raises UsageError when the extra is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -76,7 +75,7 @@ def make_tracer_provider(endpoint: str) -> Any:
             hint="pip install 'trueline[otel]'",
         ) from error
     if not endpoint.startswith(("http://", "https://")):
-        raise UsageError(f"--traces {endpoint} is no URL of a collector, as http://127.0.0.1:4318")
+        raise UsageError(f"--traces {endpoint} is no URL of a collector such as http://127.0.0.1:4318")
     provider = TracerProvider(resource=Resource.create({"service.name": "trueline"}))
     exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter))
