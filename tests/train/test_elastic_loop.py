@@ -40,7 +40,7 @@ def _no_group_is_left():
     after that group, those of another test among them. So each is left here."""
     yield
     while _jobs:
-        _jobs.pop()._fellows.group.close()
+        _jobs.pop()._group.process_group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -348,9 +348,9 @@ def test_who_has_no_state_yet_says_nothing_but_its_wish(monkeypatch):
 def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):
     job, _ = job_of(monkeypatch)
     next(iter(job))
-    fellows = job._fellows
-    fellows.view, fellows.rank = pb.View(generation=1, members=["a", "b", ME], cut_below=1), 2
-    job._pace.rate, fellows.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
+    group = job._group
+    group.view, group.rank = pb.View(generation=1, members=["a", "b", ME], cut_below=1), 2
+    job._pace.rate, group.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
     assert job._account(0, holds=True).rates == [0.0, 0.0, 7.0]
 
 
@@ -410,15 +410,15 @@ def test_a_loss_that_is_no_number_is_looked_into_and_no_member_applies_the_step(
 
 def test_only_rank_0_writes_checkpoints(monkeypatch):
     job, line = job_of(monkeypatch, keep=True, epochs=1)
-    fellows = job._fellows
+    group = job._group
 
-    def applied(step, sums, certificate):
-        fellows.rank = 1 if step == 1 else 0
+    def report(step, account, certificate):
+        group.rank = 1 if step == 1 else 0
 
-    job._report = SimpleNamespace(applied=applied, regrouped=lambda: None, redone=0)
+    job._reporter = SimpleNamespace(report=report, note_regroup=lambda: None, redone=0)
 
     def back(step):
-        fellows.rank = 0
+        group.rank = 0
 
     trained(job, back)
     assert [one for one in line.said if one[0] == "keep"] == [("keep", 1), ("keep", 3, "epoch")]
@@ -490,7 +490,7 @@ def test_an_observer_that_keeps_too_much_waits_and_catches_up_when_the_state_is_
     for crowded, arrived in ((False, False), (True, False), (True, True)):
         job._healing = SimpleNamespace(
             keep=lambda words: done.append("keep"), crowded=crowded, wait=lambda: done.append("wait"),
-            arrived=lambda arrived=arrived: arrived,
+            has_arrived=lambda arrived=arrived: arrived,
         )  # fmt: skip
         job._observe([0.0] * 10)
     assert done == ["keep", "keep", "wait", "keep", "wait", "catch up"]

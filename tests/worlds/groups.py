@@ -21,7 +21,7 @@ WAIT_S = 250
 """Nothing here ends by waiting; a machine may be slow, and there is one view only: it has to be formed."""
 
 
-class _Fellow(LocalLink):
+class _GroupLink(LocalLink):
     """One view of `size` members that have applied `steps` steps; rank 0's store is handed on through `stores`."""
 
     applied = -1
@@ -50,8 +50,8 @@ def together(size: int, train: Callable[[], Any], *, steps: int = -1) -> list[An
     stores = multiprocessing.get_context("fork").Queue()
 
     def member(rank: int) -> Any:
-        _Fellow.applied = steps
-        fellow = _Fellow(rank, size, stores)
+        _GroupLink.applied = steps
+        fellow = _GroupLink(rank, size, stores)
         with (
             mock.patch.object(elastic, "connect", return_value=fellow),
             mock.patch.object(gloo, "FORM_TIMEOUT_S", WAIT_S),

@@ -41,14 +41,14 @@ from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.commit import Commit
 from trueline.train.step.contribution import Part, StepBatch
 from trueline.train.step.evaluation_loop import Evaluations
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import Advance, check_optimizer
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints, JobPlan, Piece
 from trueline.train.step.reader import Intake
 from trueline.train.step.replica import Replica
-from trueline.train.step.reporter import Report
+from trueline.train.step.reporter import StepReporter
 from trueline.train.step.timing import Pace
 from trueline.train.step.validation import Validation
 from trueline.wire import train_pb2 as pb
@@ -101,29 +101,29 @@ class Elastic:
         check_optimizer(model, optimizer)
         advance = Advance(model, optimizer, scheduler, options)
         backend = "gloo" if options.bitwise else options.backend  # bit for bit, rows are summed in host memory
-        group = GlooGroup(connector(backend, devices.of_model(model)))
-        self._replica = Replica(model, advance, group, source.num_records, options, sharded=shard > 0)
+        process_group = GlooGroup(connector(backend, devices.of_model(model)))
+        self._replica = Replica(model, advance, process_group, source.num_records, options, sharded=shard > 0)
         self._pace = Pace()
         exchange = self._replica.exchange
         exchange.on_computed, exchange.on_sent = self._pace.computed, self._read_ahead
-        link = connect(group.cut_until_left)
+        link = connect(process_group.cut_until_left)
         if keeper is None:
             keeper, faults = job_context.of_script(self._plan, source)
         self._faults = Faults(faults, link.ref)
-        self._fellows = Fellowship(link, group, self._faults)
+        self._group = WorkerGroup(link, process_group, self._faults)
         self._link = link
-        self._intake = Intake(self._plan, self._reader, self._fellows, self._pace, seed, kind.draws or shard > 0)
-        self._healing = Healing(self._replica, self._fellows, self._faults)
+        self._intake = Intake(self._plan, self._reader, self._group, self._pace, seed, kind.draws or shard > 0)
+        self._healing = Healing(self._replica, self._group, self._faults)
         self._keeper = keeper
-        self._evaluations = Evaluations(validation, self._plan, self._replica, self._fellows, link, keeper)
-        self._commit = Commit(self._plan, self._replica, self._fellows, self._evaluations)
+        self._evaluations = Evaluations(validation, self._plan, self._replica, self._group, link, keeper)
+        self._commit = Commit(self._plan, self._replica, self._group, self._evaluations)
         self._trials = Trials(link, self._plan, source, self._reader, self._replica)
         self._host_waits = devices.of_model(model).type == "cpu"
         """A device computes on when all is on its way, and the hook that says so is not in the main thread."""
         self._batch: StepBatch | None = None
         self._failed = False
         self._part = Part()
-        self._report = Report(link, self._fellows, self._pace, self._plan)
+        self._reporter = StepReporter(link, self._group, self._pace, self._plan)
         self._wishes = 0
 
     # What users see. -------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Elastic:
                     break
             else:
                 yield from self._one_step()
-        self._fellows.group.close()
+        self._group.process_group.close()
         self._healing.close()
         self._link.close()
         self._reader.close()
@@ -217,20 +217,20 @@ class Elastic:
         return self.steps if self._healing.holds else self._healing.observed
 
     def _one_step(self) -> Iterator[StepBatch]:
-        step, holds, fellows = self._at, self._healing.holds, self._fellows
+        step, holds, group = self._at, self._healing.holds, self._group
         self._faults.at("before" if holds else "observing", step)
         self._link.report_phase("reading")
         self._pace.begin()
         self._replica.begin()
         self._part, self._failed = Part(), False
         pieces = self._intake.pieces(step)
-        if fellows.view.careful:
+        if group.view.careful:
             self._trials.try_all(step, [piece.records for piece in pieces])
         if not pieces or not holds:
             self._reduce(step, None)
             return
         for number, piece in enumerate(pieces, 1):
-            if fellows.overtaken():
+            if group.is_overtaken():
                 self._abandon("a newer view")
                 return
             self._batch = self._read(step, piece, last=number == len(pieces))
@@ -258,7 +258,7 @@ class Elastic:
 
     def _read_ahead(self) -> None:
         """All of a step is on its way: the next one's first batch is read, as if that step had come already."""
-        if self._fellows.view.careful or not self._healing.holds or not self._host_waits:
+        if self._group.view.careful or not self._healing.holds or not self._host_waits:
             return
         self._link.report_phase("reading")
         try:
@@ -269,12 +269,12 @@ class Elastic:
 
     def _account(self, step: int, *, holds: bool) -> StepAccount:
         """What this worker brings to the sum beside its gradients."""
-        fellows = self._fellows
-        rates = [0.0] * fellows.size
+        group = self._group
+        rates = [0.0] * group.size
         if not holds:
-            return StepAccount(wishes=int(fellows.wishes()), rates=rates)
-        rates[fellows.rank] = fellows.my_rate(self._pace.rate)
-        return self._part.account(fellows.generation, step, wish=fellows.wishes(), rates=rates)
+            return StepAccount(wishes=int(group.wants_regroup()), rates=rates)
+        rates[group.rank] = group.rate_to_report(self._pace.rate)
+        return self._part.account(group.generation, step, wish=group.wants_regroup(), rates=rates)
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
         """The allreduce of `step` and what follows from it; True when the step was applied."""
@@ -285,7 +285,7 @@ class Elastic:
         try:
             mine = self._account(step, holds=holds)
             self._link.report_phase("waiting")
-            account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._fellows.order))
+            account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._group.order))
         except RuntimeError as error:
             if not is_collective(error):
                 self.blame(error, self._part.records)
@@ -295,8 +295,8 @@ class Elastic:
         self._faults.at("allreduced", step)
         self._pace.summed(self._part.count)
         self._wishes = account.wishes
-        self._fellows.heard(account.rates, account.count)
-        self._healing.heard(account.holders)
+        self._group.update_rates(account.rates, account.count)
+        self._healing.count_holders(account.holders)
         if not holds:
             self._observe(account)
             return False
@@ -306,7 +306,7 @@ class Elastic:
         """How many shards of `step` each rank has."""
         if not self._plan.micro_batch:
             return []
-        return self._fellows.by_rank(self._plan.shard_counts(step, self._fellows.dealt))
+        return self._group.by_rank(self._plan.shard_counts(step, self._group.ordered_weights))
 
     def _apply(self, step: int, account: StepAccount) -> bool:
         self._commit.check(account)
@@ -314,13 +314,13 @@ class Elastic:
             self._blame_loss(step)
             return False
         if not self._commit.apply(account):
-            self._report.redone += 1
+            self._reporter.redone += 1
             events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
             return False
         certificate = self._commit.certificate()
         self._faults.at("applied", step)
-        self._report.applied(step, account, certificate)
-        if self._keeper is not None and self._fellows.rank == 0:
+        self._reporter.report(step, account, certificate)
+        if self._keeper is not None and self._group.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
         return True
 
@@ -329,7 +329,7 @@ class Elastic:
         self._healing.keep(account)
         if self._healing.crowded:
             self._healing.wait()
-        if self._healing.arrived():
+        if self._healing.has_arrived():
             self._catch_up()
 
     def _catch_up(self) -> bool:
@@ -365,24 +365,24 @@ class Elastic:
     def _abandon(self, why: str) -> bool:
         """The step failed under us: nobody can have applied more than it. Regroup and do it again."""
         self._failed = True
-        self._fellows.trouble, self._fellows.failed = why.partition("\n")[0], True
-        events.emit("step.failed", step=self._at, generation=self._fellows.generation, why=self._fellows.trouble)
+        self._group.failure, self._group.failed = why.partition("\n")[0], True
+        events.emit("step.failed", step=self._at, generation=self._group.generation, why=self._group.failure)
         self._regroup()
         return False
 
     def _regroup(self) -> None:
         self._replica.detach()
         self._healing.forget()
-        steps = self.steps if self._healing.held else -1
-        self._fellows.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
-        self._report.regrouped()
+        steps = self.steps if self._healing.has_state else -1
+        self._group.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
+        self._reporter.note_regroup()
         self._evaluations.again()
         self._wishes = 0
 
     def _heal(self) -> None:
-        self._plan.leave_out(list(self._fellows.view.set_aside))
+        self._plan.leave_out(list(self._group.view.set_aside))
         self._healing.heal()
-        self._replica.attach(self._fellows.size)
+        self._replica.attach(self._group.size)
 
     def _finished(self) -> bool:
         """True when every member has applied the last step; False after a regroup for one that has not."""
@@ -393,12 +393,12 @@ class Elastic:
         self._link.report_phase("finishing")
         self._faults.at("finishing", self.steps)
         stopped_within = self._commit.certify_part()
-        if stopped_within and self._keeper is not None and self._fellows.rank == 0:
+        if stopped_within and self._keeper is not None and self._group.rank == 0:
             self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
-        if self._keeper is not None and self._fellows.rank == 0:
+        if self._keeper is not None and self._group.rank == 0:
             self._keeper.complete(self._replica, self._link)
         certificates = [pb.Certificate(**certificate) for certificate in self.certificates]
-        if self._link.finish(self._fellows.generation, self.steps, certificates).finished:
+        if self._link.finish(self._group.generation, self.steps, certificates).finished:
             return True
         self._regroup()
         return False

@@ -49,9 +49,9 @@ class Member:
         self.replica, self.sent, self.offered, self.asked = Replica(**kind), [], [], []
         plan = pb.Plan(source=source, steps=steps, checkpoint=checkpoint, state="there:1")
         self.behind = None
-        self.fellows = SimpleNamespace(plan=plan, rank=rank, size=len(steps), generation=3, group=None,
+        self.group = SimpleNamespace(plan=plan, rank=rank, size=len(steps), generation=3, process_group=None,
                                        start_shares=lambda behind: setattr(self, "behind", behind),
-                                       overtaken=lambda: False)  # fmt: skip
+                                       is_overtaken=lambda: False)  # fmt: skip
         self.withdrawn = 0
 
         def broadcast(group, state, *, source):
@@ -64,9 +64,9 @@ class Member:
 
         monkeypatch.setattr(state_transfer, "broadcast", broadcast)
         monkeypatch.setattr(state_transfer, "Fetch", fetch)
-        self.healing = Healing(self.replica, self.fellows, Faults((), "worker-0.0"))
+        self.healing = Healing(self.replica, self.group, Faults((), "worker-0.0"))
         self.healing._offer.close()
-        self.healing._offer = SimpleNamespace(put=lambda *what: self.offered.append(what), withdraw=self._withdraw)
+        self.healing._offer = SimpleNamespace(publish=lambda *what: self.offered.append(what), withdraw=self._withdraw)
 
     def _withdraw(self):
         self.withdrawn += 1
@@ -97,7 +97,7 @@ def test_whoever_is_behind_by_a_step_or_more_takes_the_state_of_the_source_and_n
 ):
     member = Member(monkeypatch, steps, rank).heal()
     assert (member.replica.taken, member.sent) == (taken, sent)
-    assert (member.healing.held, member.healing.holds) == (True, True)
+    assert (member.healing.has_state, member.healing.holds) == (True, True)
     assert member.behind == [False] * len(steps), "the state is there: all have a part in the next step"
 
 
@@ -141,7 +141,7 @@ def test_a_large_state_is_offered_by_its_source_and_fetched_beside_the_steps(mon
     assert [member.sent for member in (source, joiner, third)] == [[], [], []]
     assert (source.offered, joiner.offered, third.offered) == ([(3, {"name": "a copy of mine"})], [], [])
     assert (source.asked, joiner.asked, third.asked) == ([], [("there:1", 3)], [])
-    assert [(member.healing.held, member.healing.holds) for member in (source, joiner, third)] == [
+    assert [(member.healing.has_state, member.healing.holds) for member in (source, joiner, third)] == [
         (True, True), (False, False), (True, True),
     ]  # fmt: skip
     assert joiner.healing.observed == 5, "it stands at the step of the source"
@@ -156,9 +156,9 @@ def test_a_large_state_is_broadcast_where_the_others_have_no_step_to_go_on_with(
 
 def test_who_held_a_state_and_is_one_step_behind_a_large_one_still_says_so_when_the_group_breaks(monkeypatch):
     member = Member(monkeypatch, [5, 4], 1, large=True)
-    member.healing.held = True
+    member.healing.has_state = True
     member.heal()
-    assert (member.healing.held, member.healing.holds) == (True, False)
+    assert (member.healing.has_state, member.healing.holds) == (True, False)
     member.healing.forget()
     assert member.healing.holds, "with what it held before"
 
@@ -198,12 +198,17 @@ def test_a_state_that_has_arrived_is_taken_with_what_is_to_be_applied_to_it_in_o
     healing.keep(account(1.0))
     healing.keep_evaluation([0.5])
     healing.keep(account(2.0))
-    assert not healing.arrived()
+    assert not healing.has_arrived()
     healing._fetch = SimpleNamespace(state={"name": "fetched"}, trouble="", over=True)
-    assert healing.arrived()
+    assert healing.has_arrived()
     missed = healing.take()
     assert [one if isinstance(one, list) else one.account.loss_sum for one in missed] == [1.0, [0.5], 2.0]
-    assert (member.replica.taken, healing.held, healing.holds, healing.arrived()) == (["fetched"], True, True, False)
+    assert (member.replica.taken, healing.has_state, healing.holds, healing.has_arrived()) == (
+        ["fetched"],
+        True,
+        True,
+        False,
+    )
     assert not healing.crowded
     assert healing._kept == []
 
@@ -213,14 +218,14 @@ def test_a_state_that_did_not_come_is_the_failure_of_a_peer(monkeypatch):
     member.healing._fetch = SimpleNamespace(state=None, trouble="reset by peer", over=True)
     with pytest.raises(RuntimeError, match="ProcessGroup: reset by peer"):
         member.healing.take()
-    assert (member.replica.taken, member.healing.held) == ([], False)
+    assert (member.replica.taken, member.healing.has_state) == ([], False)
 
 
 def test_leaving_a_group_voids_what_was_on_its_way(monkeypatch):
     member = observing(monkeypatch)
     member.healing.keep(account(1.0))
     member.healing.forget()
-    assert (member.withdrawn, member.healing.arrived(), member.healing._kept) == (1, False, [])
+    assert (member.withdrawn, member.healing.has_arrived(), member.healing._kept) == (1, False, [])
     member.healing.wait()  # there is nothing to wait for
     assert member.healing._fetch is None
 
@@ -228,7 +233,7 @@ def test_leaving_a_group_voids_what_was_on_its_way(monkeypatch):
 @pytest.mark.parametrize(("holders", "withdrawn"), [(1, 0), (2, 1)])
 def test_the_copy_for_joiners_goes_when_all_members_hold_the_state(monkeypatch, holders, withdrawn):
     member = Member(monkeypatch, [5, -1], 0, large=True).heal()
-    member.healing.heard(holders)
+    member.healing.count_holders(holders)
     assert member.withdrawn == withdrawn
 
 
@@ -258,6 +263,6 @@ def test_all_members_take_the_scale_of_the_source(monkeypatch):
         row.copy_(torch.tensor([512.0, 3.0]))
 
     monkeypatch.setattr("trueline.train.regroup.recovery.dist.broadcast", broadcast)
-    member.fellows.group = SimpleNamespace(wait=lambda work: None)
+    member.group.process_group = SimpleNamespace(wait=lambda work: None)
     member.heal()
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 3)

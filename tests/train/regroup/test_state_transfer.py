@@ -42,7 +42,7 @@ def refused(found, address):
 
 
 def test_a_joiner_gets_the_state_as_it_is_with_tensors_of_its_own(offer):
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     state, trouble = fetched(Fetch(offer.address, 3))
     assert (trouble, state["ledger"]) == ("", {"steps": 7})
     assert state["model"]["half"].dtype is torch.bfloat16
@@ -53,33 +53,33 @@ def test_a_joiner_gets_the_state_as_it_is_with_tensors_of_its_own(offer):
 
 @pytest.mark.parametrize("secret", ["", "other", "secret "])
 def test_without_the_jobs_secret_no_state_is_given(offer, monkeypatch, secret):
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     monkeypatch.setenv("TRUELINE_SECRET", secret)
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
 
 def test_a_state_of_a_newer_generation_is_not_given_to_a_joiner_of_an_older_one(offer):
-    offer.put(4, STATE)
+    offer.publish(4, STATE)
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
 
 def test_a_state_of_an_older_generation_is_not_given_to_a_joiner_of_a_newer_one(offer, monkeypatch):
     monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     assert refused(fetched(Fetch(offer.address, 4)), offer.address)
 
 
 def test_a_joiner_that_is_early_waits_for_the_state_of_its_generation(offer):
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     early = Fetch(offer.address, 4)
     assert ledger_of(fetched(Fetch(offer.address, 3))) == 7  # the early one has been heard, or will be now
-    offer.put(4, NEWER)
+    offer.publish(4, NEWER)
     assert ledger_of(fetched(early)) == 8
 
 
 def test_a_state_that_was_withdrawn_is_given_to_nobody(offer, monkeypatch):
     monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.05)
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     offer.withdraw()
     assert refused(fetched(Fetch(offer.address, 3)), offer.address)
 
@@ -132,7 +132,7 @@ def test_a_member_that_is_gone_gives_no_state(offer):
 
 
 def test_a_question_of_any_length_or_kind_does_no_harm(offer):
-    offer.put(3, STATE)
+    offer.publish(3, STATE)
     host, _, port = offer.address.rpartition(":")
     for said in (struct.pack("!Q", 1 << 40), message(b"[]"[:1]), message(b"not json"), b"\0"):
         with socket.create_connection((host, int(port)), timeout=100) as connection:

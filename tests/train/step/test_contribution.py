@@ -19,7 +19,7 @@ from trueline.train.step.contribution import MOST_LOSS, Part
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import DRAWN, JobPlan
 from trueline.train.step.reader import Intake
-from trueline.train.step.reporter import Report
+from trueline.train.step.reporter import StepReporter
 
 
 def plan_of(**kind):
@@ -44,10 +44,10 @@ class Reader:
         self.early.append((records.tolist(), epoch))
 
 
-def intake_of(plan, *, reader=None, position=0, rank=0, dealt=(1.0, 1.0), draws=False, seed=5):
-    fellows = SimpleNamespace(generation=1, dealt=dealt, position=position, rank=rank)
+def intake_of(plan, *, reader=None, position=0, rank=0, ordered_weights=(1.0, 1.0), draws=False, seed=5):
+    group = SimpleNamespace(generation=1, ordered_weights=ordered_weights, position=position, rank=rank)
     pace = SimpleNamespace(read=lambda: None, read_ahead=lambda: None)
-    return Intake(plan, reader or Reader(), fellows, pace, seed, draws)
+    return Intake(plan, reader or Reader(), group, pace, seed, draws)
 
 
 def records_of(pieces):
@@ -65,19 +65,19 @@ def test_the_members_parts_make_the_step_in_the_order_in_which_they_are_dealt():
 
 def test_a_part_is_cut_anew_when_the_shares_or_the_members_change():
     plan = plan_of()
-    mine = intake_of(plan, dealt=(1.0, 1.0))
+    mine = intake_of(plan, ordered_weights=(1.0, 1.0))
     before = records_of(mine.pieces(1))
-    mine.fellows.dealt = (3.0, 1.0)
+    mine.group.ordered_weights = (3.0, 1.0)
     assert (len(before), len(records_of(mine.pieces(1)))) == (2, 3)
     plan.leave_out([int(plan.records(1)[0])])
-    mine.fellows.generation = 2  # what is set aside comes with a view
+    mine.group.generation = 2  # what is set aside comes with a view
     assert records_of(mine.pieces(1)) == plan.records(1)[:2].tolist()
 
 
 def test_a_batch_counts_by_its_records_in_the_step_that_there_is():
     plan = plan_of()
     plan.leave_out([int(plan.records(0)[3])])
-    mine = intake_of(plan, dealt=(2.0, 1.0))
+    mine = intake_of(plan, ordered_weights=(2.0, 1.0))
     (piece,) = mine.pieces(0)
     batch = mine.read(0, piece, last=True)
     assert (len(batch.records), batch.weight, batch.step, batch.last) == (2, pytest.approx(2 / 3), 0, True)
@@ -90,7 +90,7 @@ def test_a_batch_counts_by_its_records_in_the_step_that_there_is():
 @pytest.mark.parametrize("where", [(5, 1, 0), (5, 1, 1), (5, 2, 0), (6, 1, 0)], ids=str)
 def test_what_is_drawn_in_a_forward_is_of_seed_step_and_shard(where):
     seed, step, shard = where
-    mine = intake_of(plan_of(micro_batch=2), dealt=(1.0,), draws=True, seed=seed)
+    mine = intake_of(plan_of(micro_batch=2), ordered_weights=(1.0,), draws=True, seed=seed)
     random.seed(7)
     mine.read(step, mine.pieces(step)[shard] if step != 2 else mine.pieces(2)[0], last=True)
     drawn = (torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random())
@@ -109,7 +109,7 @@ def test_a_model_that_draws_nothing_leaves_the_generators_alone():
 
 def test_the_next_batches_are_asked_for_up_to_the_end_of_the_job_and_no_further():
     plan = plan_of(micro_batch=2)
-    mine = intake_of(plan, reader=Reader(ahead=3), dealt=(1.0,))
+    mine = intake_of(plan, reader=Reader(ahead=3), ordered_weights=(1.0,))
     shards = [(piece.records.tolist(), plan.epoch_of(step)) for step in range(6) for piece in mine.pieces(step)]
     mine.prefetch(0, mine.pieces(0)[1:])
     assert mine.reader.asked == shards[1:4]
@@ -122,7 +122,7 @@ def test_the_next_batches_are_asked_for_up_to_the_end_of_the_job_and_no_further(
 
 def test_the_first_batch_of_the_next_step_is_read_early_where_no_reader_does_and_there_is_one():
     plan = plan_of()
-    mine = intake_of(plan, dealt=(1.0,))
+    mine = intake_of(plan, ordered_weights=(1.0,))
     mine.read_ahead(3)
     mine.read_ahead(6)
     assert mine.reader.early == [(plan.records(3).tolist(), 1)]
@@ -178,20 +178,20 @@ def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_t
     said, clock = [], iter([1_000_000, 5_000_000, 9_000_000, 9_500_000])
     monkeypatch.setattr("trueline.train.step.reporter.time.monotonic_ns", lambda: next(clock))
     link = SimpleNamespace(report_step=lambda *what: said.append(what))
-    fellows = SimpleNamespace(
-        generation=3, size=2, rates=(10.0, 30.0), dealt=(10.0, 30.0), by_rank=lambda dealt: dealt[::-1]
+    group = SimpleNamespace(
+        generation=3, size=2, rates=(10.0, 30.0), ordered_weights=(10.0, 30.0), by_rank=lambda numbers: numbers[::-1]
     )
     pace = SimpleNamespace(applied=lambda: None, last_ms=(1.0, 2.0, 3.0, 4.0))
-    report = Report(link, fellows, pace, plan_of())
+    report = StepReporter(link, group, pace, plan_of())
     certificate = {"epoch": 0, "steps": 3, "records": 10, "digest": 9, "tally_min": 1, "tally_max": 1}
-    report.regrouped()
+    report.note_regroup()
     report.redone = 2
-    report.applied(0, StepAccount(count=4, digest=7), None)
-    report.applied(1, StepAccount(count=4, digest=8), certificate)
-    report.regrouped()
-    fellows.generation = 4
-    report.applied(2, StepAccount(count=2, digest=9), None)
-    report.applied(3, StepAccount(count=2, digest=9), None)
+    report.report(0, StepAccount(count=4, digest=7), None)
+    report.report(1, StepAccount(count=4, digest=8), certificate)
+    report.note_regroup()
+    group.generation = 4
+    report.report(2, StepAccount(count=2, digest=9), None)
+    report.report(3, StepAccount(count=2, digest=9), None)
     assert [(generation, steps) for generation, steps, *_ in said] == [(3, 1), (3, 2), (4, 3), (4, 4)]
     told = [one for _, _, one, _ in said]
     assert [(one.step, one.generation, one.records, one.digest) for one in told] == [

@@ -3,7 +3,7 @@
 import pytest
 
 from trueline.train.faults import Faults
-from trueline.train.step.group import PATIENCE_S, Fellowship
+from trueline.train.step.group import PATIENCE_S, WorkerGroup
 from trueline.wire import train_pb2 as pb
 
 ME, PEER = "worker-0.0", "worker-1.0"
@@ -54,8 +54,8 @@ class Group:
         self.closed += 1
 
 
-def fellowship(line, group=None, *, generation=1, **fields):
-    found = Fellowship(line, group or Group(), Faults((), ME), **fields)
+def group_of(line, group=None, *, generation=1, **fields):
+    found = WorkerGroup(line, group or Group(), Faults((), ME), **fields)
     if generation >= 0:
         found.view = line.view = view(generation)
     return found
@@ -71,18 +71,18 @@ GLOO = RuntimeError("gloo: Connection closed by peer\n and more")
 
 def test_a_worker_leaves_its_group_enters_the_next_view_with_its_steps_and_heals_in_its_group():
     line, healed = Line(view(2, PEER, ME)), []
-    found = fellowship(line)
+    found = group_of(line)
     regroup(found, heal=lambda: healed.append((found.generation, found.rank, found.size, list(found.plan.steps))))
     assert (line.waits, line.entered) == ([(1, -1)], [(2, 5, 3.0)])
-    assert (found.group.closed, found.group.formed) == (1, [(2, 1, 2, "here:1")])
+    assert (found.process_group.closed, found.process_group.formed) == (1, [(2, 1, 2, "here:1")])
     assert healed == [(2, 1, 2, [5, 4])]
     assert (line.leads, line.phases) == (False, ["regrouping", "healing"])
-    assert regroup(fellowship(Line(view(2)))).link.leads
+    assert regroup(group_of(Line(view(2)))).link.leads
 
 
 def test_after_a_step_that_failed_the_next_view_has_to_cut_the_group_and_the_one_after_that_need_not():
     line = Line(view(2, cut_below=2), view(3, cut_below=2))
-    found = fellowship(line)
+    found = group_of(line)
     found.failed = True
     regroup(regroup(found))
     assert line.waits == [(1, 1), (2, -1)]
@@ -90,8 +90,8 @@ def test_after_a_step_that_failed_the_next_view_has_to_cut_the_group_and_the_one
 
 def test_without_a_view_a_worker_says_that_it_cannot_use_the_newest_one_and_waits_on():
     line = Line(None, None, view(4))
-    found = fellowship(line)
-    found.trouble, line.view = "reset by peer", view(3)
+    found = group_of(line)
+    found.failure, line.view = "reset by peer", view(3)
     regroup(found)
     assert line.complaints == [(3, "reset by peer")] * 2
     assert line.entered == [(4, 5, 3.0)]
@@ -99,7 +99,7 @@ def test_without_a_view_a_worker_says_that_it_cannot_use_the_newest_one_and_wait
 
 def test_a_newcomer_that_no_view_has_held_yet_complains_of_nothing_and_waits_for_one_that_does():
     line = Line(None, view(3, PEER), None, view(4))
-    regroup(fellowship(line, generation=-1), steps=-1, rate=0.0)
+    regroup(group_of(line, generation=-1), steps=-1, rate=0.0)
     assert line.complaints == []
     assert [after for after, _ in line.waits] == [-1, -1, 3, 3]
     assert line.entered == [(4, -1, 0.0)]
@@ -108,14 +108,14 @@ def test_a_newcomer_that_no_view_has_held_yet_complains_of_nothing_and_waits_for
 def test_a_worker_that_a_view_does_not_hold_any_more_ends_well_and_enters_nothing():
     line = Line(view(2, PEER))
     with pytest.raises(SystemExit) as ended:
-        regroup(fellowship(line))
+        regroup(group_of(line))
     assert (ended.value.code, line.entered) == (0, [])
 
 
 def test_a_view_that_was_superseded_while_its_members_entered_forms_no_group():
     line = Line(view(2), view(3), plans=[pb.Plan(superseded=True)])
-    found = regroup(fellowship(line))
-    assert [generation for generation, *_ in found.group.formed] == [3]
+    found = regroup(group_of(line))
+    assert [generation for generation, *_ in found.process_group.formed] == [3]
     assert line.waits == [(1, -1), (2, -1)]
 
 
@@ -123,7 +123,7 @@ def test_a_view_that_was_superseded_while_its_members_entered_forms_no_group():
 def test_a_group_that_does_not_work_leaves_the_worker_where_it_was_until_the_next_view(where):
     line, kept = Line(view(2, PEER, ME), None, view(3, PEER, ME)), []
     group = Group(GLOO) if where == "forming" else Group()
-    found = fellowship(line, group)
+    found = group_of(line, group)
     before = found.view, found.plan, found.rank
 
     def heal():
@@ -136,14 +136,14 @@ def test_a_group_that_does_not_work_leaves_the_worker_where_it_was_until_the_nex
     line.report_broken_group = broken
     regroup(found, heal=heal)
     assert kept == [(True, True, True, 2, "gloo: Connection closed by peer")]
-    assert (found.generation, found.rank, found.group.closed) == (3, 1, 2)
+    assert (found.generation, found.rank, found.process_group.closed) == (3, 1, 2)
     assert [after for after, _ in line.waits] == [1, 2, 2]
 
 
 def test_an_error_that_is_not_of_the_network_ends_the_worker():
     for error in (RuntimeError("shape mismatch"), ValueError("odd")):
         with pytest.raises(type(error), match=str(error)):
-            regroup(fellowship(Line(view(2)), Group(error)))
+            regroup(group_of(Line(view(2)), Group(error)))
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_an_error_that_is_not_of_the_network_ends_the_worker():
     ids=["none", "the same", "planned", "forced", "much newer", "older"],
 )
 def test_a_forced_view_overtakes_the_group_and_a_planned_one_is_wished_for(newest, overtaken, wishes):
-    found = fellowship(Line(), generation=3)
+    found = group_of(Line(), generation=3)
     found.link.view = newest
-    assert (found.overtaken(), found.wishes()) == (overtaken, wishes)
+    assert (found.is_overtaken(), found.wants_regroup()) == (overtaken, wishes)
 
 
 def started(rates, *, rotation=0, behind=None, rank=0):
-    found = fellowship(Line(), rank=rank)
+    found = group_of(Line(), rank=rank)
     found.view = view(1, *(f"worker-{slot}.0" for slot in range(len(rates))), rotation=rotation)
     found.plan = pb.Plan(rates=rates)
     found.start_shares(behind or [False] * len(rates))
@@ -181,15 +181,15 @@ def test_parts_are_dealt_in_the_order_of_the_ranks_turned_by_the_rotation():
 
 def test_weights_are_dealt_to_their_ranks_and_are_even_where_records_changed_hands():
     found = started([10.0, 20.0, 40.0])
-    assert (found.weights, found.dealt) == ((10.0, 20.0, 40.0), (10.0, 20.0, 40.0))
+    assert (found.weights, found.ordered_weights) == ((10.0, 20.0, 40.0), (10.0, 20.0, 40.0))
     turned = started([10.0, 20.0, 40.0], rotation=1)
     assert len(set(turned.weights)) == 1
-    turned.heard([10.0, 20.0, 40.0], 1000)
-    assert (turned.weights, turned.dealt) == ((10.0, 20.0, 40.0), (40.0, 10.0, 20.0))
+    turned.update_rates([10.0, 20.0, 40.0], 1000)
+    assert (turned.weights, turned.ordered_weights) == ((10.0, 20.0, 40.0), (40.0, 10.0, 20.0))
 
 
 def test_who_is_behind_has_no_part_and_tells_the_usual_speed_until_it_has_measured_its_own():
     found = started([10.0, 30.0, 0.0], behind=[False, False, True], rank=2)
     assert found.weights == (10.0, 30.0, 0.0)
-    assert (found.my_rate(0.0), found.my_rate(7.0)) == (20.0, 7.0)
-    assert started([10.0, 30.0], rank=1).my_rate(0.0) == 30.0
+    assert (found.rate_to_report(0.0), found.rate_to_report(7.0)) == (20.0, 7.0)
+    assert started([10.0, 30.0], rank=1).rate_to_report(0.0) == 30.0

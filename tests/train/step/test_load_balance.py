@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trueline.data.order import permutation
 from trueline.train.step import load_balance
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.timing import Pace
 from trueline.wire import train_pb2 as pb
 
@@ -78,18 +78,18 @@ def test_short_steps_follow_a_worker_that_has_become_slow_within_some_seconds():
 
 @pytest.mark.parametrize(("known", "steps"), [([-100.0, -100.0], 1), ([100.0, 100.0], load_balance.STEADY)])
 def test_a_split_that_was_only_tried_gives_way_to_the_first_steps_that_were_measured(known, steps):
-    fellows = Fellowship(None, None, None, view=pb.View(members=["a", "b"]), plan=pb.Plan(rates=known))  # type: ignore[arg-type]
-    fellows.start_shares([False, False])
+    group = WorkerGroup(None, None, None, view=pb.View(members=["a", "b"]), plan=pb.Plan(rates=known))  # type: ignore[arg-type]
+    group.start_shares([False, False])
     needed = 0
-    while fellows.weights == (100.0, 100.0):
+    while group.weights == (100.0, 100.0):
         needed += 1
-        fellows.heard([100.0, 94.0], 200)
+        group.update_rates([100.0, 94.0], 200)
     assert needed == steps
-    assert fellows.weights == (100.0, 94.0)
+    assert group.weights == (100.0, 94.0)
     again = load_balance.STEADY if known[0] > 0 else 1  # the first measurement was not the last word either
     for _ in range(again):
-        fellows.heard([106.0, 94.0], 200)
-    assert fellows.weights == (106.0, 94.0)
+        group.update_rates([106.0, 94.0], 200)
+    assert group.weights == (106.0, 94.0)
 
 
 def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkeypatch):
@@ -135,11 +135,11 @@ def test_records_change_hands_with_the_rotation_however_uneven_the_members_were(
     for rotation in range(1, 5):
         holders = []
         for rank in range(3):
-            fellows = Fellowship(None, None, None, rank=rank)  # type: ignore[arg-type]
-            fellows.view = pb.View(members=["a", "b", "c"], rotation=rotation)
-            fellows.plan = pb.Plan(rates=[1.0, 98.0, 1.0])
-            fellows.start_shares([False] * 3)
-            start, stop = permutation.split(30, fellows.dealt)[fellows.position]
+            group = WorkerGroup(None, None, None, rank=rank)  # type: ignore[arg-type]
+            group.view = pb.View(members=["a", "b", "c"], rotation=rotation)
+            group.plan = pb.Plan(rates=[1.0, 98.0, 1.0])
+            group.start_shares([False] * 3)
+            start, stop = permutation.split(30, group.ordered_weights)[group.position]
             holders += [rank] * (start <= 15 < stop)
         owners += holders
     assert len(owners) == 4

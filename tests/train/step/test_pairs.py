@@ -224,7 +224,7 @@ def test_the_copy_that_joiners_fetch_is_dropped_when_everybody_holds_the_state()
     job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
     for step in job:
         if step.step == 0:
-            job._healing._offer.put(1, job._replica.snapshot())
+            job._healing._offer.publish(1, job._replica.snapshot())
         job.step(model(step.inputs).mean())
         assert job._healing._offer._offered is None
 

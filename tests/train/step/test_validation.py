@@ -109,9 +109,16 @@ class Group:
         assert work is None
 
 
-def member(monkeypatch, *, position=0, dealt=(1.0,), rank=0, overtaken=lambda: False, others=0.0):
+def member(monkeypatch, *, position=0, ordered_weights=(1.0,), rank=0, overtaken=lambda: False, others=0.0):
     group = Group(monkeypatch, others)
-    return SimpleNamespace(position=position, dealt=dealt, rank=rank, overtaken=overtaken, group=group, size=len(dealt))
+    return SimpleNamespace(
+        position=position,
+        ordered_weights=ordered_weights,
+        rank=rank,
+        is_overtaken=overtaken,
+        process_group=group,
+        size=len(ordered_weights),
+    )
 
 
 class Replica:
@@ -128,27 +135,27 @@ class Replica:
 def test_members_measure_their_parts_in_the_order_in_which_they_are_dealt_and_together_all(monkeypatch):
     totals = torch.zeros(2, dtype=torch.float64)
     for position, rank in ((0, 2), (1, 0), (2, 1)):
-        fellows = member(monkeypatch, position=position, dealt=(1.0, 2.0, 0.0), rank=rank)
+        group = member(monkeypatch, position=position, ordered_weights=(1.0, 2.0, 0.0), rank=rank)
         replica = Replica()
-        totals += torch.tensor(validation().reduced(fellows, replica))
+        totals += torch.tensor(validation().reduced(group, replica))
         assert replica.averaging == ["in", "out"], "by the averaged parameters"
         if position == 2:
-            assert fellows.group.rows == [[0.0, 0.0]], "it has no part"
+            assert group.process_group.rows == [[0.0, 0.0]], "it has no part"
     assert totals.tolist() == [float(sum(range(100))), 100.0]
 
 
 def test_a_member_without_the_state_adds_zeros_and_gets_the_sums(monkeypatch):
-    fellows = member(monkeypatch, others=7.0)
-    assert validation().reduced(fellows, None) == [7.0, 7.0]
-    assert fellows.group.rows == [[0.0, 0.0]]
+    group = member(monkeypatch, others=7.0)
+    assert validation().reduced(group, None) == [7.0, 7.0]
+    assert group.process_group.rows == [[0.0, 0.0]]
 
 
 def test_a_member_that_is_overtaken_while_it_measures_adds_no_part_of_its_sums(monkeypatch):
     looks = iter([False, True, True])
-    fellows = member(monkeypatch, overtaken=lambda: next(looks))
+    group = member(monkeypatch, overtaken=lambda: next(looks))
     with pytest.raises(RuntimeError, match="ProcessGroup: a newer view"):
-        validation().reduced(fellows, Replica())
-    assert fellows.group.rows == []
+        validation().reduced(group, Replica())
+    assert group.process_group.rows == []
 
 
 def test_sums_become_means_and_their_evaluation_is_entered_after_those_before_it():
@@ -191,8 +198,8 @@ class Told:
 def evaluations(monkeypatch, *, rank=0, checked=None):
     told, replica = Told(), Replica()
     plan = JobPlan(num_records=8, global_batch=4, epochs=3, seed=0)
-    fellows = member(monkeypatch, rank=rank)
-    return Evaluations(checked or validation(every=2), plan, replica, fellows, told, told), replica, told
+    group = member(monkeypatch, rank=rank)
+    return Evaluations(checked or validation(every=2), plan, replica, group, told, told), replica, told
 
 
 def test_an_evaluation_is_made_once_a_step_and_again_when_the_members_have_changed(monkeypatch):
@@ -203,7 +210,7 @@ def test_an_evaluation_is_made_once_a_step_and_again_when_the_members_have_chang
     found.again()
     assert found.due(2)
     assert found.measure(2, holds=False) == [0.0, 0.0]
-    assert not Evaluations(None, found._plan, found._replica, found._fellows, None, None).due(2)
+    assert not Evaluations(None, found._plan, found._replica, found._group, None, None).due(2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

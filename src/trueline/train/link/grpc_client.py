@@ -1,4 +1,4 @@
-"""A worker's gRPC line to the master that started it.
+"""A worker's gRPC connection to the master that started it.
 
 A worker that the master has given up is fenced: it ends at once, before it can touch a checkpoint or a peer.
 """
@@ -24,22 +24,22 @@ from trueline.wire import train_pb2_grpc as pb_grpc
 FENCED_EXIT = 76
 HEARTBEAT_S = 0.5
 REPORT_S, LATE_REPORT_S, LATE_S = 0.1, 0.75, 15.0
-"""Reports are gathered for so long, by a worker that has just begun and by one that is LATE_S old; the log may be that
-much behind the truth. Each report takes milliseconds of processor time from the steps, here, at the master and at the
-launcher. What ends an epoch, an evaluation and the first step of a group do not wait."""
+"""How long a new worker gathers reports, and one that is LATE_S old; the log lags by as much. Each report takes
+milliseconds of processor time from the steps: here, at the master and at the launcher. The end of an epoch, an
+evaluation and the first step of a group are sent at once."""
 OVERDUE_NS = 3_000_000_000
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
-"""Who waits for views waits for them itself: with a thread of gRPC's own both woke up, ten and five times a second."""
+"""The thread that waits for views polls itself: with one of gRPC's own, both woke up, ten and five times a second."""
 RETRY_S = 0.05
 RECONNECTING = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 300),
                 ("grpc.min_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0)]  # fmt: skip
-"""How a channel looks for a master that is away: it asks again after 50 to 300 ms, where gRPC would wait a second at
-first. `min` is what an attempt may take: a starved master, whose greeting takes longer, would never be reached. Calls
-wait in gRPC meanwhile (`wait_for_ready`); each that failed and was repeated took processor time from the steps."""
+"""How a channel looks for a master that is away: it retries after 50 to 300 ms, where gRPC would first wait a second.
+`min` is what an attempt may take: a starved master, whose greeting takes longer, would never be reached. Calls wait in
+gRPC meanwhile (`wait_for_ready`); failing and repeating each took processor time from the steps."""
 
 
 def gathering_s(age_s: float) -> float:
-    """For how long a worker of `age_s` seconds gathers its reports.
+    """How many seconds a worker of age `age_s` gathers its reports.
 
     >>> gathering_s(0.0), gathering_s(3.0), gathering_s(3600.0)
     (0.1, 0.23, 0.75)
@@ -48,7 +48,7 @@ def gathering_s(age_s: float) -> float:
 
 
 class MasterLink:
-    """The gRPC client. `cut` is called in the watching thread with a generation below which groups are to be cut."""
+    """The link over gRPC. `cut` is called in the watching thread with a generation below which groups are to be cut."""
 
     def __init__(self, address: str, secret: str, ref: str, cut: Callable[[int], None]) -> None:
         self.ref = ref
@@ -68,7 +68,7 @@ class MasterLink:
         self._phase, self._since = "starting", time.monotonic()
         self._sending = threading.Lock()
         self._wake, self._urgent = threading.Event(), threading.Event()
-        """There is something to report; something that is not gathered with others."""
+        """There is something to report; something to be sent at once."""
         self._closed = False
 
     def join(self, hello: pb.Hello) -> None:
@@ -79,7 +79,7 @@ class MasterLink:
     def _until_closed(self, work: Callable[..., None], *given: Any) -> None:
         try:
             work(*given)
-        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+        except ValueError:  # the channel was closed meanwhile
             if not self._closed:
                 raise
 
@@ -92,9 +92,9 @@ class MasterLink:
                         self.view = view
                         self._new_view.notify_all()
                     self._cut(view.cut_below)
-                    if was_away:  # a master that has come back does not know what was applied meanwhile
+                    if was_away:  # the new master does not know the last steps
                         was_away = False
-                        if self.leads:  # the others come with their next beat: they have nothing to tell but that
+                        if self.leads:  # the others wait for their next heartbeat
                             self._send_soon()
             except grpc.RpcError as error:
                 self._fence_or_wait(error)
@@ -213,7 +213,7 @@ class MasterLink:
                 time.sleep(RETRY_S)  # the master is away
 
     def _fence_or_wait(self, error: grpc.RpcError) -> None:
-        """Returns when the master may come back; ends the process when it wants nothing of this worker."""
+        """Returns when the master may come back; ends the process when the master has fenced this worker."""
         code = error.code()
         away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
         if self._closed or code in away:

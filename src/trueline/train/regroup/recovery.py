@@ -1,8 +1,8 @@
-"""Bringing a member to the state of whoever is furthest ahead: at once, or beside the training.
+"""Brings a member to the state of the member that is furthest ahead: at once, or beside the training.
 
 `heal` runs in every member of a group that was just formed. Small states are broadcast. A large one is copied by its
-source and fetched by those who are behind while the steps go on; until it has arrived they **observe**: they take part
-in every allreduce with zeros and keep what it gives.
+source and fetched by the members that are behind while the steps go on. Until it has arrived they **observe**: they
+take part in every allreduce with zeros and keep its results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trueline.errors import CheckpointError
 from trueline.storage.location import split_location
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.replica import Reduced, Replica
 
@@ -26,27 +26,27 @@ MOST_KEPT = 8
 
 
 class Healing:
-    """Whether this worker holds the state, and how it gets it."""
+    """Whether this worker has the state, and how it gets it."""
 
-    def __init__(self, replica: Replica, fellows: Fellowship, faults: Faults) -> None:
-        self._replica, self._fellows, self._faults = replica, fellows, faults
+    def __init__(self, replica: Replica, group: WorkerGroup, faults: Faults) -> None:
+        self._replica, self._group, self._faults = replica, group, faults
         self._offer = state_transfer.Offer()
         self.address = self._offer.address
-        self.held = False
-        """It holds a state of some step."""
+        self.has_state = False
+        """This worker has a state, of whatever step."""
         self.observed = 0
-        """The step that the group is at, while this worker observes."""
+        """Steps that the group has applied, while this worker observes."""
         self._fetch: state_transfer.Fetch | None = None
         self._kept: list[Reduced | list[float]] = []
 
     @property
     def holds(self) -> bool:
-        """It holds the state of the step that the group is at."""
-        return self.held and self._fetch is None
+        """Whether this worker has the state of the step that the group is at."""
+        return self.has_state and self._fetch is None
 
     def heal(self) -> None:
-        """Raises RuntimeError when a peer fails; then this worker holds what it held before."""
-        plan, rank = self._fellows.plan, self._fellows.rank
+        """Brings members of a new group to one state. When a peer fails, raises RuntimeError and changes nothing."""
+        plan, rank = self._group.plan, self._group.rank
         self._faults.at("healing", max(plan.steps, default=0))
         most = plan.steps[plan.source]
         if plan.checkpoint and rank == plan.source:
@@ -57,13 +57,13 @@ class Healing:
             self._stream(behind)
         elif any(behind):
             mine = self._replica.state() if rank == plan.source else None
-            state = state_transfer.broadcast(self._fellows.group, mine, source=plan.source)
+            state = state_transfer.broadcast(self._group.process_group, mine, source=plan.source)
             if behind[rank]:
                 self._replica.restore(state)
         self._agree_on_scale()
-        self.held = self.held or not (streamed and behind[rank])
+        self.has_state = self.has_state or not (streamed and behind[rank])
         self._forget_evaluation()
-        self._fellows.start_shares(behind if streamed else [False] * len(behind))
+        self._group.start_shares(behind if streamed else [False] * len(behind))
 
     def _agree_on_scale(self) -> None:
         """The source's scale of fp16: a death in a step that overflows leaves some with half of it, at that step."""
@@ -72,7 +72,7 @@ class Healing:
             return
         mine = scaler.state_dict()
         row = torch.tensor([mine["scale"], mine["_growth_tracker"]], dtype=torch.float64)
-        self._fellows.group.wait(dist.broadcast(row, self._fellows.plan.source, async_op=True))
+        self._group.process_group.wait(dist.broadcast(row, self._group.plan.source, async_op=True))
         scaler.load_state_dict({**mine, "scale": row[0].item(), "_growth_tracker": int(row[1])})
 
     def _large(self) -> bool:
@@ -82,11 +82,11 @@ class Healing:
         return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
 
     def _stream(self, behind: list[bool]) -> None:
-        fellows, plan = self._fellows, self._fellows.plan
-        if fellows.rank == plan.source:
-            self._offer.put(fellows.generation, self._replica.snapshot())
-        elif behind[fellows.rank]:
-            self._fetch = state_transfer.Fetch(plan.state, fellows.generation)
+        group, plan = self._group, self._group.plan
+        if group.rank == plan.source:
+            self._offer.publish(group.generation, self._replica.snapshot())
+        elif behind[group.rank]:
+            self._fetch = state_transfer.Fetch(plan.state, group.generation)
             self.observed = plan.steps[plan.source]
 
     def _forget_evaluation(self) -> None:
@@ -96,14 +96,14 @@ class Healing:
             ledger.evaluations.pop()
 
     def forget(self) -> None:
-        """The group is left: what was under way towards this worker is void."""
+        """Drops what is under way to this worker: it leaves the group."""
         self._offer.withdraw()
         self._fetch = None
         self._kept.clear()
 
-    def heard(self, holders: int) -> None:
-        """So many members put gradients into a step: once it is all, nobody fetches any more, and the copy goes."""
-        if holders == self._fellows.size:
+    def count_holders(self, holders: int) -> None:
+        """Drops the offered copy once all members put gradients into a step: none fetches it any more."""
+        if holders == self._group.size:
             self._offer.withdraw()
 
     def keep(self, account: StepAccount) -> None:
@@ -126,22 +126,22 @@ class Healing:
 
     @property
     def crowded(self) -> bool:
-        """True when so many gradients are kept that the others had better wait for the state."""
+        """Whether as many steps are kept as may be: the others had better wait for the state."""
         return len(self._kept) >= MOST_KEPT
 
-    def arrived(self) -> bool:
-        """True when the state is here. Raises RuntimeError when it will never be."""
+    def has_arrived(self) -> bool:
+        """Whether the transfer is over: `take` gives the state, or raises."""
         return self._fetch is not None and self._fetch.over
 
     def wait(self) -> None:
-        """Returns when the state is here or cannot come any more."""
+        """Returns when the transfer is over or a newer view makes it useless."""
         if self._fetch is not None:
-            self._fetch.join(self._fellows.overtaken)
+            self._fetch.join(self._group.is_overtaken)
 
     def take(self) -> list[Reduced | list[float]]:
-        """Takes the state that has arrived; returns what is to be applied to it, oldest first.
+        """Restores the state that has arrived; returns the steps and evaluations to apply to it, oldest first.
 
-        Raises RuntimeError, as a failed collective does, when the state did not come.
+        Raises RuntimeError, as a failed collective does, when the transfer failed.
         """
         fetch, kept, self._kept = self._fetch, self._kept, []
         assert fetch is not None
@@ -149,7 +149,7 @@ class Healing:
             raise RuntimeError(f"ProcessGroup: {fetch.trouble or 'the transfer of the state was interrupted'}")
         self._fetch = None
         self._replica.restore(fetch.state)
-        self.held = True
+        self.has_state = True
         self._forget_evaluation()
         return kept
 

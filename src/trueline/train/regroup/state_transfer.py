@@ -1,10 +1,10 @@
-"""How the state of a job gets from one worker to another: peer to peer, never through the disk, and no pickle.
+"""Transfers the state of a job from one worker to another: peer to peer, never through the disk, without pickle.
 
-    broadcast   while a group forms: small states, and whenever nobody could go on anyway
+    broadcast   while a group forms: small states, and whenever no member could go on anyway
     stream      beside the training: the source offers a copy, a thread of the joiner fetches it in chunks
 
 A streamed state is of the step at which the group formed. The joiner meanwhile takes part in every allreduce with
-zeros and keeps the sums; `replica.py` applies them to the state when it is there.
+zeros and keeps the sums (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trueline.parallel.gloo import GlooGroup
 
 CHUNK = 4 << 20
 STREAM_BYTES = 16 << 20
-"""A larger state is streamed, so that the others need not wait for it."""
+"""A larger state is streamed, so that the other members need not wait for it."""
 PATIENCE_S = 30.0
 """How long a peer may be silent in the middle of a transfer."""
 _LENGTH = struct.Struct("!Q")
@@ -40,15 +40,15 @@ def size_of(state: dict[str, Any]) -> int:
 
 
 def broadcast(group: GlooGroup, state: dict[str, Any] | None, *, source: int) -> dict[str, Any]:
-    """The state of rank `source`, who alone passes it, over the group. Raises RuntimeError when a peer fails."""
-    header, tensors = _packed(state) if state is not None else (b"", [])
+    """Broadcasts the `state` of rank `source`; the others pass None. Raises RuntimeError when a peer fails."""
+    header, tensors = _pack(state) if state is not None else (b"", [])
     length = torch.tensor([len(header)], dtype=torch.int64)
     group.wait(dist.broadcast(length, source, async_op=True))
     received = _broadcast_flat(group, _bytes_tensor(header) if state is not None else None, source, int(length.item()))
     skeleton, shapes = json.loads(bytes(received.numpy()))
     flat = torch.cat([_as_bytes(tensor) for tensor in tensors]) if tensors else None
     received = _broadcast_flat(group, flat, source, sum(_nbytes(dtype, shape) for dtype, shape in shapes))
-    return _unpacked(skeleton, shapes, received) if state is None else state
+    return _unpack(skeleton, shapes, received) if state is None else state
 
 
 def _broadcast_flat(group: GlooGroup, flat: torch.Tensor | None, source: int, size: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _broadcast_flat(group: GlooGroup, flat: torch.Tensor | None, source: int, si
 
 
 class Offer:
-    """Serves one copied state to whoever knows the job's secret and names its generation."""
+    """Serves a copied state to members that send the job's secret and the state's generation."""
 
     def __init__(self) -> None:
         host = os.environ.get("TRUELINE_HOST", "127.0.0.1")
@@ -68,19 +68,19 @@ class Offer:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._secret = os.environ.get("TRUELINE_SECRET", "")
         self._offered: tuple[int, dict[str, Any]] | None = None
-        self._news = threading.Condition()
+        self._change = threading.Condition()
         threading.Thread(target=self._serve, name="state", daemon=True).start()
 
-    def put(self, generation: int, state: dict[str, Any]) -> None:
-        """Offers `state`, a copy of its own, to the members of `generation`."""
-        with self._news:
+    def publish(self, generation: int, state: dict[str, Any]) -> None:
+        """Offers `state`, which nothing else changes, to the members of `generation`."""
+        with self._change:
             self._offered = generation, state
-            self._news.notify_all()
+            self._change.notify_all()
 
     def withdraw(self) -> None:
-        if self._offered is None:  # as after nearly every step; only its owner makes an offer
+        if self._offered is None:  # the usual case
             return
-        with self._news:
+        with self._change:
             self._offered = None
 
     def close(self) -> None:
@@ -88,23 +88,23 @@ class Offer:
         self._listener.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nothing more to serve
+        with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
                 threading.Thread(target=self._answer, args=(connection,), name="state", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):  # the joiner is gone, or talks nonsense
+        with connection, contextlib.suppress(OSError, ValueError):  # the joiner is gone, or sent something else
             connection.settimeout(PATIENCE_S)
             asked = json.loads(_receive(connection, _length(connection, most=4096)))
             if not hmac.compare_digest(str(asked["secret"]), self._secret):
                 return
-            with self._news:
-                self._news.wait_for(lambda: self._offered and self._offered[0] >= asked["generation"], PATIENCE_S)
+            with self._change:
+                self._change.wait_for(lambda: self._offered and self._offered[0] >= asked["generation"], PATIENCE_S)
                 offered = self._offered
             if offered is None or offered[0] != asked["generation"]:
                 return
-            header, tensors = _packed(offered[1])
+            header, tensors = _pack(offered[1])
             connection.sendall(_LENGTH.pack(len(header)) + header)
             for tensor in tensors:
                 flat = _as_bytes(tensor).numpy()
@@ -113,7 +113,7 @@ class Offer:
 
 
 class Fetch:
-    """Takes the state that the member at `address` offers to `generation`, in a thread."""
+    """Fetches, in a thread, the state that the member at `address` offers to `generation`."""
 
     def __init__(self, address: str, generation: int) -> None:
         self._address, self._generation = address, generation
@@ -128,7 +128,7 @@ class Fetch:
         return not self._thread.is_alive()
 
     def join(self, given_up: Callable[[], bool]) -> None:
-        """Returns when the transfer is over, or `given_up` says that nobody needs it any more."""
+        """Returns when the transfer is over, or when `given_up` returns True."""
         while self._thread.is_alive() and not given_up():
             self._thread.join(0.02)
 
@@ -143,7 +143,7 @@ class Fetch:
                 skeleton, shapes = json.loads(_receive(connection, _length(connection, most=1 << 30)))
                 size = sum(_nbytes(dtype, shape) for dtype, shape in shapes)
                 flat = torch.from_numpy(np.frombuffer(_receive(connection, size), np.uint8))
-                self.state = _unpacked(skeleton, shapes, flat)
+                self.state = _unpack(skeleton, shapes, flat)
         except (OSError, ValueError) as error:
             self.trouble = f"the state was not received from {self._address}: {error}"
 
@@ -166,17 +166,17 @@ def _receive(connection: socket.socket, size: int) -> bytearray:
     return buffer
 
 
-def _packed(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+def _pack(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     skeleton, tensors = tree.encode(state)
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     return json.dumps([skeleton, shapes]).encode(), tensors
 
 
-def _unpacked(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[str, Any]:
+def _unpack(skeleton: Any, shapes: list[list[Any]], flat: torch.Tensor) -> dict[str, Any]:
     tensors, at = [], 0
     for dtype, shape in shapes:
         size = _nbytes(dtype, shape)
-        piece = flat[at : at + size].clone()  # a copy of its own: aligned, and free of the large buffer
+        piece = flat[at : at + size].clone()  # aligned, and without the large buffer
         tensors.append(piece.view(getattr(torch, dtype)).reshape(shape))
         at += size
     found: dict[str, Any] = tree.decode(skeleton, tensors)

@@ -12,7 +12,7 @@ from typing import Any
 
 from trueline.errors import RecordsMiscounted
 from trueline.train.step.evaluation_loop import Evaluations
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Reduced, Replica
@@ -22,7 +22,7 @@ from trueline.train.step.replica import Reduced, Replica
 class Commit:
     plan: JobPlan
     replica: Replica
-    fellows: Fellowship
+    group: WorkerGroup
     evaluations: Evaluations
 
     def check(self, account: StepAccount) -> None:
@@ -32,7 +32,7 @@ class Commit:
             account.check(
                 records=len(self.plan.records(step)),
                 plan_digest=self.plan.digest(step),
-                generation=self.fellows.generation,
+                generation=self.group.generation,
                 step=step,
             )
         except RecordsMiscounted:

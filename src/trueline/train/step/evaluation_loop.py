@@ -9,7 +9,7 @@ from typing import Any
 
 from trueline.train.link.contract import Reporter
 from trueline.train.step.checkpointer import Keeper
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.train.step.validation import Validation, as_message
@@ -19,11 +19,11 @@ class Evaluations:
     """What a `Validation` asks for, if the job has one."""
 
     def __init__(
-        self, validation: Validation | None, plan: JobPlan, replica: Replica, fellows: Fellowship, link: Reporter,
+        self, validation: Validation | None, plan: JobPlan, replica: Replica, group: WorkerGroup, link: Reporter,
         keeper: Keeper | None,
     ) -> None:  # fmt: skip
         self._validation, self._plan, self._replica = validation, plan, replica
-        self._fellows, self._link, self._keeper = fellows, link, keeper
+        self._group, self._link, self._keeper = group, link, keeper
         self._measured_at = -1
 
     def due(self, at: int) -> bool:
@@ -39,7 +39,7 @@ class Evaluations:
     def measure(self, at: int, *, holds: bool) -> list[float]:
         """The sums of all members; who does not hold the state adds zeros. Raises RuntimeError when a peer fails."""
         assert self._validation is not None
-        found = self._validation.reduced(self._fellows, self._replica if holds else None)
+        found = self._validation.reduced(self._group, self._replica if holds else None)
         self._measured_at = at
         return found
 
@@ -48,7 +48,7 @@ class Evaluations:
         assert self._validation is not None
         evaluation: dict[str, Any] = self._validation.entered(self._replica, totals)
         self._link.report_evaluation(as_message(evaluation))
-        if self._keeper is not None and self._fellows.rank == 0 and evaluation["best"]:
+        if self._keeper is not None and self._group.rank == 0 and evaluation["best"]:
             self._keeper.after_step(self._replica, self._link, ends_epoch=False, best=True)
 
     def value(self) -> float | None:

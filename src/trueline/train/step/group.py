@@ -1,4 +1,4 @@
-"""The group that this worker is in: entering a view, forming its group, and who has which part of a step in it.
+"""The group of workers that share a step: entering a view, forming its group, and the part of each member.
 
 leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo group ─▶ (heal: elastic.py) ─▶ steps
         ▲                                    │             │
@@ -19,29 +19,30 @@ from trueline.train.step import load_balance
 from trueline.wire import train_pb2 as pb
 
 PATIENCE_S = 1.0
-"""After a failed collective, how long to wait for the master's word before asking for a new view."""
+"""After a failed collective, how long to wait for a new view before requesting one."""
 
 
 @dataclass(slots=True)
-class Fellowship:
+class WorkerGroup:
     link: Link
-    group: GlooGroup
+    process_group: GlooGroup
     faults: Faults
     view: pb.View = field(default_factory=lambda: pb.View(generation=-1))
     plan: pb.Plan = field(default_factory=pb.Plan)
     rank: int = 0
     split: load_balance.Split = field(default_factory=load_balance.Split)
     order: list[int] = field(default_factory=lambda: [0])
-    """Ranks in the order in which parts are dealt: shifted by the view's rotation."""
-    dealt: tuple[float, ...] = (1.0,)
+    """Ranks in the order in which parts are dealt out: shifted by the view's rotation."""
+    ordered_weights: tuple[float, ...] = (1.0,)
     """The weights of the split in that order."""
     position: int = 0
     """Where this worker is in that order."""
     rates: tuple[float, ...] = ()
-    """By rank, as the last step's words said."""
-    trouble: str = ""
+    """Records a second by rank, from the account of the last step."""
+    failure: str = ""
+    """Why the last collective failed."""
     failed: bool = False
-    """A step failed, and no view has said so yet."""
+    """A step failed, and no newer view has arrived yet."""
 
     @property
     def size(self) -> int:
@@ -52,14 +53,14 @@ class Fellowship:
         return int(self.view.generation)
 
     def regroup(self, *, steps: int, rate: float, heal: Callable[[], None]) -> None:
-        """Leaves the group and returns in the next one that works. `steps`: applied, -1 without a state.
+        """Leaves the group and enters the next one that works. `steps`: applied, -1 without a state.
 
-        `heal` runs in the new group before it counts; a failed collective in it means the next view. Raises
-        SystemExit when the next view does not hold this worker.
+        `heal` runs in the new group; when one of its collectives fails, the next view is entered. Raises SystemExit
+        when the next view does not hold this worker.
         """
         after = self.generation
         while True:
-            self.group.close()
+            self.process_group.close()
             self.link.report_phase("regrouping")
             view = self._next_view(after)
             if self.link.ref not in view.members:
@@ -70,26 +71,26 @@ class Fellowship:
             self.faults.at("entering", max(steps, 0))
             plan = self.link.enter(view.generation, steps, rate)
             after = view.generation
-            if not plan.superseded and self._formed(view, plan, heal):
+            if not plan.superseded and self._try_form(view, plan, heal):
                 return
 
     def _next_view(self, after: int) -> pb.View:
-        """The next view. When a step failed under us, one that cuts the old group: others may still wait in it."""
+        """The next view; after a failed step one that cuts the old group, since members may still wait in it."""
         while True:
             view = self.link.wait_view(after, PATIENCE_S, cuts=self.generation if self.failed else -1)
             if view is not None:
                 self.failed = False
                 return view
-            if self.generation >= 0 or self.trouble:  # the first group may fail as well, though everybody lives
+            if self.generation >= 0 or self.failure:  # the first group may fail too, without a death
                 newest = self.link.view
-                self.link.report_broken_group(after if newest is None else newest.generation, self.trouble)
+                self.link.report_broken_group(after if newest is None else newest.generation, self.failure)
 
-    def _formed(self, view: pb.View, plan: pb.Plan, heal: Callable[[], None]) -> bool:
+    def _try_form(self, view: pb.View, plan: pb.Plan, heal: Callable[[], None]) -> bool:
         rank = list(view.members).index(self.link.ref)
         before = self.view, self.plan, self.rank
         try:
             self.faults.at("forming", max(plan.steps, default=0))
-            self.group.form(view.generation, rank=rank, size=len(view.members), store=plan.store)
+            self.process_group.form(view.generation, rank=rank, size=len(view.members), store=plan.store)
             self.view, self.plan, self.rank = view, plan, rank
             self.link.report_phase("healing")
             heal()
@@ -97,55 +98,55 @@ class Fellowship:
             if not is_collective(error):
                 raise
             self.view, self.plan, self.rank = before
-            self.trouble = str(error).partition("\n")[0]
-            events.emit("group.failed", generation=view.generation, why=self.trouble)
+            self.failure = str(error).partition("\n")[0]
+            events.emit("group.failed", generation=view.generation, why=self.failure)
             return False
         self.link.leads = rank == 0
         return True
 
     def start_shares(self, behind: list[bool]) -> None:
-        """The weights of the first step; who is `behind` has no part in it."""
+        """Sets the weights of the first step; members that are `behind` get no part in it."""
         self.rates = tuple(self.plan.rates)
         self.order = [(position - self.view.rotation) % self.size for position in range(self.size)]
         self.position = self.order.index(self.rank)
         # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
         settling = 0 if any(rate > 0 for rate in self.rates) else load_balance.SETTLING
-        self._deal(load_balance.Split(load_balance.first(rates, behind=behind), settling=settling))
+        self._set_split(load_balance.Split(load_balance.first(rates, behind=behind), settling=settling))
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """By rank: in which proportion the members share a step."""
+        """By rank: the proportions in which the members share a step."""
         return self.split.weights
 
-    def _deal(self, split: load_balance.Split) -> None:
-        if split.weights is not self.split.weights or not self.dealt:
-            self.dealt = tuple([split.weights[rank] for rank in self.order])
+    def _set_split(self, split: load_balance.Split) -> None:
+        if split.weights is not self.split.weights or not self.ordered_weights:
+            self.ordered_weights = tuple([split.weights[rank] for rank in self.order])
         self.split = split
 
-    def heard(self, rates: Sequence[float], records: int) -> None:
-        """The words of a step of `records` records said how fast the members are."""
+    def update_rates(self, rates: Sequence[float], records: int) -> None:
+        """Takes the members' rates from the account of a step of `records` records."""
         self.rates = tuple(rates)
-        self._deal(self.split.following(self.rates, records))
+        self._set_split(self.split.following(self.rates, records))
 
-    def my_rate(self, measured: float) -> float:
-        """What to say of this worker's speed; as long as nothing was measured, what it is taken for."""
+    def rate_to_report(self, measured: float) -> float:
+        """This worker's records a second; until something is measured, the weight that it was given."""
         known = [weight for weight in self.weights if weight > 0]
         return measured or self.weights[self.rank] or sum(known) / len(known)
 
-    def by_rank(self, dealt: list[int]) -> list[int]:
-        """Numbers in the order of `order`, put in the order of the ranks."""
+    def by_rank(self, numbers: list[int]) -> list[int]:
+        """Brings numbers from the order of `order` into the order of the ranks."""
         found = [0] * self.size
-        for rank, number in zip(self.order, dealt, strict=True):
+        for rank, number in zip(self.order, numbers, strict=True):
             found[rank] = number
         return found
 
-    def overtaken(self) -> bool:
-        """True when a newer view says that this group cannot complete a step."""
+    def is_overtaken(self) -> bool:
+        """Whether a newer view says that this group cannot complete a step."""
         newest = self.link.view
         return newest is not self.view and newest is not None and newest.cut_below > self.generation
 
-    def wishes(self) -> bool:
-        """True when there is a newer view to regroup for."""
+    def wants_regroup(self) -> bool:
+        """Whether there is a newer view to regroup for."""
         newest = self.link.view
         return newest is not self.view and newest is not None and newest.generation > self.generation

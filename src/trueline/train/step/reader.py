@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
 from trueline.train.step.contribution import StepBatch
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.plan import JobPlan, Piece
 from trueline.train.step.timing import Pace
 
@@ -21,7 +21,7 @@ from trueline.train.step.timing import Pace
 class Intake:
     plan: JobPlan
     reader: SeededReader | ReaderPool
-    fellows: Fellowship
+    group: WorkerGroup
     pace: Pace
     seed: int
     draws: bool
@@ -32,9 +32,9 @@ class Intake:
 
     def pieces(self, step: int) -> list[Piece]:
         """This worker's part of `step`, while the members stay as they are."""
-        asked = self.fellows.generation, step, self.fellows.dealt
+        asked = self.group.generation, step, self.group.ordered_weights
         if self._known != asked:
-            self._pieces = self.plan.pieces(step, rank=self.fellows.position, weights=self.fellows.dealt)
+            self._pieces = self.plan.pieces(step, rank=self.group.position, weights=self.group.ordered_weights)
             self._known = asked
         return self._pieces
 

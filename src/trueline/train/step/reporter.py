@@ -1,4 +1,4 @@
-"""What a worker tells the master of each step that it has applied."""
+"""Reports each applied step of a worker to the master."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trueline.train.link.contract import Reporter, StepReport
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.timing import Pace
@@ -15,41 +15,41 @@ from trueline.wire import train_pb2 as pb
 
 
 @dataclass(slots=True)
-class Report:
+class StepReporter:
     link: Reporter
-    fellows: Fellowship
+    group: WorkerGroup
     pace: Pace
     plan: JobPlan
     redone: int = 0
-    """How often the step at hand was computed again for an overflow."""
+    """How often the step at hand was computed again after an overflow."""
     _last_ns: int = 0
     _regrouped: bool = False
-    _dealt: tuple[float, ...] = ()
+    _reported_weights: tuple[float, ...] = ()
 
-    def regrouped(self) -> None:
-        """The next step is the first one of a generation: it comes with the time since the one before."""
-        self._regrouped, self._dealt = True, ()
+    def note_regroup(self) -> None:
+        """Marks the next step as the first of a generation: its report has the time since the step before."""
+        self._regrouped, self._reported_weights = True, ()
 
-    def applied(self, step: int, account: StepAccount, certificate: dict[str, Any] | None) -> None:
-        """Step `step` was applied; `certificate`: of the epoch that it ends."""
+    def report(self, step: int, account: StepAccount, certificate: dict[str, Any] | None) -> None:
+        """Reports the applied step `step`; `certificate`: of the epoch that it ends."""
         self.pace.applied()
         now = time.monotonic_ns()
         gap_ms = (now - self._last_ns) / 1e6 if self._regrouped and self._last_ns else 0.0
         self._last_ns, self._regrouped = now, False
-        fellows = self.fellows
-        generation = fellows.generation
-        said = StepReport(
-            step, generation, account.count, account.digest, account.loss, fellows.size, gap_ms, now, fellows.rates,
+        group = self.group
+        generation = group.generation
+        report = StepReport(
+            step, generation, account.count, account.digest, account.loss, group.size, gap_ms, now, group.rates,
             self._new_shares(step), *self.pace.last_ms, self.redone,
         )  # fmt: skip
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)
-        self.link.report_step(generation, step + 1, said, signed)
+        self.link.report_step(generation, step + 1, report, signed)
 
     def _new_shares(self, step: int) -> tuple[int, ...]:
-        """By rank: how many records of such a step each has from now on; empty when that is as it was."""
-        dealt = self.fellows.dealt
-        if dealt is self._dealt or dealt == self._dealt:
+        """By rank: records of such a step from now on; empty when they are those of the report before."""
+        ordered_weights = self.group.ordered_weights
+        if ordered_weights is self._reported_weights or ordered_weights == self._reported_weights:
             return ()
-        self._dealt = dealt
-        return tuple(self.fellows.by_rank(self.plan.share_counts(step, dealt)))
+        self._reported_weights = ordered_weights
+        return tuple(self.group.by_rank(self.plan.share_counts(step, ordered_weights)))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trueline.data.order import permutation
 from trueline.errors import UsageError, join_names
-from trueline.train.step.group import Fellowship
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.replica import Replica
 from trueline.wire import train_pb2 as pb
 
@@ -90,7 +90,7 @@ class Validation:
             totals = [total + one for total, one in zip(totals, found, strict=True)]
         return totals
 
-    def reduced(self, fellows: Fellowship, replica: Replica | None) -> list[float]:
+    def reduced(self, group: WorkerGroup, replica: Replica | None) -> list[float]:
         """The sums of all members, measured with the averaged parameters if any are kept.
 
         `replica` is None for a member without the state: it adds zeros. Raises RuntimeError when a peer fails.
@@ -98,13 +98,13 @@ class Validation:
         totals = [0.0] * (1 + len(self.names))
         if replica is not None:
             chunks = self.chunks()
-            mine = chunks[slice(*permutation.split(len(chunks), fellows.dealt)[fellows.position])]
+            mine = chunks[slice(*permutation.split(len(chunks), group.ordered_weights)[group.position])]
             with replica.averaged():
-                totals = self.sums(mine, fellows.overtaken)
-            if fellows.overtaken():  # before the cut they could still be summed, and they are of a part
+                totals = self.sums(mine, group.is_overtaken)
+            if group.is_overtaken():  # before the cut they could still be summed, and they are of a part
                 raise RuntimeError("ProcessGroup: a newer view")
         row = torch.tensor(totals, dtype=torch.float64)
-        fellows.group.wait(dist.all_reduce(row, async_op=True))
+        group.process_group.wait(dist.all_reduce(row, async_op=True))
         found: list[float] = row.tolist()
         return found
 
