@@ -32,11 +32,12 @@ def _no_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(options.DEBUG, "0")
 
 
-@pytest.mark.parametrize("name", app.VERBS)
+@pytest.mark.parametrize("path", app.known_tables(), ids=" ".join)
 def test_every_verb_teaches_with_two_examples_and_names_its_options(
-    name: str, capsys: pytest.CaptureFixture[str]
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run([name, "--help"]) == 0
+    name = " ".join(path)
+    assert app.run([*path, "--help"]) == 0
     said = capsys.readouterr().out
     assert len(re.findall(f"\n    trueline {name}[ \n]", said)) >= 2
     assert "Examples:" in said
@@ -48,9 +49,18 @@ def test_every_verb_teaches_with_two_examples_and_names_its_options(
 def test_help_lists_the_verbs_in_the_order_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["--help"]) == 0
     said = capsys.readouterr().out
-    places = [said.index(f"\n  {name} ") for name in app.VERBS]
-    assert places == sorted(places)
-    assert "..." not in said.partition("Commands:")[2]
+    places = [said.index(f"\n  {name} ") for group in app.VERBS.values() for name in group]
+    places += [said.index(f"\n{heading}:") for heading in app.VERBS]
+    assert places[:-3] == sorted(places[:-3])
+    assert places[-3:] == sorted(places[-3:])
+    assert "..." not in said.partition("The line:")[2]
+
+
+def test_an_old_or_misspelt_verb_is_told_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["verify", "b"]) == 2
+    assert "did you mean 'bundle verify'?" in capsys.readouterr().err
+    assert app.run(["bundle", "inspekt", "b"]) == 2
+    assert "did you mean 'inspect'?" in capsys.readouterr().err
 
 
 def test_help_loads_little_and_neither_torch_nor_mlflow() -> None:
@@ -293,11 +303,11 @@ def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
     store = ["--tracking-uri", new_registry(tmp_path)]
     assert app.run(["register", str(tmp_path / "b.bundle"), "--metric", "accuracy=0.9", *store]) == 0
     assert capsys.readouterr().out == "models:/double/1 (champion)\n"
-    assert app.run(["inspect", "models:/double@champion", "--json", *store]) == 0
+    assert app.run(["bundle", "inspect", "models:/double@champion", "--json", *store]) == 0
     assert json.loads(capsys.readouterr().out)["manifest"]["name"] == "double"
-    assert app.run(["inspect", str(tmp_path / "b.bundle")]) == 0
+    assert app.run(["bundle", "inspect", str(tmp_path / "b.bundle")]) == 0
     assert "signature" in capsys.readouterr().out
-    assert app.run(["inspect", "models:/double@nobody", *store]) == 1
+    assert app.run(["bundle", "inspect", "models:/double@nobody", *store]) == 1
     assert "has: champion" in capsys.readouterr().err
 
 

@@ -102,7 +102,7 @@ def test_one_command_goes_from_a_recipe_to_proven_answers(shipment):
 def test_what_was_shipped_can_be_inspected_predicted_with_and_found_in_mlflow(shipment, monkeypatch, capsys):
     folder, _, _ = shipment
     monkeypatch.chdir(folder)
-    assert run(["inspect", "models:/digits@champion"]) == 0
+    assert run(["bundle", "inspect", "models:/digits@champion"]) == 0
     told = capsys.readouterr().out
     assert "proven  batch from 1 up" in told
     assert "epochs 0 to 11 (12): 1437 records in 23 steps, each 1 to 1 times" in told

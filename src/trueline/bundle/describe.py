@@ -1,4 +1,4 @@
-"""A bundle in words, for `trueline inspect`: what it takes and gives, what was proven, where it came from.
+"""A bundle in words, for `trueline bundle inspect`: what it takes and gives, what was proven, where it came from.
 
 Pure: text in the terminal and JSON for machines come from the same values.
 """

@@ -196,7 +196,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             row = list(map(int, np.argwhere(~shown)[0]))
             raise RequestError(
                 f"input '{spec.name}' hides row {row}: this program was proven only where {spec.needs}",
-                hint="leave the row out, or pad after its values; `trueline inspect` shows what other programs need",
+                hint="leave the row out, or pad after its values; `trueline bundle inspect` shows what "
+                "other programs need",
             )
 
     def _check_symbol(self, name: str, axis: int, size: int, symbol: str, sizes: dict[str, tuple[int, str]]) -> None:

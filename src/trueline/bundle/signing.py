@@ -95,7 +95,7 @@ class Trusted:
         if signature is None:
             raise BundleError(
                 f"{what} is not signed, and only what a trusted key has signed is served",
-                hint=f"`trueline sign` writes its signature beside it ({SUFFIX}); bring both",
+                hint=f"`trueline bundle sign` writes its signature beside it ({SUFFIX}); bring both",
             )
         from cryptography.exceptions import InvalidSignature
 

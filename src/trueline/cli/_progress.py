@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
@@ -268,3 +268,15 @@ class _Bars:
             self._progress.console.print(line, style="dim", markup=False, highlight=False)
             self._progress.remove_task(task)
         self._tasks.clear()
+
+
+@contextlib.contextmanager
+def advance_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for work that reports `(done, of)`, unless it is to be quiet or stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)

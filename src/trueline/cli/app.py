@@ -1,10 +1,4 @@
-"""Finds the verb, runs it, and turns whatever comes out of it into an exit code and words on stderr.
-
-0    done
-1    a TruelineError, as `error: message` and `hint: ...`; or a fault of ours
-2    the command line is wrong
-130  Ctrl-C
-"""
+"""The command `trueline`: finds the verb, fills its options, runs it, and turns what it raises into an exit code."""
 
 from __future__ import annotations
 
@@ -13,60 +7,114 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
+from trueline.cli import config_file
 from trueline.cli.options import DEBUG
 from trueline.errors import TruelineError, closest
 from trueline.version import __version__
 
-VERBS = {
-    **dict.fromkeys(("init", "train", "run"), "line"),
-    **dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
-    "data": "data",
-    **dict.fromkeys(("evaluate", "predict", "doctor", "capture"), "line"),
-    "import": "torchserve",
-    **dict.fromkeys(("verify", "inspect", "export-cpp", "sign"), "bundles"),
-    "register": "line",
-    "archive": "torchserve",
-    **dict.fromkeys(("serve", "ship"), "line"),
+EXIT_CODES = {
+    0: "done; for `bundle verify`, `data verify` and `chaos`: and everything holds",
+    1: "an error, said on stderr as `error: ...` and `hint: ...`; or a check that does not hold",
+    2: "the command line, an environment variable or trueline.toml is wrong",
+    130: "Ctrl-C",
 }
-"""Each verb and its folder, in the order of the line; `trueline.cli.FOLDER.VERB` holds its `command`, with _ for -."""
+
+VERBS: Mapping[str, Mapping[str, str]] = {
+    "The line": dict.fromkeys(
+        ("init", "train", "run", "evaluate", "predict", "doctor", "capture", "register", "serve", "ship"), "line"
+    ),
+    "Jobs": dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
+    "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
+}
+"""By heading: each verb and its folder, in the order of the line; `trueline.cli.FOLDER.VERB` holds its `command`, with
+_ for -. A verb without a folder is one of GROUPS.
+"""
+GROUPS = {
+    "bundle": ("bundles", ("inspect", "verify", "sign", "export-cpp"), "Inspect, verify, sign or export a bundle."),
+    "data": ("data", ("inspect", "verify", "convert"), "Inspect, verify or convert records, wherever they are."),
+    "torchserve": ("torchserve", ("import", "archive"), "Import archives from TorchServe, or write one."),
+}
+"""A verb with verbs of its own: their folder, their names, its help."""
 
 
 class _Verbs(click.Group):
-    """Loads the file of a verb when it is asked for."""
+    """Imports the module of a verb when it is used, and lists verbs under headings."""
+
+    def __init__(self, verbs: Mapping[str, Mapping[str, str]], **rest: object) -> None:
+        super().__init__(**rest)  # type: ignore[arg-type]
+        self.headings = verbs
+        self.folders = {name: folder for group in verbs.values() for name, folder in group.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(self.folders)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        folder = self.folders.get(cmd_name)
+        if folder is None:
             return None
-        module = f"trueline.cli.{VERBS[cmd_name]}.{cmd_name.replace('-', '_')}"
+        if not folder:
+            return _group(cmd_name)
+        module = f"trueline.cli.{folder}.{cmd_name.replace('-', '_')}"
         command: click.Command = importlib.import_module(module).command
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            near = closest(args[0], VERBS)
+        if args and args[0] not in self.folders and not args[0].startswith("-"):
+            near = closest(args[0], self.folders)
+            inner = [f"{group} {args[0]}" for group, (_, names, _) in GROUPS.items() if args[0] in names]
+            near = near or (inner[0] if inner else None)
             ctx.fail(f"no such command '{args[0]}'" + (f"; did you mean '{near}'?" if near else ""))
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None and not isinstance(command, click.Group):
+            path = (*ctx.command_path.split()[1:], name)
+            config_file.name_variables(command, path)
+            ctx.default_map = {name: config_file.defaults(command, path, known_tables())}
+        return name, command, rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in self.headings.items():
+            rows = [(name, _help_of(self.get_command(ctx, name))) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def _group(name: str) -> click.Group:
+    folder, names, text = GROUPS[name]
+    epilog = f"`trueline {name} VERB --help` has the options and examples of a verb."
+    return _Verbs({"Commands": dict.fromkeys(names, folder)}, name=name, help=text, epilog=epilog)
+
+
+def _help_of(command: click.Command | None) -> str:
+    return "" if command is None else command.get_short_help_str(limit=80)
+
+
+def known_tables() -> list[tuple[str, ...]]:
+    """The path of every verb: `("train",)`, `("bundle", "verify")`."""
+    top = [(name,) for group in VERBS.values() for name, folder in group.items() if folder]
+    return top + [(group, name) for group, (_, names, _) in GROUPS.items() for name in names]
+
+
+@click.group(
+    cls=_Verbs,
+    verbs=VERBS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every option may also stand in trueline.toml or in the environment: docs/guides/configuration.md.",
+)
 @click.version_option(__version__, prog_name="trueline")
 def trueline() -> None:
-    """One line from an eager PyTorch model to production, proven at every hand-over.
+    """Takes an eager PyTorch model from a recipe to served answers, and checks every step.
 
     \b
     recipe ──train──▶ checkpoint ──capture──▶ bundle ──register──▶ MLflow ──serve──▶ answers
 
-    Start with `trueline init NAME`, then `trueline ship NAME/recipe.py` walks the whole line. Every command
-    has examples in its own --help.
+    Start with `trueline init NAME`; `trueline ship NAME/recipe.py` then runs the whole line. Every command has
+    examples in its own --help.
     """
 
 

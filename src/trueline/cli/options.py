@@ -41,11 +41,8 @@ def section(title: str) -> Callable[..., Decorator[Any]]:
     return functools.partial(click.option, cls=type("Option", (click.Option,), {"section": title}))
 
 
-def verb(
-    name: str, *, examples: str, kind: type[click.Command] = _Verb
-) -> Callable[[Callable[..., Any]], click.Command]:
-    """Declares a verb: its function's docstring is the help, `examples` stands below the options. A `kind` of
-    click.Group has verbs of its own."""
+def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declares a verb: its function's docstring is the help, `examples` stands below the options."""
     paragraphs = (textwrap.indent(one, "  ") for one in examples.strip().split("\n\n"))
     epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{one}" for one in paragraphs)
 
@@ -57,7 +54,7 @@ def verb(
             callback=_set_debug,
             help=f"Show tracebacks of errors (or set {DEBUG}=1).",
         )(function)
-        return click.command(name, cls=kind, epilog=epilog)(debugged)
+        return click.command(name, cls=_Verb, epilog=epilog)(debugged)
 
     return declare
 
@@ -70,6 +67,10 @@ def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 recipe_argument = click.argument("recipe")
 json_option = click.option("--json", "as_json", is_flag=True, help="Say the result as one line of JSON.")
 job_argument = click.argument("job")
+uris_argument = click.argument("uris", nargs=-1, required=True, metavar="URI...")
+format_option = click.option(
+    "--format", "format_", metavar="NAME", default="", help="Format of the files, where their ending does not say it."
+)
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 tracking_option = click.option(
     "--tracking-uri",

@@ -53,7 +53,7 @@ def register(
     `alias` to it.
 
     `mlflow.pyfunc.load_model("models:/NAME@champion")` answers through the bundle's proven program from then
-    on. A signature beside it (`trueline sign`) goes with it. Raises BundleError before anything is written,
+    on. A signature beside it (`trueline bundle sign`) goes with it. Raises BundleError before anything is written,
     RegistryError, UsageError.
     """
     bundle = open_bundle(Path(bundle_path))

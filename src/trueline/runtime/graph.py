@@ -1,4 +1,4 @@
-"""A program as text that a person reads: what `trueline inspect --graph` prints. Nothing is run.
+"""A program as text that a person reads: what `trueline bundle inspect --graph` prints. Nothing is run.
 
                   code                                            ssa
 onnx, openvino    one call a line, as in Python                   ONNX's own textual form

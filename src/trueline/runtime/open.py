@@ -122,7 +122,7 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
                 f"{session.format} program of bundle '{bundle.name}' fails golden example '{golden.case}' "
                 f"here: {one.reason}",
                 hint="this machine or its runtime computes otherwise than the one that proved the bundle: "
-                "compare `trueline inspect` with the versions installed here",
+                "compare `trueline bundle inspect` with the versions installed here",
             )
     if not found:
         raise NotProven(

@@ -117,7 +117,7 @@ def test_a_bundle_without_a_program_for_cpp_is_told_what_makes_one(tmp_path: Pat
 
 def test_the_command_writes_the_project_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle, folder = sealed(tmp_path / "b"), tmp_path / "cpp"
-    assert app.run(["export-cpp", str(bundle), str(folder)]) == 0
+    assert app.run(["bundle", "export-cpp", str(bundle), str(folder)]) == 0
     assert "./build.sh" in capsys.readouterr().out
     assert {"CMakeLists.txt", "build.sh", "golden", "main.cpp", "model.ts"} <= {path.name for path in folder.iterdir()}
     assert os.access(folder / "build.sh", os.X_OK)

@@ -139,7 +139,7 @@ def test_the_command_line_takes_a_file_and_prints_the_program(
     assert program["size_bytes"] > 0
     assert program["probes"] > 5
     assert open_bundle(out).lineage()["attempts"] == [program]
-    assert app.run(["inspect", str(out), "--graph"]) == 0
+    assert app.run(["bundle", "inspect", str(out), "--graph"]) == 0
     assert "y = MatMul (x, w)" in capsys.readouterr().out
     assert app.run(["capture", str(file), "checkpoint", "-o", str(out), "--quiet"]) == 2
     assert "takes no checkpoint" in capsys.readouterr().err

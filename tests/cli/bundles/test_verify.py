@@ -1,4 +1,4 @@
-"""`trueline verify` says of every program whether it holds here, and its exit code says it of all."""
+"""`trueline bundle verify` says of every program whether it holds here, and its exit code says it of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_program_has_a_line_and_one_that_fails_makes_the_exit_code_1(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(room, "verify", lambda path, **options: asked.append((path, options)) or found())
-    assert app.run(["verify", "b", "--against", "recipe.py", "--seed", "7"]) == 1
+    assert app.run(["bundle", "verify", "b", "--against", "recipe.py", "--seed", "7"]) == 1
     said = capsys.readouterr().out
     assert "onnx: holds (3 golden examples, 28 probes, max error 1e-07)" in said
     assert "torch_export: FAILS: on probe 'p': differs" in said
@@ -40,12 +40,12 @@ def test_a_bundle_that_holds_is_exit_code_0_and_json_says_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(room, "verify", lambda path, **options: found(programs=found().programs[:1], notes=()))
-    assert app.run(["verify", "b", "--json"]) == 0
+    assert app.run(["bundle", "verify", "b", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["holds"] is True
     assert facts["programs"][0]["probes"] == 28
 
 
 def test_a_bundle_that_is_none_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["verify", str(tmp_path / "absent.bundle")]) == 1
+    assert app.run(["bundle", "verify", str(tmp_path / "absent.bundle")]) == 1
     assert "there is no bundle at" in capsys.readouterr().err

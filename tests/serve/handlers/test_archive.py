@@ -200,16 +200,16 @@ def test_an_archive_without_a_program_is_told_how_to_become_a_bundle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = archives.mar(tmp_path / "a.mar", modelFile="model.py", serializedFile="w.pt")
-    assert app.run(["import", str(weights)]) == 2
+    assert app.run(["torchserve", "import", str(weights)]) == 2
     said = capsys.readouterr().err
     assert "holds weights and a model in Python (model.py), and no program" in said
     assert "torch.load(..., weights_only=True)" in said
     own = archives.mar(tmp_path / "b.mar")
-    assert app.run(["import", str(own)]) == 2
+    assert app.run(["torchserve", "import", str(own)]) == 2
     assert "trueline serve --allow-code" in capsys.readouterr().err
     elsewhere = archives.mar(tmp_path / "c.mar", serializedFile="../../etc/passwd")
-    assert app.run(["import", str(elsewhere)]) == 2
-    assert app.run(["import", str(tmp_path / "none.mar")]) == 2
+    assert app.run(["torchserve", "import", str(elsewhere)]) == 2
+    assert app.run(["torchserve", "import", str(tmp_path / "none.mar")]) == 2
 
 
 def test_a_configuration_outside_the_archive_is_refused(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_
     store = tmp_path / "store"
     store.mkdir()
     made = archives.mar(store / "noop.mar", SCORED, extra=program, serializedFile="model.pt")
-    asked = ["import", str(made), "--out", str(tmp_path / "noop.bundle")]
+    asked = ["torchserve", "import", str(made), "--out", str(tmp_path / "noop.bundle")]
     assert app.run(asked) == 2
     assert "--example" in capsys.readouterr().err
     assert app.run([*asked, "--example", "input=FP32[batch,3]"]) == 0

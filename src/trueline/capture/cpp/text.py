@@ -1,4 +1,4 @@
-"""The text of the C++ project that `trueline export-cpp` writes, by pure functions of the signature.
+"""The text of the C++ project that `trueline bundle export-cpp` writes, by pure functions of the signature.
 
 What does not depend on the model stands in `cpp/*.txt` beside this file; here are the tables: what goes in
 and comes out, the proven ranges, and where each golden tensor lies. A request outside the range is refused in
@@ -74,7 +74,7 @@ def signature_text(signature: Signature) -> str:
     ]
     return "\n".join(
         [
-            "// Written by `trueline export-cpp`: what was proven. A max of -1 is no bound.",
+            "// Written by `trueline bundle export-cpp`: what was proven. A max of -1 is no bound.",
             '#include "tables.hpp"',
             "",
             "namespace trueline {",
@@ -114,7 +114,7 @@ def golden_text(golden: Mapping[str, tuple[Sequence[Stored], Sequence[Stored]]])
         lines += [f"     {{{''.join(_stored(one) for one in answered)}}}}},"]
     return "\n".join(
         [
-            "// Written by `trueline export-cpp`: the golden examples, raw numbers in golden/*.safetensors.",
+            "// Written by `trueline bundle export-cpp`: the golden examples, raw numbers in golden/*.safetensors.",
             '#include "tables.hpp"',
             "",
             "namespace trueline {",

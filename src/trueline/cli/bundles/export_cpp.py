@@ -1,4 +1,4 @@
-"""`trueline export-cpp`."""
+"""`trueline bundle export-cpp`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 from trueline.cli.options import json_option, say, verb
 
 _EXAMPLES = """
-trueline export-cpp digits.bundle digits-cpp
+trueline bundle export-cpp digits.bundle digits-cpp
     writes digits-cpp; then: cd digits-cpp && ./build.sh && ./replay
 
-trueline export-cpp digits.bundle digits-cpp --format aotinductor
+trueline bundle export-cpp digits.bundle digits-cpp --format aotinductor
     the same around the machine code that AOTInductor compiled
 """
 

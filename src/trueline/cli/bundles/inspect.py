@@ -1,4 +1,4 @@
-"""`trueline inspect`."""
+"""`trueline bundle inspect`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import click
 from trueline.cli.options import json_option, say, tracking_option, verb
 
 _EXAMPLES = """
-trueline inspect digits.bundle
+trueline bundle inspect digits.bundle
     signature, proven range, programs, every comparison, lineage
 
-trueline inspect models:/digits@champion --json
+trueline bundle inspect models:/digits@champion --json
     the same of a registered bundle, for a script
 
-trueline inspect digits.bundle --graph --format torch_export
+trueline bundle inspect digits.bundle --graph --format torch_export
     the program itself, one operator a line
 
-trueline inspect digits.bundle --graph --as ssa
+trueline bundle inspect digits.bundle --graph --as ssa
     the same in SSA form; --as code is the other one
 """
 

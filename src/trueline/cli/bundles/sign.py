@@ -1,4 +1,4 @@
-"""`trueline sign`."""
+"""`trueline bundle sign`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 from trueline.cli.options import json_option, say, verb
 
 _EXAMPLES = """
-trueline sign digits.bundle --key key.pem
+trueline bundle sign digits.bundle --key key.pem
     writes digits.bundle.sig beside it, for servers that are started with --trusted-keys
 
-trueline sign store/resnet.mar --key key.pem
+trueline bundle sign store/resnet.mar --key key.pem
     the same for a model archive of TorchServe's
 """
 

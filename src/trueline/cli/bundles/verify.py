@@ -1,4 +1,4 @@
-"""`trueline verify`."""
+"""`trueline bundle verify`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 from trueline.cli.options import checkpoint_path, json_option, say, verb
 
 _EXAMPLES = """
-trueline verify digits.bundle
+trueline bundle verify digits.bundle
     golden examples and fresh probes on this machine; exit code 1 when a program fails
 
-trueline verify digits.bundle --against digits/recipe.py --checkpoint runs/digits-1 --seed 7
+trueline bundle verify digits.bundle --against digits/recipe.py --checkpoint runs/digits-1 --seed 7
     every program against the eager model once more, on probes made from seed 7
 """
 

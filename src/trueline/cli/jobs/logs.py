@@ -11,7 +11,7 @@ import click
 
 from trueline import events
 from trueline.cli._progress import Lines, progress
-from trueline.cli.options import job_argument, verb
+from trueline.cli.options import job_argument, json_option, verb
 
 _EXAMPLES = """
 trueline logs digits-1
@@ -30,17 +30,21 @@ POLL_S = 0.2
 @job_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--worker", "which", metavar="REF|NAME", help="The log of one process, or the events as JSON.")
-def command(job: str, follow: bool, which: str | None) -> None:
+@json_option
+def command(job: str, follow: bool, which: str | None, as_json: bool) -> None:
     """Show what happened in a job, or what a process of it wrote.
 
     Without --worker it is the job's story: who came and went and why, checkpoints, evaluations, progress. JOB
-    is a job's folder, or its name under ./runs; it may run or have ended.
+    is a job's folder, or its name under ./runs; it may run or have ended. --json prints the events, one JSON object
+    on each line.
     """
     from trueline.train.launch import job_dir as folders
     from trueline.train.launch.jobs import find
 
     folder = find(job)
     going_on: Callable[[], bool] = (lambda: folders.held(folder)) if follow else (lambda: False)
+    if as_json and which is None:
+        which = "events"
     if which is not None:
         for line in lines(log_of(folder, which), going_on):
             click.echo(line, nl=False)

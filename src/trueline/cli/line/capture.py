@@ -100,7 +100,7 @@ def command(
 
     They run without the model's code. Each is compared with the eager model on other batch sizes, other
     values and extremes before it is sealed. One that disagrees on any probe is refused, with the line of your
-    model that is the reason; `trueline inspect` shows every attempt. CHECKPOINT is a checkpoint or the folder of a job.
+    model that is the reason; `trueline bundle inspect` shows every attempt. CHECKPOINT is a checkpoint or a job.
 
     Without --format and --for the bundle takes ONNX and torch.export, each if it can be proven, and TorchScript where
     neither can. What you ask for has to be proven, or nothing is written; with --any one of it is enough. The last

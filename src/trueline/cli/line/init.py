@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trueline.cli.options import verb
+from trueline.cli.options import json_option, say, verb
 
 _EXAMPLES = """
 trueline init digits
@@ -20,7 +20,8 @@ trueline init digits --into experiments
 @verb("init", examples=_EXAMPLES)
 @click.argument("name")
 @click.option("--into", default=".", metavar="FOLDER", help="Where the new folder goes.")
-def command(name: str, into: str) -> None:
+@json_option
+def command(name: str, into: str, as_json: bool) -> None:
     """Write a recipe to start from.
 
     Makes the folder NAME with a commented recipe.py in it: a model, a loss, an optimizer and a dataset, which
@@ -30,5 +31,5 @@ def command(name: str, into: str) -> None:
     from trueline.recipe.template import write_recipe
 
     written = write_recipe(name, Path(into))
-    click.echo(str(written.path))
+    say(str(written.path), {"recipe": str(written.path)}, as_json=as_json)
     click.echo(f"{written.note}; next: trueline train {written.path}", err=True)

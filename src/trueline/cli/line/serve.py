@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import click
 
 from trueline import events
 from trueline.cli._progress import progress
-from trueline.cli.options import quiet_option, tracking_option, verb
+from trueline.cli.options import json_option, quiet_option, tracking_option, verb
 
 _EXAMPLES = """
 trueline serve digits.bundle
@@ -83,25 +86,34 @@ trueline serve --ts-config config.properties --allow-code
 @click.option("--access-log", metavar="FILE", help="A line of JSON for each request; `-`: standard error.")
 @click.option("--ts-config", metavar="FILE", help="TorchServe's config.properties; options given here go first.")
 @tracking_option
+@json_option
 @quiet_option
 @click.pass_context
-def command(ctx: click.Context, /, source: str | None, ts_config: str | None, quiet: bool, **given: Any) -> None:
+def command(
+    ctx: click.Context, /, source: str | None, ts_config: str | None, as_json: bool, quiet: bool, **given: Any
+) -> None:
     """Answer requests from bundles until Ctrl-C or SIGTERM.
 
     A bundle's golden examples are replayed on this machine first; a version that fails them takes no
     request. Speaks the Open Inference Protocol (/v2, with Triton's extensions), KServe's V1 (/v1), and TorchServe's
     inference and management APIs. SOURCE is a bundle, its URL in an object store, or a
-    registered model, models:/NAME@ALIAS or models:/NAME/VERSION.
+    registered model, models:/NAME@ALIAS or models:/NAME/VERSION. --json prints one line when the server is ready: its
+    addresses, model, version and digest.
     """
     from trueline.serve.api import serve
 
     given["handler_memory_bytes"] = given.pop("handler_memory") * 2**20
-    with progress(quiet=quiet):
+    with progress(quiet=quiet), events.listening(_print_ready) if as_json else contextlib.nullcontext():
         if ts_config is not None:
             given = _configured(ctx, ts_config, given)
         if given["management_port"] is None and (given["model_store"] or given["workflow_store"]) is not None:
             given["management_port"] = 8081
         serve(source, **given)
+
+
+def _print_ready(name: str, fields: Mapping[str, events.Field]) -> None:
+    if name == "server.ready":
+        click.echo(json.dumps(fields))
 
 
 def _configured(ctx: click.Context, path: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +123,7 @@ def _configured(ctx: click.Context, path: str, given: dict[str, Any]) -> dict[st
     told = config.read(Path(path), os.environ)
     for key, why in told.ignored:
         events.emit("config.ignored", key=key, why=why)
-    typed = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    default = click.core.ParameterSource.DEFAULT
+    typed = {name for name in ctx.params if ctx.get_parameter_source(name) is not default}
     typed |= {"handler_memory_bytes"}  # no key of the file says it
     return given | told.options | {name: value for name, value in given.items() if name in typed} | told.forced

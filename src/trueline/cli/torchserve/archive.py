@@ -1,4 +1,4 @@
-"""`trueline archive`."""
+"""`trueline torchserve archive`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import click
 from trueline.cli.options import json_option, say, verb
 
 _EXAMPLES = """
-trueline archive digits.bundle recipe.py --out store/digits.mar
+trueline torchserve archive digits.bundle recipe.py --out store/digits.mar
     then: trueline serve --model-store store --load all --allow-code
 
-trueline archive digits.bundle recipe.py --batch-size 32 --workers 2
+trueline torchserve archive digits.bundle recipe.py --batch-size 32 --workers 2
     two processes, each asked up to 32 requests at a time
 """
 

@@ -1,4 +1,4 @@
-"""`trueline import`."""
+"""`trueline torchserve import`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trueline.cli._progress import progress
 from trueline.cli.options import json_option, quiet_option, say, verb
 
 _EXAMPLES = """
-trueline import resnet.mar --out resnet.bundle --example "x=FP32[batch,3,224,224]"
+trueline torchserve import resnet.mar --out resnet.bundle --example "x=FP32[batch,3,224,224]"
     the archive's TorchScript becomes a bundle, proven against the file itself; an ONNX file says its own inputs
 
-trueline import archives/densenet --overwrite
+trueline torchserve import archives/densenet --overwrite
     the same of an archive that is a folder, in place of densenet.bundle
 """
 

@@ -1,10 +1,10 @@
 """A recipe's `preprocess` and `postprocess` around the proven program of its bundle. Runs in the handler's process.
 
-The archive (`trueline archive`) holds both. A worker is ready when the program has answered the golden examples here.
-`preprocess` is called with one request: what its JSON says, the text, or the bytes; a dictionary by name when it has
-several parts. It returns a batch of inputs of any size: an array or tensor, several in the model's order, or a
-dictionary by name. `postprocess` gets the outputs of that batch: an array, or a dictionary by name when there are
-several. What either raises fails its own request; those of other clients in the same batch are answered.
+The archive (`trueline torchserve archive`) holds both. A worker is ready when the program has answered the golden
+examples here. `preprocess` is called with one request: what its JSON says, the text, or the bytes; a dictionary by
+name when it has several parts. It returns a batch of inputs of any size: an array or tensor, several in the model's
+order, or a dictionary by name. `postprocess` gets the outputs of that batch: an array, or a dictionary by name when
+there are several. What either raises fails its own request; those of other clients in the same batch are answered.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def parted(source: str) -> tuple[str, str | None]:
     if found is None:
         raise UsageError(
             f"'{digest[:80]}' after # is no digest of a bundle",
-            hint="write #sha256: and the 64 hexadecimal digits that `trueline inspect` shows",
+            hint="write #sha256: and the 64 hexadecimal digits that `trueline bundle inspect` shows",
         )
     return url, found[1]
 
