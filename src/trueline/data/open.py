@@ -1,4 +1,4 @@
-"""Any place that holds records, by its URI: which reader it needs is seen from scheme, ending or content of the folder.
+"""Opens records by their URI; scheme, ending or the content of a folder decides which reader is used.
 
 train.parquet  day-*.csv  s3://bucket/clicks/  photos/  saved_by_datasets/  sqlite:///clicks.db?table=clicks&key=id
 """
@@ -11,11 +11,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
+from trueline.data.formats.image_folder import ImageRecords, is_image_folder
 from trueline.data.loading.default_feed import DefaultFeed
 from trueline.data.records import FileRecords, Format, OnBad, Records
 from trueline.data.source import Mode, Source
 from trueline.data.sources.map_style import DatasetSource
+from trueline.data.sources.maxcompute import open_odps_table
 from trueline.data.sources.mixture import SampledDataset, SampledSource
+from trueline.data.sources.sql import SqlRecords, is_sql
 from trueline.data.sources.table_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
 from trueline.storage.listing import is_visible, list_files, list_store
@@ -31,13 +35,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "tar": ((".tar",), "tar", "TarFormat"),
     "arrayrecord": ((".array_record", ".arrayrecord"), "arrayrecord", "ArrayRecordFormat"),
 }
-"""Name: endings, module of `formats`, class. A module is imported when it is needed."""
-
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
+"""Name: endings, module in `formats` (imported when it is needed), class."""
+_ENDINGS = [ending for endings, _, _ in FORMATS.values() for ending in endings]
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tgz")
 
 
 def as_source(
-    found: Any,
+    dataset: Any,
     *,
     mode: Mode,
     feed: Callable[..., Any] | None,
@@ -45,34 +49,36 @@ def as_source(
     vocabulary: Callable[[], Any] | None = None,
     tokenizer: Callable[[], Any] | None = None,
 ) -> Source:
-    """Makes a Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, the URI of records, or what is
-    `drawn` from several of them.
+    """A Source of what a recipe's `dataset(mode)` returned: a map-style Dataset, URIs of records, a SampledDataset of
+    either, or a Source.
 
-    These become tensors by `feed`, or, without it, by their columns (`feeds`), texts by `vocabulary()` or
-    `tokenizer()`. A Source is taken as it is. Raises RecipeError for anything else, DataError for records that cannot
-    be listed, or whose columns make no tensors.
+    `feed` makes tensors of records; without it their columns do (`default_feed`), texts by `vocabulary()` or
+    `tokenizer()`. Raises RecipeError for anything else, DataError for records that cannot be listed or whose columns
+    make no tensors.
     """
-    if isinstance(found, Source):
-        return found
-    if isinstance(found, SampledDataset):
-        how: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
-        how |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
-        return SampledSource([as_source(part, **how) for part in found.parts], found)
-    uris = _uris(found)
-    if uris:
+    if isinstance(dataset, Source):
+        return dataset
+    if isinstance(dataset, SampledDataset):
+        options: dict[str, Any] = {"mode": mode, "feed": feed, "recipe": recipe}
+        options |= {"vocabulary": vocabulary, "tokenizer": tokenizer}
+        return SampledSource([as_source(part, **options) for part in dataset.parts], dataset)
+    sequence = isinstance(dataset, list | tuple)
+    if isinstance(dataset, str | os.PathLike) or (
+        sequence and dataset and all(isinstance(item, str | os.PathLike) for item in dataset)
+    ):
         if feed is not None:
-            return open_source(uris, feed, mode=mode)
-        usual = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
-        source = open_source(uris, usual, mode=mode)
-        usual.check(source.records.schema, mode)
+            return open_source(dataset, feed, mode=mode)
+        default = DefaultFeed(vocabulary and vocabulary(), tokenizer and tokenizer())
+        source = open_source(dataset, default, mode=mode)
+        default.check(source.records.schema, mode)
         return source
-    indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
-    if indexed and not isinstance(found, tuple | dict):
-        return DatasetSource(found, mode=mode)
-    iterable = hasattr(found, "__iter__") and not isinstance(found, tuple | dict)
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if indexed and not isinstance(dataset, tuple | dict):
+        return DatasetSource(dataset, mode=mode)
+    iterable = hasattr(dataset, "__iter__") and not isinstance(dataset, tuple | dict)
     why = ", which can be iterated but not indexed" if iterable else ""
     raise RecipeError(
-        f"recipe {recipe}: dataset('{mode}') returned {type(found).__name__}{why}; "
+        f"recipe {recipe}: dataset('{mode}') returned {type(dataset).__name__}{why}; "
         "expected a map-style Dataset (__len__ and __getitem__), or the URI of records",
         hint="elastic training reads any record by its index, so that none is lost or trained twice",
     )
@@ -87,51 +93,40 @@ def open_source(
     on_bad: OnBad = "stop",
     cache_bytes: int = CACHE_BYTES,
 ) -> TableSource:
-    """The records at `uris` as a Source; `feed(records, mode)` gets a pyarrow.Table of them. Raises DataError."""
-    given = _as_list(uris)
-    records = open_records(given, format=format, on_bad=on_bad)
-    return TableSource(records, feed, mode=mode, where=describe_uris(given), cache_bytes=cache_bytes)
+    """The records at `uris` as a Source; `feed(records, mode)` is called with a pyarrow.Table. Raises DataError."""
+    uris = _as_list(uris)
+    records = open_records(uris, format=format, on_bad=on_bad)
+    return TableSource(records, feed, mode=mode, where=describe_uris(uris), cache_bytes=cache_bytes)
 
 
 def open_records(uris: Uri | Sequence[Uri], *, format: str = "", on_bad: OnBad = "stop") -> Records:
     """The records at `uris`: paths, globs, folders, objects of a store, one table of a database, or a list of files.
 
-    `format` is asked for only where the endings do not say it. With `on_bad="quarantine"` every unit is read once,
-    and what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
+    `format` is needed only where the endings do not tell it. With `on_bad="quarantine"` every unit is read once, and
+    what cannot be read is left out and reported in the result's `quarantined`; `"files"` does that only for files
     that cannot be listed. Raises DataError.
     """
-    given = _as_list(uris)
-    if len(given) == 1 and not format:
-        from trueline.data.sources.sql import SqlRecords, is_sql
-
-        only = os.fspath(given[0])
-        if is_sql(only):
-            return _refuse_quarantine(SqlRecords(only), on_bad)
-        if only.startswith("odps://"):
-            from trueline.data.sources.maxcompute import open_odps_table
-
-            return _refuse_quarantine(open_odps_table(only), on_bad)
-        path = local_path(only)
-        if not is_remote(only) and path.is_dir():
-            found = _open_folder(path, on_bad)
-            if found is not None:
-                return found
-    chosen = format or _format_of(given)
-    if chosen not in FORMATS:
-        raise DataError(f"'{chosen}' is no format of records (there are: {join_names(FORMATS)})")
-    suffixes = FORMATS[chosen][0]
-    return FileRecords(make_format(chosen), list_files(given, suffixes, complete=on_bad == "stop"), on_bad=on_bad)
+    uris = _as_list(uris)
+    if len(uris) == 1 and not format:
+        records = _open_database_or_folder(os.fspath(uris[0]), on_bad)
+        if records is not None:
+            return records
+    format = format or _find_format(uris)
+    if format not in FORMATS:
+        raise DataError(f"'{format}' is no format of records (there are: {join_names(FORMATS)})")
+    files = list_files(uris, FORMATS[format][0], complete=on_bad == "stop")
+    return FileRecords(make_format(format), files, on_bad=on_bad)
 
 
 def make_format(name: str) -> Format:
-    _, module, kind = FORMATS[name]
-    made: Format = getattr(import_module(f"trueline.data.formats.{module}"), kind)()
-    return made
+    _, module, class_name = FORMATS[name]
+    format: Format = getattr(import_module(f"trueline.data.formats.{module}"), class_name)()
+    return format
 
 
 def format_of_name(name: str) -> str:
-    """The format that an ending stands for, or an empty text."""
-    return next((kind for kind, (suffixes, _, _) in FORMATS.items() if name.endswith(suffixes)), "")
+    """The format of a file name's ending, or an empty text."""
+    return next((format for format, (endings, _, _) in FORMATS.items() if name.endswith(endings)), "")
 
 
 def describe_uris(uris: Sequence[Uri]) -> str:
@@ -139,82 +134,72 @@ def describe_uris(uris: Sequence[Uri]) -> str:
     return ", ".join(redact_uri(os.fspath(uri)) for uri in uris[:3]) + (", ..." if len(uris) > 3 else "")
 
 
-def _uris(found: Any) -> list[str]:
-    if isinstance(found, str | os.PathLike):
-        return [os.fspath(found)]
-    if isinstance(found, list | tuple) and all(isinstance(one, str | os.PathLike) for one in found):
-        return [os.fspath(one) for one in found]
-    return []
-
-
 def _as_list(uris: Uri | Sequence[Uri]) -> list[Uri]:
-    given = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
-    if not given:
+    found = [uris] if isinstance(uris, str | os.PathLike) else list(uris)
+    if not found:
         raise DataError("no records are named", hint="give at least one path or URI")
-    return given
+    return found
 
 
-def _refuse_quarantine(records: Records, on_bad: OnBad) -> Records:
+def _open_database_or_folder(uri: str, on_bad: OnBad) -> Records | None:
+    """None for a URI of files in one format."""
+    path = local_path(uri)
+    records: Records
+    if is_sql(uri):
+        records = SqlRecords(uri)
+    elif uri.startswith("odps://"):
+        records = open_odps_table(uri)
+    elif is_remote(uri) or not path.is_dir():
+        return None
+    elif is_hugging_face(path):
+        return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
+    elif is_image_folder(path) and not _formats_in(path):
+        records = ImageRecords(path)
+    else:
+        return None
     if on_bad == "quarantine":
         raise DataError(f"{type(records).__name__} knows no quarantine: only files can be left out")
     return records
 
 
-def _open_folder(path: Path, on_bad: OnBad) -> Records | None:
-    """Folders that are more than files of one ending."""
-    from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
-    from trueline.data.formats.image_folder import ImageRecords, is_image_folder
-
-    if is_hugging_face(path):
-        return FileRecords(ArrowFormat(), hugging_face_files(path), on_bad=on_bad)
-    if is_image_folder(path) and not _formats_in(path):
-        return _refuse_quarantine(ImageRecords(path), on_bad)
-    return None
-
-
 def _formats_in(path: Path) -> list[str]:
-    names = (one.name for one in path.rglob("*") if is_visible(one.name) and one.is_file())
+    names = (file.name for file in path.rglob("*") if is_visible(file.name) and file.is_file())
     return sorted({format_of_name(name) for name in names} - {""})
 
 
-def _format_of(uris: Sequence[Uri]) -> str:
-    found: dict[str, str] = {}
-    for uri in uris:
-        for kind in _formats_at(uri):
-            found.setdefault(kind, os.fspath(uri))
-    if len(found) > 1:
+def _find_format(uris: Sequence[Uri]) -> str:
+    """Raises DataError for no format or several."""
+    formats = dict.fromkeys(format for uri in uris for format in _formats_at(uri))
+    if len(formats) > 1:
         raise DataError(
-            f"{describe_uris(uris)} holds several formats: {join_names(found)}",
+            f"{describe_uris(uris)} holds several formats: {join_names(formats)}",
             hint="name files of one format, or a pattern",
         )
-    return next(iter(found))
+    return next(iter(formats))
 
 
 def _formats_at(uri: Uri) -> list[str]:
     text = os.fspath(uri)
-    kind = format_of_name(text)
-    if kind:
-        return [kind]
-    if text.endswith(_PACKED):
+    format = format_of_name(text)
+    if format:
+        return [format]
+    if text.endswith(_COMPRESSED):
         raise DataError(
             f"{describe_uris([uri])} is compressed as a whole, so no record in it can be reached by its number",
             hint="decompress it, or convert it: a format that compresses in pieces is Parquet",
         )
     if is_remote(uri):
-        every = tuple(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
-        return sorted({format_of_name(file.name) for file in list_store(text, every)} - {""})
+        return sorted({format_of_name(file.name) for file in list_store(text, _ENDINGS)} - {""})
     path = local_path(uri)
     if path.is_dir():
-        kinds = _formats_in(path)
-        if kinds:
-            return kinds
-        every_suffix = join_names(suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes)
-        raise DataError(f"no records at '{uri}': the folder has no {every_suffix} files")
+        formats = _formats_in(path)
+        if formats:
+            return formats
+        raise DataError(f"no records at '{uri}': the folder has no {join_names(_ENDINGS)} files")
     if path.exists() or "." in path.name:
-        ending = path.suffix or path.name
-        near = closest(ending, [suffix for suffixes, _, _ in FORMATS.values() for suffix in suffixes])
+        near = closest(path.suffix or path.name, _ENDINGS)
         raise DataError(
-            f"'{uri}' has an ending that says no format" + (f"; did you mean {near}?" if near else ""),
+            f"'{uri}' has an ending of no known format" + (f"; did you mean {near}?" if near else ""),
             hint=f"name the format: {join_names(FORMATS)}",
         )
     raise DataError(f"no records at '{uri}': the file does not exist", hint="paths are relative to the current folder")

@@ -1,8 +1,7 @@
-"""Where records come from, behind one small seam.
+"""The Source protocol: records by index, and the units (row group, file, tar slice) in which they are stored.
 
-A Source knows how many records it has, in which units they lie (a row group, a file, a tar slice), and reads
-any of them by index. It knows nothing of epochs, workers or order: `order` says which records form step k, a
-Source only fetches them. Implementations share one conformance suite, `tests/conformance/source.py`.
+A Source knows nothing of epochs, workers or order; `order` decides which records form a step. Implementations share
+`tests/conformance/source.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ if TYPE_CHECKING:
     Indices = npt.NDArray[np.int64]
 
 Mode = Literal["training", "evaluation", "prediction"]
-"""What records are for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Records as tensors: `inputs` is what the model is called with, `labels` what the loss compares with.
+    """Records as tensors whose first dimension counts the records.
 
-    `inputs` is a Tensor, a tuple or list of them (positional arguments) or a dict (keyword arguments). The
-    first dimension of every tensor counts the records.
+    `inputs`: a Tensor, a tuple or list of them (positional arguments of the model) or a dict (keyword arguments);
+    `labels`: the loss's second argument.
     """
 
     inputs: Any
@@ -39,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A run of records that is cheap to read together, e.g. one Parquet row group."""
+    """Neighbouring records that are cheap to read together, e.g. one Parquet row group."""
 
     uri: str
     offset: int
@@ -60,16 +58,16 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A digest that changes when the records do (counts, names, sizes, times): goes into the lineage."""
+        """A digest that changes when the records do, for the lineage."""
         ...
 
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A Source that can begin to read before it is asked."""
+    """A Source that can read ahead."""
 
     def prefetch(self, indices: Indices) -> None:
-        """Gets `indices` ready for the next `read` of just these, and returns at once. Harmless if it never comes."""
+        """Starts reading `indices` for a later `read` of exactly these, and returns at once."""
         ...
 
 
@@ -93,9 +91,9 @@ class Ordered(Protocol):
 
 
 def check_indices(indices: Indices, num_records: int, where: str) -> None:
-    """Refuses to read nothing, or records that are not there. Raises DataError."""
+    """Raises DataError for no indices, or for one out of range."""
     if len(indices) == 0:
-        raise DataError(f"no records of {where} were asked for, expected at least one index")
+        raise DataError(f"no records of {where} were requested, expected at least one index")
     low, high = int(indices[0]), int(indices[-1])
     if high - low != len(indices) - 1 or not bool((indices[1:] > indices[:-1]).all()):  # not a run, which is quick
         low, high = int(indices.min()), int(indices.max())
