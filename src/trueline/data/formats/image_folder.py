@@ -1,21 +1,21 @@
-"""Records from a folder of images: one folder for each class, as torchvision's ImageFolder has it.
+"""Records from a folder of images with one folder for each class, as in torchvision's ImageFolder.
 
     train/cat/1.png  train/dog/7.jpg     ->     image (the file's bytes), label (0: cat, 1: dog), path ('cat/1.png')
 
-Classes are numbered in the order of their names, images come in the order of their paths. Nothing is decoded here.
-A unit is a run of at most 256 images; each image is a file of its own, so it can be read alone.
+Classes are numbered in the order of their names, images sorted by path. Nothing is decoded here. A unit is a run of at
+most 256 images.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
-from trueline.data.source import Unit
+from trueline.data.source import split_units
 from trueline.errors import DataError
 from trueline.storage.file import LocalFile
 from trueline.storage.listing import is_visible
@@ -46,17 +46,10 @@ class ImageRecords:
             if not paths:
                 raise DataError(f"{folder / name} has no images", hint="remove the folder, or add images of its class")
             self._files += [(LocalFile.at(path), label) for path in paths]
-        self._units = [
-            Unit(uri=f"{folder}#{at}", offset=at, count=min(UNIT_RECORDS, len(self._files) - at))
-            for at in range(0, len(self._files), UNIT_RECORDS)
-        ]
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self._units
+        self.units = split_units(str(folder), len(self._files), UNIT_RECORDS)
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
-        offset = self._units[number].offset
+        offset = self.units[number].offset
         chosen = self._files[offset + start : offset + stop]
         return pa.table(
             {

@@ -34,8 +34,8 @@ def compress(data: bytes) -> bytes:
     return bytes(out)
 
 
-def decompress(data: bytes | memoryview, *, check: bool = False) -> bytes:
-    """The content of a framed stream; with `check` its CRC-32Cs are compared too.
+def decompress(data: bytes | memoryview) -> bytes:
+    """The content of a framed stream, whose CRC-32Cs are not compared: RecordIO has a CRC-32 of its own.
 
     Raises ValueError that names the byte at which the stream is damaged.
     """
@@ -49,17 +49,14 @@ def decompress(data: bytes | memoryview, *, check: bool = False) -> bytes:
             raise ValueError(f"snappy stream ends inside the chunk at byte {at}")
         if kind in (_COMPRESSED, _PLAIN):
             content = view[at + 8 : end]
-            piece = bytes(content) if kind == _PLAIN else _raw(codec, content, at)
-            if check and masked_crc32c(piece) != int.from_bytes(view[at + 4 : at + 8], "little"):
-                raise ValueError(f"snappy chunk at byte {at} does not match its CRC-32C")
-            pieces.append(piece)
+            pieces.append(bytes(content) if kind == _PLAIN else _decompress_block(codec, content, at))
         elif 0x02 <= kind <= 0x7F:
             raise ValueError(f"snappy chunk at byte {at} has the unknown type {kind:#04x}")
         at = end
     return b"".join(pieces)
 
 
-def _raw(codec: pa.Codec, content: memoryview, at: int) -> bytes:
+def _decompress_block(codec: pa.Codec, content: memoryview, at: int) -> bytes:
     """A raw block begins with its length as a varint."""
     length = shift = 0
     for byte in content[:5]:
@@ -69,8 +66,8 @@ def _raw(codec: pa.Codec, content: memoryview, at: int) -> bytes:
             break
     if length > _LARGEST:
         raise ValueError(f"snappy chunk at byte {at} claims {length} bytes, at most {_LARGEST} are allowed")
-    found: bytes = codec.decompress(content, decompressed_size=length, asbytes=True)
-    return found
+    block: bytes = codec.decompress(content, decompressed_size=length, asbytes=True)
+    return block
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -81,51 +78,40 @@ def masked_crc32c(data: bytes) -> int:
 def crc32c(data: bytes) -> int:
     """CRC-32C (Castagnoli) of `data`.
 
-    Long data is cut in 256 lanes that go on side by side in numpy; lanes are joined by moving each over the zeros
-    that stand for what follows it (CRCs are linear over GF(2)).
+    256 lanes of the data are computed side by side in numpy. CRCs are linear over GF(2), so neighbouring lanes are
+    joined by shifting the left one over as many zero bytes as the right one has.
     """
     array = np.frombuffer(data, np.uint8)
     width = len(array) // _LANES
+    head, table = len(array) - width * _LANES, _table()
     state = np.uint32(0xFFFFFFFF)
-    head = len(array) - width * _LANES
-    table = _table()
-    if width:
-        body = array[head:].reshape(_LANES, width)
     for byte in array[:head].tolist():
         state = table[(int(state) ^ byte) & 0xFF] ^ (state >> np.uint32(8))
     if width:
         lanes = np.zeros(_LANES, np.uint32)
         lanes[0] = state
-        for column in np.ascontiguousarray(body.T):
+        for column in np.ascontiguousarray(array[head:].reshape(_LANES, width).T):
             lanes = table[(lanes ^ column) & np.uint32(0xFF)] ^ (lanes >> np.uint32(8))
-        state = _join_lanes(lanes, width)
+        while len(lanes) > 1:
+            lanes, width = lanes[1::2] ^ _multiply(_shift_matrix(width), lanes[0::2]), width * 2
+        state = lanes[0]
     return int(state) ^ 0xFFFFFFFF
-
-
-def _join_lanes(lanes: UInt32s, width: int) -> np.uint32:
-    """Lane after lane, pairwise: the left one moves over `width` zero bytes, then widths double."""
-    while len(lanes) > 1:
-        columns = _shift_matrix(width)
-        left, right = lanes[0::2], lanes[1::2]
-        for bit in range(32):
-            right = right ^ np.where((left >> np.uint32(bit)) & np.uint32(1), columns[bit], np.uint32(0))
-        lanes, width = right, width * 2
-    return np.uint32(lanes[0])
 
 
 @lru_cache(maxsize=256)
 def _shift_matrix(width: int) -> UInt32s:
-    """What each single bit of a state becomes after `width` zero bytes."""
+    """The state after `width` zero bytes, for each single bit of a state."""
     if width == 1:
         table, bits = _table(), np.uint32(1) << np.arange(32, dtype=np.uint32)
-        found: UInt32s = table[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8))
-        return found
+        one: UInt32s = table[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8))
+        return one
     half = _shift_matrix(width // 2)
-    found = _apply_matrix(half, half)
-    return _apply_matrix(_shift_matrix(1), found) if width % 2 else found
+    even = _multiply(half, half)
+    return _multiply(_shift_matrix(1), even) if width % 2 else even
 
 
-def _apply_matrix(matrix: UInt32s, states: UInt32s) -> UInt32s:
+def _multiply(matrix: UInt32s, states: UInt32s) -> UInt32s:
+    """Over GF(2); `matrix` has a column for each bit of a state."""
     out = np.zeros(len(states), np.uint32)
     for bit in range(32):
         out ^= np.where((states >> np.uint32(bit)) & np.uint32(1), matrix[bit], np.uint32(0))

@@ -1,17 +1,16 @@
-"""Records from a MaxCompute (ODPS) table, through what pyodps calls `open_reader`: a count, and any slice of rows.
+"""Records from a MaxCompute (ODPS) table through pyodps's `open_reader`, which has a count and any slice of rows.
 
     records = MaxComputeRecords(odps.get_table("clicks"), partition="day=20260131")
 
-Also `odps://PROJECT/TABLE?partition=day=20260131`, with pyodps's own environment variables for the account. Of the
-table only `open_reader(partition=...)`, `name` and `table_schema.simple_columns` are used. No live service was at hand
-when this was written: it is tested against a fake of the reader.
+Or `odps://PROJECT/TABLE?partition=day=20260131`, with pyodps's environment variables for the account. Tested against a
+fake of the reader only, not against the service.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 
-from trueline.data.source import Unit
+from trueline.data.source import split_units
 from trueline.errors import DataError
 
 UNIT_RECORDS = 4096
@@ -46,7 +45,7 @@ class Reader(Protocol):
     def count(self) -> int: ...
 
     def __getitem__(self, rows: slice, /) -> Any:
-        """Rows; each has its `values` in the order of the columns."""
+        """Rows with `values` in the order of the columns."""
         ...
 
 
@@ -61,7 +60,7 @@ class OdpsTable(Protocol):
 
 
 class MaxComputeRecords:
-    """`again` opens the table a second time, for a fork of this process; without it a fork cannot read."""
+    """`reopen` opens the table for a fork of this process; without it a fork cannot read."""
 
     ranged = True
 
@@ -71,38 +70,35 @@ class MaxComputeRecords:
         *,
         partition: str | None = None,
         unit_records: int = UNIT_RECORDS,
-        again: Callable[[], OdpsTable] | None = None,
+        reopen: Callable[[], OdpsTable] | None = None,
     ) -> None:
-        self._opened, self._again, self._partition = (os.getpid(), table), again, partition
+        self._opened, self._reopen, self._partition = (os.getpid(), table), reopen, partition
         self.where = f"odps table {table.name}" + (f" partition {partition}" if partition else "")
         self._schema = pa.schema([(one.name, self._type(one)) for one in table.table_schema.simple_columns])
-        self._count = self._count_rows()
-        self._units = [
-            Unit(uri=f"{self.where}#{at}", offset=at, count=min(unit_records, self._count - at))
-            for at in range(0, self._count, unit_records)
-        ]
+        try:
+            with table.open_reader(partition=partition) as reader:
+                self._count = int(reader.count)
+        except Exception as error:
+            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {error}") from error
+        self.units = split_units(self.where, self._count, unit_records)
 
     @property
     def forks(self) -> bool:
-        return self._again is not None
+        return self._reopen is not None
 
     @property
     def _table(self) -> OdpsTable:
         pid, table = self._opened
-        if pid != os.getpid() and self._again is not None:
-            self._opened = os.getpid(), (table := self._again())
+        if pid != os.getpid() and self._reopen is not None:
+            self._opened = os.getpid(), (table := self._reopen())
         return table
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self._units
 
     @property
     def schema(self) -> pa.Schema:
         return self._schema
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
-        unit = self._units[number]
+        unit = self.units[number]
         try:
             with self._table.open_reader(partition=self._partition) as reader:
                 if reader.count != self._count:
@@ -126,13 +122,6 @@ class MaxComputeRecords:
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.where}|{self._schema}|{self._count}".encode()).hexdigest()
 
-    def _count_rows(self) -> int:
-        try:
-            with self._table.open_reader(partition=self._partition) as reader:
-                return int(reader.count)
-        except Exception as error:
-            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {error}") from error
-
     def _type(self, column: Any) -> Any:
         kind = str(column.type).lower().partition("(")[0]
         if kind not in _TYPES:
@@ -153,9 +142,9 @@ def open_odps_table(uri: str) -> MaxComputeRecords:
     except ImportError as error:
         raise DataError(f"MaxCompute tables need the package pyodps: {error}", hint="pip install pyodps") from error
 
-    def opened() -> OdpsTable:
-        found: OdpsTable = odps.from_environments().get_table(name, project=parts.netloc)
-        return found
+    def open_table() -> OdpsTable:
+        table: OdpsTable = odps.from_environments().get_table(name, project=parts.netloc)
+        return table
 
     partition = parse_qs(parts.query).get("partition", [""])[0]
-    return MaxComputeRecords(opened(), partition=partition or None, again=opened)
+    return MaxComputeRecords(open_table(), partition=partition or None, reopen=open_table)
