@@ -173,10 +173,10 @@ def test_records_across_the_borders_of_the_pieces_of_a_scan_are_found(
     from trueline.data.formats import text as lines
 
     path = WORLDS["csv"].write(tmp_path / "a", flat(40))
-    whole = lines.record_marks(LocalFile.at(path), quoted=True).tolist()
+    whole = lines.find_marks(LocalFile.at(path), quoted=True).tolist()
     for piece in (1, 2, 3, 7, 64):
         monkeypatch.setattr(lines, "_PIECE", piece)
-        assert lines.record_marks(LocalFile.at(path), quoted=True).tolist() == whole
+        assert lines.find_marks(LocalFile.at(path), quoted=True).tolist() == whole
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_an_index_is_kept_for_a_large_file_and_made_again_when_it_is_torn_or_the
     path = WORLDS["csv"].write(tmp_path / "a", flat(60))
     assert rows_of(open_records(path)) == flat(60)
     assert len(list((tmp_path / "cache" / "index").iterdir())) == 2
-    monkeypatch.setattr("trueline.data.formats.text.record_marks", None)  # from here only the index can be used
+    monkeypatch.setattr("trueline.data.formats.text.find_marks", None)  # from here only the index can be used
     assert rows_of(open_records(path)) == flat(60)
     monkeypatch.setenv(offset_index.CACHE, "/proc/none")
     with pytest.raises(TypeError):

@@ -1,7 +1,7 @@
-"""Records from ArrayRecord files, through Google's `array_record` package (an extra: it is not installed by default).
+"""Records from local ArrayRecord files, through Google's `array_record` package (the extra `arrayrecord`).
 
-One column, `record` (binary). A unit is a run of 4096 records, and records can be read alone; write with a group size
-of 64 or so, since a group is decompressed as a whole. The package reads local files only.
+One column, `record` (binary). A unit is a run of 4096 records, and single records can be read; write with a group size
+of about 64, since a group is decompressed as a whole.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class ArrayRecordFormat:
             return SCHEMA.empty_table()
         reader = _reader(file)
         try:
-            found = reader.read(part.at + start, part.at + stop)
+            records = reader.read(part.at + start, part.at + stop)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         finally:
             reader.close()
-        return pa.table([pa.array(found, pa.binary())], schema=SCHEMA)
+        return pa.table([pa.array(records, pa.binary())], schema=SCHEMA)
 
 
 def library() -> Any:
@@ -59,11 +59,11 @@ def library() -> Any:
 
 
 def _reader(file: File) -> Any:
-    found = library()
+    module = library()
     if file.path is None:
         raise DataError(f"{file.uri}: ArrayRecord is read from local disks only", hint="copy it, or convert it")
     try:
-        reader = found.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")
+        reader = module.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     if not reader.ok():

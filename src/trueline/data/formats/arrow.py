@@ -1,9 +1,9 @@
-"""Records from Arrow IPC files, IPC streams and folders that Hugging Face's `save_to_disk` wrote.
+"""Records from Arrow IPC files, IPC streams and folders written by Hugging Face's `save_to_disk`.
 
-A unit is a record batch, mapped into memory and not copied. Arrow has no checksums: a flipped bit inside a value is not
-seen; a broken structure, offsets that lead out of a batch and texts that are not UTF-8 are, when a batch is first read:
-whoever used them would crash. A stream has to end with its end mark, else nobody can say that it is whole. Of a Hugging
-Face folder `state.json` names the files; the `datasets` package is not needed.
+A unit is a record batch, mapped into memory and not copied. Arrow has no checksums, so a flipped bit inside a value is
+not detected. Broken structure, offsets outside a batch and texts that are not UTF-8, which could crash the process, are
+detected when a batch is first read. A stream without its end mark is refused, since it may be incomplete. A Hugging
+Face folder's `state.json` names its files; the `datasets` package is not needed.
 Source: the Arrow columnar format's IPC page (arrow.apache.org/docs/format/Columnar.html).
 """
 
@@ -44,7 +44,7 @@ class ArrowFormat:
         raise DataError(f"{file.uri} is not an Arrow IPC file or stream: it begins with {start!r}")
 
     def _list_file(self, file: File) -> FileListing:
-        """`at` is the batch's number; only its first column is looked at."""
+        """`FileUnit.at` is the batch's number; only its first column is read."""
         with _map(file) as source, pa.ipc.open_file(source) as reader:
             schema, count = reader.schema, reader.num_record_batches
         options = pa.ipc.IpcReadOptions(included_fields=[0]) if len(schema) else None
@@ -52,7 +52,7 @@ class ArrowFormat:
             return FileListing(schema, [FileUnit(reader.get_batch(index).num_rows, index) for index in range(count)])
 
     def _list_stream(self, file: File) -> FileListing:
-        """`at` and `end` are the bytes between which the batch's message lies."""
+        """`FileUnit.at` and `end` are the first byte of the batch's message and the one after its last."""
         parts: list[FileUnit] = []
         with _map(file) as source:
             reader = pa.ipc.open_stream(source)
@@ -90,7 +90,7 @@ class ArrowFormat:
 
 @contextmanager
 def _map(file: File) -> Iterator[Any]:
-    """The buffers of what is read keep the mapping alive after the block."""
+    """The buffers that are read keep the mapping alive after the block."""
     if file.path is not None:
         with pa.memory_map(str(file.path)) as source:
             yield source
@@ -114,7 +114,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def hugging_face_files(folder: Path) -> list[File]:
-    """The files of a saved Dataset in its order. Raises DataError for a folder of several splits, which it names."""
+    """The files of a saved Dataset, in order. Raises DataError for a folder of several splits."""
     if not (folder / "state.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         raise DataError(
@@ -123,7 +123,7 @@ def hugging_face_files(folder: Path) -> list[File]:
         )
     state = _json(folder / "state.json")
     try:
-        names = [str(one["filename"]) for one in state["_data_files"]]
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'state.json'} names no files (expected _data_files with filename)") from error
     if any("/" in name or name.startswith("..") for name in names):
@@ -133,9 +133,9 @@ def hugging_face_files(folder: Path) -> list[File]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        facts = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is a {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(facts, dict):
+        raise DataError(f"{path} is a {type(facts).__name__}, expected an object")
+    return facts

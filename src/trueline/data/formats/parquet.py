@@ -1,10 +1,10 @@
-"""Records from Parquet files, read where they lie, without a conversion.
+"""Records from Parquet files.
 
-A unit is a row group. In the order of windows (`data/order/windowed.py`) a group is decoded once an epoch; in a full
+A unit is a row group. In windowed order (`data/order/windowed.py`) a group is decoded once an epoch; in a full
 permutation over more data than the cache holds, for nearly every record, so write row groups of a few thousand rows.
-In the order of the file, records are decoded as many at a time as are asked for, whatever the size of a group. Page
-checksums, where the writer wrote them, are verified when a group is first read. Files are read and not mapped: one
-that is cut short meanwhile is an error then, and not the end of the process. Listing needs no torch.
+Sequential reads decode a few megabytes at a time, whatever the size of a group. Page checksums, where present, are
+verified when a group is first read. Files are not mapped, so one that is truncated meanwhile is an error and does not
+end the process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _FOOTER_BYTES, _VERIFIED = 16 << 20, 65536
 _BUFFER_BYTES, _STORE_BYTES = 64 << 10, 4 << 20
 """Read at a time, from a disk and from a store."""
 _PIECE_BYTES = 4 << 20
-"""Decoded at a time for who reads in order. Smaller pieces are decoded in less time, but what comes between them finds
-less of its own at hand then: in all that gains nothing."""
+"""Decoded at a time in sequential reads. Smaller pieces decode faster, but gain nothing in all."""
 
 
 class ParquetFormat:
@@ -44,13 +43,13 @@ class ParquetFormat:
     def __init__(self) -> None:
         self._lock = Lock()
         self._footers: dict[tuple[str, Stamp], Any] = {}
-        """Of the files read last: a footer of thousands of row groups takes longer to parse than one of them."""
+        """Of the files read last: a footer of thousands of row groups takes longer to parse than a group."""
         self._footer_bytes = 0
         self._verified: set[tuple[str, Stamp, int]] = set()
-        """Row groups whose checksums were right: they are compared once, unless the file was touched since."""
+        """Row groups whose checksums were right."""
 
     def list(self, file: File) -> FileListing:
-        if file.path is not None:  # in a store its first bytes would be one more request for each file
+        if file.path is not None:  # in a store this would take one more request for each file
             with file.open() as opened:
                 start = opened.read(len(_MAGIC))
             if start != _MAGIC:
@@ -58,7 +57,7 @@ class ParquetFormat:
         return self.parse_footer(file, self.footer(file))
 
     def footer(self, file: File) -> bytes:
-        """The metadata, its length and the magic number: the end of the file."""
+        """The end of the file: metadata, its length, the magic number."""
         size = file.stamp.size
         with file.open(from_end=True) as opened:
             opened.seek(max(size - _END.size, 0))
@@ -79,7 +78,7 @@ class ParquetFormat:
         return FileListing(schema, [FileUnit(group.num_rows, index) for index, group in enumerate(groups)])
 
     def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
-        """A row group's columns lie one behind the other."""
+        """The columns of a row group are contiguous."""
         group = self._footer(file).row_group(part.at)
         columns = [group.column(index) for index in range(group.num_columns)]
         begins = [column.dictionary_page_offset or column.data_page_offset for column in columns]
@@ -90,10 +89,10 @@ class ParquetFormat:
         with self._open(file, [part]) as found:
             table = found.read_row_group(part.at, use_threads=False)
             if (file.uri, file.stamp, part.at) not in self._verified:
-                _validate(table, _text_columns(table.schema))
+                _validate(table)
         self._remember(file, part)
         if len(table) != part.count:
-            return table  # the caller says that the file lies
+            return table  # an error for the caller
         return table.slice(start, stop - start)
 
     def stream(self, file: File, parts: Sequence[FileUnit], rows: int) -> Iterator[Iterator[pa.Table]]:
@@ -102,7 +101,7 @@ class ParquetFormat:
                 yield self._pieces(found, file, part, rows)
 
     def _pieces(self, found: pq.ParquetFile, file: File, part: FileUnit, rows: int) -> Iterator[pa.Table]:
-        """A call of the decoder costs as much as some hundred small records, so these come in multiples of `rows`."""
+        """A call of the decoder costs as much as some hundred small records, so it decodes multiples of `rows`."""
         num_bytes = found.metadata.row_group(part.at).total_byte_size
         if num_bytes <= _PIECE_BYTES:
             tables = iter([found.read_row_group(part.at, use_threads=False)])
@@ -113,21 +112,18 @@ class ParquetFormat:
         if (file.uri, file.stamp, part.at) in self._verified:
             yield from tables
             return
-        unsure: list[int] | None = None
         for table in tables:
-            unsure = _text_columns(table.schema) if unsure is None else unsure
-            _validate(table, unsure)
+            _validate(table)
             yield table
         self._remember(file, part)
 
     @contextmanager
     def _open(self, file: File, parts: Sequence[FileUnit]) -> Iterator[pq.ParquetFile]:
-        """Compares checksums as long as those of one of `parts` were not."""
+        """Verifies checksums unless those of all `parts` were."""
         verify = any((file.uri, file.stamp, part.at) not in self._verified for part in parts)
         options = {"metadata": self._footer(file), "page_checksum_verification": verify}
         if file.path is not None:
-            # Without pre_buffer, by which other threads read all of a row group first: bytes are decoded while they are
-            # at hand, and no more of them are held.
+            # pre_buffer would have other threads read all of a row group first.
             with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as found:
                 yield found
         else:
@@ -151,20 +147,15 @@ class ParquetFormat:
 
     def _remember(self, file: File, part: FileUnit) -> None:
         if len(self._verified) >= _VERIFIED:
-            self._verified.clear()  # to compare once more costs less than to remember every group of a large store
+            self._verified.clear()  # verifying again costs less than remembering every group of a large store
         self._verified.add((file.uri, file.stamp, part.at))
 
 
-def _text_columns(schema: pa.Schema) -> list[int]:
-    """Columns that may hold texts."""
-    kinds = [field.type for field in schema]
-    return [at for at, kind in enumerate(kinds) if not pa.types.is_primitive(kind) and kind not in _BYTES]
-
-
-def _validate(table: pa.Table, columns: Sequence[int]) -> None:
-    """Texts are UTF-8, which the decoder takes on trust and whoever reads them does not. Raises ArrowInvalid."""
-    for at in columns:
-        table.column(at).validate(full=True)
+def _validate(table: pa.Table) -> None:
+    """Checks that texts are UTF-8, which the decoder does not. Raises ArrowInvalid."""
+    for column in table.columns:
+        if not pa.types.is_primitive(column.type) and column.type not in _BYTES:
+            column.validate(full=True)
 
 
 def _complaint(file: File) -> str:

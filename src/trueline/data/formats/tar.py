@@ -1,11 +1,11 @@
-"""Records from WebDataset tars: files of one basename that follow each other are one sample.
+"""Records from WebDataset tars: neighbouring files with the same basename are one sample.
 
     00017.jpg 00017.cls 00018.jpg ...      ->      __key__ '00017', columns 'cls' and 'jpg' (binary)
 
-The key ends at the first dot of the file's name; folders belong to it. Where each file lies is found by one pass over
-the headers and kept as an index, so a sample is read alone, which WebDataset itself does not offer. A sample without a
-file of some extension has a null there. A damaged header would end Python's reading without a word; here it is an
-error, as is a tar without its end mark. Contents have no checksums.
+The key ends at the first dot of the file's name and includes folders. One pass over the headers builds an index, so
+single samples can be read, unlike with WebDataset itself. A sample without a file of some extension has a null there. A
+damaged header, at which Python's reader would silently stop, is an error, and so is a missing end mark. Contents have
+no checksums.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 @dataclass(slots=True)
 class _Index:
-    """Sample i is `keys[i]`; its file of extension j lies at `at[i, j]` and is `size[i, j]` long; -1: none."""
+    """Sample i is `keys[i]`; its file of extension j is at byte `at[i, j]`, `size[i, j]` long; -1: none."""
 
     keys: list[str]
     extensions: list[str]
@@ -66,49 +66,42 @@ class TarFormat:
     _known: dict[tuple[str, Stamp], _Index] = field(default_factory=dict)
 
     def list(self, file: File) -> FileListing:
-        found = _Index.of(load_index(file, "webdataset", lambda: _index(file).arrays()))
-        self._known[file.uri, file.stamp] = found
-        if not found.keys:
+        index = _Index.of(load_index(file, "webdataset", lambda: _build_index(file).arrays()))
+        self._known[file.uri, file.stamp] = index
+        if not index.keys:
             return FileListing(pa.schema([]), [])
-        schema = pa.schema(
-            [pa.field(KEY, pa.string()), *(pa.field(name, pa.binary()) for name in sorted(found.extensions))]
-        )
-        return FileListing(schema, list(_parts(found)))
+        columns = [(name, pa.binary()) for name in sorted(index.extensions)]
+        return FileListing(pa.schema([(KEY, pa.string()), *columns]), list(_split_units(index)))
 
     def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
-        found = self._known[file.uri, file.stamp]
-        at, size = found.at[part.at + start : part.at + stop], found.size[part.at + start : part.at + stop]
-        there = at >= 0
-        return (int(at[there].min()), int((at + size)[there].max())) if there.any() else (0, 0)
+        index, samples = self._known[file.uri, file.stamp], slice(part.at + start, part.at + stop)
+        at, size = index.at[samples], index.size[samples]
+        present = at >= 0
+        return (int(at[present].min()), int((at + size)[present].max())) if present.any() else (0, 0)
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
-        found = self._known[file.uri, file.stamp]
-        first, last = part.at + start, part.at + stop
-        columns = {KEY: pa.array(found.keys[first:last], pa.string())}
+        index, samples = self._known[file.uri, file.stamp], slice(part.at + start, part.at + stop)
+        columns = {KEY: pa.array(index.keys[samples], pa.string())}
         with file.open() as opened:
-            for kind in sorted(found.extensions):
-                number = found.extensions.index(kind)
-                values: list[bytes | None] = []
-                for at, size in zip(
-                    found.at[first:last, number].tolist(), found.size[first:last, number].tolist(), strict=True
-                ):
-                    if at < 0:
-                        values.append(None)
-                        continue
-                    opened.seek(at)
-                    values.append(_whole(opened.read(size), size, at))
-                columns[kind] = pa.array(values, pa.binary())
+            for extension in sorted(index.extensions):
+                number = index.extensions.index(extension)
+                places = zip(index.at[samples, number].tolist(), index.size[samples, number].tolist(), strict=True)
+                columns[extension] = pa.array([_read(opened, at, size) for at, size in places], pa.binary())
         return pa.table(columns)
 
 
-def _whole(data: bytes, size: int, at: int) -> bytes:
+def _read(opened: BinaryIO, at: int, size: int) -> bytes | None:
+    if at < 0:
+        return None
+    opened.seek(at)
+    data = opened.read(size)
     if len(data) != size:
         raise ValueError(f"{len(data)} bytes are left at byte {at}, expected {size}")
     return data
 
 
-def _parts(index: _Index) -> Iterator[FileUnit]:
-    """Cut where a unit would pass 4 MiB or 1024 samples."""
+def _split_units(index: _Index) -> Iterator[FileUnit]:
+    """Units of at most 4 MiB and 1024 samples; a larger sample is a unit of its own."""
     sizes = np.maximum(index.size, 0).sum(axis=1)
     first = num_bytes = 0
     for sample, size in enumerate(sizes.tolist()):
@@ -119,7 +112,7 @@ def _parts(index: _Index) -> Iterator[FileUnit]:
     yield FileUnit(len(sizes) - first, first)
 
 
-def _index(file: File) -> _Index:
+def _build_index(file: File) -> _Index:
     keys: list[str] = []
     seen: set[str] = set()
     extensions: dict[str, int] = {}
@@ -147,7 +140,7 @@ def _index(file: File) -> _Index:
 
 
 def _members(file: File) -> Iterator[tuple[str, int, int]]:
-    """Name, place and size of each regular file. Raises DataError for a tar that is not whole."""
+    """Name, offset and size of each regular file. Raises DataError for a tar that is not whole."""
     with file.open() as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every member otherwise

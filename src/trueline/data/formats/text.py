@@ -1,9 +1,9 @@
-"""Records from CSV and JSON Lines, read by ranges over an index of where each begins.
+"""Records from CSV and JSON Lines, read by ranges with an index of where each begins.
 
-A unit is a run of at most 4096 lines; a line alone can be read too. In CSV a line break inside quotes belongs to its
-field: a break ends a record where an even number of quotes stands before it (RFC 4180). Blank lines hold no record. The
-columns and their types are those of the first mebibyte; a later value that does not fit is an error that names the
-record, as is a JSON field that was not there before: nothing is dropped and nothing becomes text in silence.
+A unit is a run of at most 4096 lines; single lines can be read too. In CSV a line break ends a record when an even
+number of quotes precedes it (RFC 4180). Blank lines hold no record. Columns and types are inferred from the first
+mebibyte. A later value that does not fit, or a new JSON field, is an error that names the record: nothing is dropped
+and nothing becomes text silently.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 class _Lines:
-    """What CSV and JSON Lines share: the index, and reading between two of its marks."""
+    """The index of CSV and JSON Lines, and reading between two of its marks."""
 
     name = ""
     unit = "run of lines"
@@ -58,10 +58,9 @@ class _Lines:
         raise NotImplementedError
 
     def _marks(self, file: File) -> Ints:
-        """The bytes at which records begin, and the end of the last: one number more than there are records."""
         kind = f"lines quoted={self.quoted}"
-        found = load_index(file, kind, lambda: {"marks": record_marks(file, quoted=self.quoted)})["marks"]
-        return found.astype(np.int64)
+        index = load_index(file, kind, lambda: {"marks": find_marks(file, quoted=self.quoted)})
+        return index["marks"].astype(np.int64)
 
     def _bytes(self, file: File, marks: Ints, start: int, stop: int) -> bytes:
         at, end = int(marks[start]), int(marks[stop])
@@ -70,7 +69,7 @@ class _Lines:
             return opened.read(end - at)
 
     def _locate_error(self, file: File, start: int, stop: int, error: Exception) -> DataError:
-        """The first record that does not parse by itself; looking for it is what an error may cost."""
+        """Names the first record that does not parse by itself."""
         marks, schema = self._known[file.uri, file.stamp]
         where = f"records {start} to {stop}"
         for record in range(start, stop):
@@ -84,36 +83,35 @@ class _Lines:
             hint="every record has the columns and types of the first mebibyte",
         )
 
-
-def _parts(marks: Ints) -> list[FileUnit]:
-    count = len(marks) - 1
-    return [FileUnit(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
+    def _list_units(self, file: File, marks: Ints, schema: pa.Schema) -> FileListing:
+        self._known[file.uri, file.stamp] = marks, schema
+        count = len(marks) - 1
+        return FileListing(
+            schema, [FileUnit(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
+        )
 
 
 class CsvFormat(_Lines):
-    """With a header line. Tabs part the fields of `.tsv`."""
+    """With a header line. `.tsv` has tabs instead of commas."""
 
     name = "CSV"
     quoted = True
-
-    def __init__(self, *, delimiter: str = "") -> None:
-        super().__init__()
-        self._delimiter = delimiter
 
     def list(self, file: File) -> FileListing:
         marks = self._marks(file)
         if len(marks) < 2:
             raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
         sample = self._bytes(file, marks, 0, _count_sample(marks))
-        found = self._parse(file, sample, None).schema
-        schema = pa.schema([pa.field(one.name, _csv_type(one.type)) for one in found])
-        self._known[file.uri, file.stamp] = marks[1:], schema
-        return FileListing(schema, _parts(marks[1:]))
+        fields = [
+            pa.field(field.name, pa.string() if pa.types.is_null(field.type) else field.type)
+            for field in self._parse(file, sample, None).schema
+        ]
+        return self._list_units(file, marks[1:], pa.schema(fields))
 
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
-        delimiter = self._delimiter or ("\t" if file.name.endswith(".tsv") else ",")
+        delimiter = "\t" if file.name.endswith(".tsv") else ","
         names = None if schema is None else schema.names
-        types = None if schema is None else {one.name: one.type for one in schema}
+        types = None if schema is None else {field.name: field.type for field in schema}
         return pyarrow.csv.read_csv(
             pa.BufferReader(data),
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
@@ -125,7 +123,7 @@ class CsvFormat(_Lines):
 
 
 class JsonLinesFormat(_Lines):
-    """One object a line; objects may be nested. Dates stay the strings that they are in the file."""
+    """One object a line, which may be nested. Dates stay strings."""
 
     name = "JSON Lines"
 
@@ -133,48 +131,40 @@ class JsonLinesFormat(_Lines):
         marks = self._marks(file)
         if len(marks) < 2:
             return FileListing(pa.schema([]), [])
-        found = self._parse(file, self._bytes(file, marks, 0, _count_sample(marks)), None).schema
-        schema = pa.schema([pa.field(one.name, _json_type(one.type)) for one in found])
-        self._known[file.uri, file.stamp] = marks, schema
-        return FileListing(schema, _parts(marks))
+        inferred = self._parse(file, self._bytes(file, marks, 0, _count_sample(marks)), None).schema
+        schema = pa.schema([pa.field(field.name, _json_type(field.type)) for field in inferred])
+        return self._list_units(file, marks, schema)
 
     def _parse(self, file: File, data: bytes, schema: pa.Schema | None) -> pa.Table:
-        found = _json(data, schema)
-        return found if schema is None else found.select(schema.names)
+        table = pyarrow.json.read_json(
+            pa.BufferReader(data),
+            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            parse_options=pyarrow.json.ParseOptions(
+                explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
+            ),
+        )
+        table.validate(full=True)  # of UTF-8, which the parser does not check
+        return table if schema is None else table.select(schema.names)
 
 
 def _count_sample(marks: Ints) -> int:
-    """How many records the first mebibyte holds; at least one, at most all."""
+    """The number of records in the first mebibyte; at least one."""
     return min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
 
 
-def _json(data: bytes, schema: pa.Schema | None) -> pa.Table:
-    options = pyarrow.json.ParseOptions(
-        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
-    )
-    read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
-    found = pyarrow.json.read_json(pa.BufferReader(data), read_options=read, parse_options=options)
-    found.validate(full=True)  # of UTF-8, which the parser takes on trust
-    return found
-
-
-def _json_type(found: Any) -> Any:
-    """A timestamp that pyarrow sees in a string is a string again; a column of nulls may hold strings later."""
-    if pa.types.is_timestamp(found) or pa.types.is_null(found):
+def _json_type(kind: Any) -> Any:
+    """A timestamp that pyarrow infers becomes a string again, and nulls too, since strings may follow."""
+    if pa.types.is_timestamp(kind) or pa.types.is_null(kind):
         return pa.string()
-    if pa.types.is_list(found):
-        return pa.list_(_json_type(found.value_type))
-    if pa.types.is_struct(found):
-        return pa.struct([pa.field(one.name, _json_type(one.type)) for one in found])
-    return found
+    if pa.types.is_list(kind):
+        return pa.list_(_json_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _json_type(field.type)) for field in kind])
+    return kind
 
 
-def _csv_type(found: Any) -> Any:
-    return pa.string() if pa.types.is_null(found) else found
-
-
-def record_marks(file: File, *, quoted: bool) -> Ints:
-    """Where records begin, and where the last ends. Raises DataError for a quote that is never closed."""
+def find_marks(file: File, *, quoted: bool) -> Ints:
+    """The bytes at which records begin, and the end of the last. Raises DataError for an open quote."""
     begins: list[Ints] = []
     quotes = at = quote_at = line_at = before = 0
     with file.open() as opened:
