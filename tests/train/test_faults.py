@@ -44,7 +44,7 @@ def test_a_fault_of_any_incarnation_strikes_once_in_the_job_and_says_where(struc
     for ref in ("worker-1.0", "worker-1.1"):
         Faults((Fault(step=9, slot=0), fault), ref).at("before", 4)
     assert struck == [signal.SIGSTOP]
-    told = json.loads((tmp_path / injected.STRUCK / "1").read_text())
+    told = json.loads((tmp_path / "faults" / "1").read_text())
     assert (told["worker"], told["step"], told["phase"], told["signal"]) == ("worker-1.0", 4, "before", 19)
 
 

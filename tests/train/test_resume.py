@@ -11,7 +11,7 @@ from trueline import files
 from trueline.checkpoint import checkpoint
 from trueline.errors import UsageError
 from trueline.train import api, settings
-from trueline.train.launch import job_dir as folder
+from trueline.train.job_dir import JobDir
 from trueline.train.launch import overrides
 from trueline.train.master.journal import Journal, apply
 from trueline.train.master.progress import Account
@@ -147,7 +147,7 @@ def test_a_job_that_runs_has_finished_or_would_be_another_one_is_not_resumed_and
         assert ((job_dir / "job.json").read_bytes(), known(job_dir)[0]) == before
 
     refused("is another one: seed was 1", seed=2)
-    held = folder.hold(job_dir)
+    held = JobDir(job_dir).hold()
     refused("is running")
     os.close(held)
     (job_dir / "summary.json").write_text("{}")

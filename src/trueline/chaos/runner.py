@@ -21,8 +21,7 @@ from trueline.chaos.leftovers import MARK, marked
 from trueline.chaos.schedule import Strike
 from trueline.train import api
 from trueline.train import settings as job_settings
-from trueline.train.faults import STRUCK
-from trueline.train.launch import job_dir as folder
+from trueline.train.job_dir import JobDir, parse_events
 
 STILL_S = 200.0
 """A job without a step for so long stands still: longer than any lease, delay and start of a process."""
@@ -115,7 +114,7 @@ class Victim:
         if self.launcher.poll() is None:
             return True
         self._listen()
-        launch = folder.read_launch(self.job_dir)
+        launch = JobDir(self.job_dir).read_launch()
         if launch is None or launch.outcome == "":
             self.troubles.append(f"the launcher ended with {self.launcher.returncode} and did not say how")
             return False
@@ -153,14 +152,14 @@ class Victim:
     def _listen(self) -> None:
         """Reads what was added to events.jsonl."""
         try:
-            with (self.job_dir / "events.jsonl").open("rb") as file:
+            with JobDir(self.job_dir).events.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for name, fields, _ in folder.events_from(line.decode() for line in lines if line):
+        for name, fields, _ in parse_events(filter(None, lines)):
             self._hear(name, fields)
 
     def _hear(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -214,11 +213,8 @@ class Victim:
         return self._kill_workers(strike, 1, signal.SIGSTOP)
 
     def _master(self) -> int:
-        try:
-            pid: int = json.loads((self.job_dir / "master.json").read_text())["pid"]
-        except (OSError, ValueError):
-            return -1
-        return pid
+        master = JobDir(self.job_dir).read_master()
+        return -1 if master is None else master.pid
 
     def _do_master(self, strike: Strike) -> bool:
         return self._signal(self._master(), signal.SIGKILL)
@@ -313,7 +309,7 @@ class Victim:
     def struck(self) -> list[tuple[str, int]]:
         """What was done (kind, or the point where a worker did it to itself) and when (monotonic, ns)."""
         found = list(self.done)
-        for file in (self.job_dir / STRUCK).glob("*"):
+        for file in JobDir(self.job_dir).faults.glob("*"):
             with contextlib.suppress(ValueError):  # struck from outside while it wrote
                 fault = json.loads(file.read_text())
                 found.append((f"{fault['phase']}{'' if fault['signal'] == 9 else ' (stop)'}", fault["at_ns"]))

@@ -17,6 +17,7 @@ import torch
 from trueline.checkpoint import checkpoint
 from trueline.train import settings as job_settings
 from trueline.train.api import Summary
+from trueline.train.job_dir import JobDir
 
 COUNTER = "seen"
 """A parameter of this name with a number for each record is taken to count the steps that the record was in."""
@@ -61,14 +62,14 @@ class Verdict:
 
 
 def rows(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
-    with sqlite3.connect(job_dir / "journal.sqlite") as log:
+    with sqlite3.connect(JobDir(job_dir).journal) as log:
         return [(kind, json.loads(body)) for kind, body in log.execute("SELECT kind, body FROM log ORDER BY seq")]
 
 
 def observe(job_dir: Path) -> Calm:
     commits = [body for kind, body in rows(job_dir) if kind == "COMMIT"]
     took = [(after["at_ns"] - before["at_ns"]) / 1e9 for before, after in pairwise(commits)]
-    facts = json.loads((job_dir / "summary.json").read_text())
+    facts = json.loads(JobDir(job_dir).summary.read_text())
     weights = checkpoint.read(facts["checkpoint"]).state["model"]
     losses = {body["step"]: body["loss"] for body in commits}
     return Calm(steps=facts["steps"], step_s=statistics.median(took or [0.0]), losses=losses, weights=weights)
@@ -76,11 +77,11 @@ def observe(job_dir: Path) -> Calm:
 
 def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tolerance: float) -> Verdict:
     """What is wrong with the job in `job_dir`, which was struck so and then."""
-    if not (job_dir / "summary.json").exists():
+    if not JobDir(job_dir).summary.exists():
         return Verdict(violations=("the job did not finish",))
     log = rows(job_dir)
     losses, wrong, rolled_back = surviving(log)
-    facts = json.loads((job_dir / "summary.json").read_text())
+    facts = json.loads(JobDir(job_dir).summary.read_text())
     if not Summary(facts).exactly_once:
         wrong.append("a certificate does not say that every record was applied exactly once")
     if facts["set_aside"] or facts["quarantined"]:

@@ -92,15 +92,16 @@ def checkpoint_path(given: str) -> Location:
     """
     from trueline.errors import UsageError
     from trueline.storage.location import parse_location
+    from trueline.train.job_dir import JobDir
 
     folder = parse_location(given)
     if isinstance(folder, Path):
-        if not (folder / "job.json").is_file():
+        if not JobDir(folder).settings.is_file():
             return folder
         from trueline.train import settings
 
         job = settings.load(folder)
-        folder = job.checkpoints or folder / "checkpoints"
+        folder = job.checkpoints or JobDir(folder).checkpoints
         if job.wants_best and (best := _best(folder)) is not None:
             return best
     from trueline.checkpoint import checkpoint

@@ -23,7 +23,7 @@ from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import settings as job_settings
-from trueline.train.launch import job_dir as folders
+from trueline.train.job_dir import JobDir
 from trueline.train.launch import overrides as settled
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.launch.overrides import Wanted
@@ -259,8 +259,7 @@ def prepare_resume(
     """
     folder = Path(job_dir).resolve()
     earlier = job_settings.load(folder)
-    if folders.held(folder):
-        raise UsageError(f"the job in {folder} is running", hint=f"follow it with `trueline logs -f {folder}`")
+    JobDir(folder).expect_idle()
     low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
     found = recipe if recipe is not None or earlier.script else load_recipe(earlier.recipe)
     digest = found.digest if found is not None else files.sha256_file(Path(earlier.script[0]))
@@ -269,7 +268,7 @@ def prepare_resume(
     )  # fmt: skip
     later = settled.applied(later, wanted, cores=_cores(), metrics=_metrics(found))
     settled.refuse_changes(earlier, later, str(folder))
-    if (folder / "summary.json").exists():
+    if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
     _go_back_to_checkpoint(folder, later)
     job_settings.save(msgspec.structs.replace(later, checkpoints=_absolute(later.checkpoints)), folder)
@@ -300,7 +299,7 @@ def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
     if job.checkpoints:
         _expect_room(job.checkpoints)
     folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
-    if (folder / "job.json").exists():
+    if JobDir(folder).settings.exists():
         raise UsageError(
             f"{folder} holds a job already", hint="add --resume to go on with it, or choose another folder"
         )
@@ -350,10 +349,10 @@ def _go_back_to_checkpoint(folder: Path, job: JobSettings) -> None:
     """Puts the newest checkpoint that verifies into the journal; with none the job begins from its first step."""
     from trueline.checkpoint import checkpoint
 
-    where = job.checkpoints or folder / "checkpoints"
+    where = job.checkpoints or JobDir(folder).checkpoints
     checkpoint.sweep(where)  # what a dead writer left; nobody of the job is alive
     newest = checkpoint.latest(where)
-    journal = Journal(folder / "journal.sqlite")
+    journal = Journal(JobDir(folder).journal)
     if newest is None:
         journal.append(("TRUNCATE", {"steps": 0}), ("CKPT", {"step": -1, "path": "", "digest": ""}))
         events.emit("job.restarted", why="there is no checkpoint: the job begins again from its first step")

@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 
 from trueline.engine.contract import parse_ref
+from trueline.train.job_dir import JobDir
 from trueline.train.settings import Fault, Phase
-
-STRUCK = "faults"
-"""Folder of a job, with a file for each fault that was carried out."""
 
 
 class Faults:
@@ -53,7 +51,7 @@ class Faults:
 
     def _claimed(self, number: int, fault: Fault, step: int) -> bool:
         """Whether nobody in this slot has carried the fault out before; notes that this worker does."""
-        folder = Path(os.environ["TRUELINE_JOB"]) / STRUCK
+        folder = JobDir(Path(os.environ["TRUELINE_JOB"])).faults
         folder.mkdir(exist_ok=True)
         try:
             handle = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

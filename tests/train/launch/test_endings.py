@@ -11,7 +11,7 @@ from trueline import errors
 from trueline.engine.contract import Kind, Seen
 from trueline.train import settings
 from trueline.train.api import Summary
-from trueline.train.launch import job_dir as folder
+from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import jobs, launcher, shutdown
 from trueline.train.master.journal import Journal
 from trueline.train.worker import main as worker
@@ -122,9 +122,9 @@ ENDS = [
 
 @pytest.mark.parametrize(("error", "outcome", "why"), ENDS, ids=lambda value: str(value)[:20])
 def test_how_a_launch_ended_is_in_its_folder(job_dir, error, outcome, why):
-    began = folder.Launch(pid=1, started=5.0, scratch="x")
+    began = LaunchRecord(pid=1, started=5.0, scratch="x")
     launcher.LocalJob(job_dir)._tell_the_end(began, error)
-    found = folder.read_launch(job_dir)
+    found = JobDir(job_dir).read_launch()
     assert (found.outcome, found.why, found.pid, found.started) == (outcome, why, 1, 5.0)
     assert found.ended > 5.0
     last = json.loads((job_dir / "events.jsonl").read_text().splitlines()[-1])
@@ -134,16 +134,16 @@ def test_how_a_launch_ended_is_in_its_folder(job_dir, error, outcome, why):
 
 def test_a_job_is_what_its_folder_says(job_dir):
     assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("prepared", "never launched")
-    began = folder.Launch(pid=1, started=5.0)
-    folder.write_launch(job_dir, began)
+    began = LaunchRecord(pid=1, started=5.0)
+    JobDir(job_dir).write_launch(began)
     assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("dead", "its launcher was killed")
-    folder.write_launch(job_dir, msgspec.structs.replace(began, outcome="failed", why="odd"))
+    JobDir(job_dir).write_launch(msgspec.structs.replace(began, outcome="failed", why="odd"))
     assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("failed", "odd")
-    held = folder.hold(job_dir)
+    held = JobDir(job_dir).hold()
     try:
         assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("running", "")
         with pytest.raises(errors.UsageError, match="is running"):
-            folder.hold(job_dir)
+            JobDir(job_dir).hold()
     finally:
         os.close(held)
     (job_dir / "summary.json").write_text("{}")

@@ -17,7 +17,7 @@ from trueline.cli.jobs.logs import lines, log_of
 from trueline.cli.options import checkpoint_path
 from trueline.train import api
 from trueline.train import settings as job_settings
-from trueline.train.launch import job_dir as folder
+from trueline.train.job_dir import JobDir
 from trueline.train.launch import jobs
 from trueline.train.launch.launcher import detach
 from trueline.train.master.journal import Journal
@@ -33,7 +33,7 @@ def said_by(capsys, *arguments) -> str:
 
 
 def family(job: Path) -> list[psutil.Process]:
-    launcher = psutil.Process(folder.read_launch(job).pid)
+    launcher = psutil.Process(JobDir(job).read_launch().pid)
     return [launcher, *launcher.children(recursive=True)]
 
 
@@ -53,7 +53,7 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     ]
     command = [sys.executable, "-m", "trueline", "train", str(TINY), *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
-    assert json.loads(told.stdout) == {"job": str(job), "pid": folder.read_launch(job).pid}
+    assert json.loads(told.stdout) == {"job": str(job), "pid": JobDir(job).read_launch().pid}
     until(lambda: jobs.read(job).step > 45, "the job takes steps")
     assert jobs.read(job).state == "running"
     assert "3 workers from now on" in said_by(capsys, "scale", job, 3)
@@ -122,12 +122,12 @@ def test_a_launch_that_cannot_begin_points_to_its_log(tmp_path):
 
 
 def test_two_launchers_of_one_job_are_one_too_many(tmp_path):
-    lock = folder.hold(tmp_path)
-    assert folder.held(tmp_path)
+    lock = JobDir(tmp_path).hold()
+    assert JobDir(tmp_path).is_held()
     with pytest.raises(errors.UsageError, match="is running"):
-        folder.hold(tmp_path)
+        JobDir(tmp_path).hold()
     os.close(lock)
-    assert not folder.held(tmp_path)
+    assert not JobDir(tmp_path).is_held()
 
 
 def recipe_with(tmp_path, *lines_of_it) -> Path:
@@ -215,10 +215,10 @@ def test_steps_that_were_taken_back_are_not_counted(tmp_path):
 
 def test_the_story_of_a_job_is_told_in_words_with_the_time_of_day(tmp_path, capsys):
     job = api.prepare(TINY, job_dir=tmp_path / "job")
-    folder.record(job, "job.started", job="tiny", workers=2, epochs=6)
+    JobDir(job).record("job.started", job="tiny", workers=2, epochs=6)
     for step in range(STEPS):
-        folder.record(job, "step.applied", step=step, total=STEPS, loss=0.5, records=30, workers=2, at_ns=step * 10**8)
-    folder.record(job, "worker.quarantined", slot=1, why="killed by SIGSEGV 3 times")
+        JobDir(job).record("step.applied", step=step, total=STEPS, loss=0.5, records=30, workers=2, at_ns=step * 10**8)
+    JobDir(job).record("worker.quarantined", slot=1, why="killed by SIGSEGV 3 times")
     with (job / "events.jsonl").open("a") as file:
         file.write('{"torn')
     told = [line.split(" ", 1)[1] for line in said_by(capsys, "logs", job).splitlines()]
@@ -247,10 +247,10 @@ def test_the_log_of_a_worker_is_that_of_its_newest_life_if_nobody_says_which(tmp
     (tmp_path / "logs").mkdir()
     for name in ("master", "worker-1.0", "worker-1.10", "worker-1.9"):
         (tmp_path / "logs" / f"{name}.log").touch()
-    found = [log_of(tmp_path, which).name for which in ("master", "worker-1.0", "worker-1", "1", "events")]
+    found = [log_of(JobDir(tmp_path), which).name for which in ("master", "worker-1.0", "worker-1", "1", "events")]
     assert found == ["master.log", "worker-1.0.log", "worker-1.10.log", "worker-1.10.log", "events.jsonl"]
     with pytest.raises(errors.UsageError, match="has no log of 'mastr'") as caught:
-        log_of(tmp_path, "mastr")
+        log_of(JobDir(tmp_path), "mastr")
     assert caught.value.hint == "did you mean 'master'?"
 
 

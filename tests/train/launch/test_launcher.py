@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 from trueline.train import settings
-from trueline.train.launch import job_dir, launcher
+from trueline.train.job_dir import LaunchRecord
+from trueline.train.launch import launcher
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -39,7 +40,7 @@ def left(tmp_path):
 
 def test_what_a_killed_launcher_left_stopped_is_ended_by_the_next_one(left):
     process, scratch = left
-    launcher._bury(job_dir.Launch(pid=1, started=time.time(), scratch=str(scratch)))
+    launcher._bury(LaunchRecord(pid=1, started=time.time(), scratch=str(scratch)))
     assert process.wait(100) == -signal.SIGKILL
     assert not scratch.exists()
 
@@ -47,9 +48,9 @@ def test_what_a_killed_launcher_left_stopped_is_ended_by_the_next_one(left):
 def test_what_another_launcher_has_is_left_alone(left):
     process, scratch = left
     launcher._bury(None)
-    launcher._bury(job_dir.Launch(pid=1, started=1.0))
-    launcher._bury(job_dir.Launch(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
-    launcher._bury(job_dir.Launch(pid=1, started=1.0, scratch=str(scratch) + "-other"))
+    launcher._bury(LaunchRecord(pid=1, started=1.0))
+    launcher._bury(LaunchRecord(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
+    launcher._bury(LaunchRecord(pid=1, started=1.0, scratch=str(scratch) + "-other"))
     assert os.waitpid(process.pid, os.WNOHANG) == (0, 0)
     assert scratch.exists()
 

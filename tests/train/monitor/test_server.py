@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from trueline import events
+from trueline.train.job_dir import JobDir
 from trueline.train.monitor import server as pages
 from trueline.train.monitor.server import Page, still, token_of
 from worlds import job_events
@@ -85,7 +86,7 @@ def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path
     before = asyncio.run(first())
     url, state = asyncio.run(second())
     assert url == before
-    whole = pages.Board(pages._facts(folder))
+    whole = pages.Board(pages._facts(JobDir(folder)))
     for event in told:
         whole.hear(*event)
     assert state == whole.state(0.0)

@@ -6,12 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trueline import events
 from trueline.cli._progress import Lines, progress
 from trueline.cli.options import job_argument, json_option, verb
+
+if TYPE_CHECKING:
+    from trueline.train.job_dir import JobDir
 
 _EXAMPLES = """
 trueline logs digits-1
@@ -38,18 +42,18 @@ def command(job: str, follow: bool, which: str | None, as_json: bool) -> None:
     is a job's folder, or its name under ./runs; it may run or have ended. --json prints the events, one JSON object
     on each line.
     """
-    from trueline.train.launch import job_dir as folders
+    from trueline.train.job_dir import JobDir, parse_events
     from trueline.train.launch.jobs import find
 
-    folder = find(job)
-    going_on: Callable[[], bool] = (lambda: folders.held(folder)) if follow else (lambda: False)
+    folder = JobDir(find(job))
+    going_on: Callable[[], bool] = folder.is_held if follow else (lambda: False)
     if as_json and which is None:
         which = "events"
     if which is not None:
         for line in lines(log_of(folder, which), going_on):
             click.echo(line, nl=False)
         return
-    story = folders.events_from(lines(folder / "events.jsonl", going_on))
+    story = parse_events(lines(folder.events, going_on))
     if follow:
         with progress(stream=sys.stdout):
             for name, fields, _ in story:
@@ -82,21 +86,21 @@ def lines(path: Path, going_on: Callable[[], bool]) -> Iterator[str]:
             yield part
 
 
-def log_of(folder: Path, which: str) -> Path:
+def log_of(folder: JobDir, which: str) -> Path:
     """The file of `master`, `agent`, `launcher`, `events`, `worker-1.0`, or the newest of `worker-1`.
 
     Raises UsageError with what there is.
     """
     from trueline.errors import UsageError, closest, join_names
 
-    files = {path.stem: path for path in (folder / "logs").glob("*.log")} | {"events": folder / "events.jsonl"}
+    files = {path.stem: path for path in folder.logs.glob("*.log")} | {"events": folder.events}
     wanted = f"worker-{which}" if which[:1].isdecimal() else which
     same_place = [name for name in files if name.rpartition(".")[0] == wanted]
     found = wanted if wanted in files else max(same_place, key=lambda name: int(name.rpartition(".")[2]), default="")
     if not found:
         near = closest(wanted, files)
         raise UsageError(
-            f"{folder.name} has no log of '{which}' (has: {join_names(sorted(files))})",
+            f"{folder.path.name} has no log of '{which}' (has: {join_names(sorted(files))})",
             hint=f"did you mean '{near}'?" if near else "",
         )
     return files[found]

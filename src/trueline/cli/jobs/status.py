@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -28,21 +27,15 @@ def command(job: str, as_json: bool) -> None:
     A running job's master is asked; when it is away, and for a job that has ended, the job's folder tells as
     much as it knows. JOB is a job's folder, or its name under ./runs.
     """
+    from trueline.train.job_dir import JobDir
     from trueline.train.launch import jobs
 
     folder = jobs.find(job)
     found = jobs.read(folder)
     live = jobs.status(folder) if found.state == "running" else None
-    facts = {**found.as_dict(), "page": page(folder / "master.json"), "live": live}
+    master = JobDir(folder).read_master()
+    facts = {**found.as_dict(), "page": "" if master is None else master.page, "live": live}
     say(text_of(facts, time.time()), facts, as_json=as_json)
-
-
-def page(file: Any) -> str:
-    """Address of the live page, empty when there is none."""
-    try:
-        return str(json.loads(file.read_text()).get("page", ""))
-    except (OSError, ValueError):
-        return ""
 
 
 def text_of(facts: dict[str, Any], now: float) -> str:

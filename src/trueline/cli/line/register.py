@@ -77,13 +77,15 @@ def run_facts(job: Path | None, params: dict[str, str], metrics: dict[str, str])
 
 def _job_facts(job: Path) -> dict[str, Any]:
     from trueline.errors import UsageError
+    from trueline.train.job_dir import JobDir
 
     found: dict[str, Any] = {}
-    for name in ("job.json", "summary.json"):
+    for file in (JobDir(job).settings, JobDir(job).summary):
         try:
-            found.update(json.loads((job / name).read_bytes()))
+            found.update(json.loads(file.read_bytes()))
         except FileNotFoundError as error:
             raise UsageError(
-                f"{job} holds no finished job: it has no {name}", hint="name the folder that `trueline train` printed"
+                f"{job} holds no finished job: it has no {file.name}",
+                hint="name the folder that `trueline train` printed",
             ) from error
     return found

@@ -23,7 +23,7 @@ import grpc
 from trueline import events
 from trueline.errors import TrainError, UsageError, closest, join_names
 from trueline.train import settings as job_settings
-from trueline.train.launch import job_dir as folders
+from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -56,7 +56,7 @@ class Job:
 def find(given: str | Path, runs: Path = RUNS) -> Path:
     """The folder of the job that `given` names: a path, or a name under `runs`. Raises UsageError."""
     for folder in (Path(given), runs / given):
-        if (folder / "job.json").is_file():
+        if JobDir(folder).settings.is_file():
             return folder.resolve()
     names = [found.name for found in _folders(runs)]
     near = closest(str(given), names)
@@ -80,7 +80,7 @@ def _read_or_damaged(folder: Path) -> Job:
     try:
         return read(folder)
     except UsageError as error:
-        at = (folder / "job.json").stat().st_mtime
+        at = JobDir(folder).settings.stat().st_mtime
         return Job(folder=folder, name=folder.name, state="damaged", why=error.message, step=0, total=0, workers=0,
                    loss=None, checkpoint=0, started=at)  # fmt: skip
 
@@ -88,7 +88,7 @@ def _read_or_damaged(folder: Path) -> Job:
 def read(folder: Path) -> Job:
     """What is on the disk of the job in `folder`. Raises UsageError when there is none."""
     settings = job_settings.load(folder)
-    launch = folders.read_launch(folder)
+    launch = JobDir(folder).read_launch()
     state, why = _state(folder, launch)
     last = _journal(folder)
     commit, view, saved = last.get("COMMIT", {}), last.get("VIEW", {}), last.get("CKPT", {}).get("step", -1)
@@ -102,14 +102,14 @@ def read(folder: Path) -> Job:
         workers=len(view.get("members", ())) if state == "running" else 0,
         loss=commit.get("loss"),
         checkpoint=max(saved, 0),
-        started=launch.started if launch is not None else (folder / "job.json").stat().st_mtime,
+        started=launch.started if launch is not None else JobDir(folder).settings.stat().st_mtime,
     )
 
 
-def _state(folder: Path, launch: folders.Launch | None) -> tuple[State, str]:
-    if folders.held(folder):
+def _state(folder: Path, launch: LaunchRecord | None) -> tuple[State, str]:
+    if JobDir(folder).is_held():
         return "running", ""
-    if (folder / "summary.json").exists():
+    if JobDir(folder).summary.exists():
         return "finished", ""
     if launch is None:
         return "prepared", "never launched"
@@ -121,7 +121,7 @@ def _state(folder: Path, launch: folders.Launch | None) -> tuple[State, str]:
 def _journal(folder: Path) -> dict[str, dict[str, Any]]:
     """The newest row of each kind in the master's log, which may be written meanwhile; TRUNCATE only if no step
     followed it."""
-    uri = f"file:{quote(str(folder / 'journal.sqlite'))}?mode=ro"
+    uri = f"file:{quote(str(JobDir(folder).journal))}?mode=ro"
     found: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(uri, uri=True)) as log:
         for kinds in (("COMMIT", "TRUNCATE"), ("COMMIT",), ("VIEW",), ("CKPT",), ("FACTS",)):
@@ -169,13 +169,15 @@ def _expect_running(folder: Path) -> None:
 @contextlib.contextmanager
 def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
     """Calls of the job's master. Raises TrainError when it does not answer, UsageError when it refuses."""
+    job_dir = JobDir(folder)
     try:
-        address = json.loads((folder / "master.json").read_text())["address"]
-        secret = (folder / "secret").read_text()
-    except OSError as error:
-        raise TrainError(f"the job in {folder} has no master at the moment", hint="ask again in a second") from error
+        master, secret = job_dir.read_master(), job_dir.read_secret()
+    except OSError:
+        master = None
+    if master is None:
+        raise TrainError(f"the job in {folder} has no master at the moment", hint="ask again in a second")
     metadata = (("authorization", f"Bearer {secret}"),)
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(master.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = pb_grpc.MasterStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
 
         def ask(name: str, request: Any) -> Any:
@@ -185,8 +187,9 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
                 code, words = error.code(), error.details() or ""
                 if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
                     raise UsageError(words) from error
-                log = folder / "logs" / "master.log"
-                raise TrainError(f"the master of {folder.name} does not answer: {words}", hint=f"see {log}") from error
+                raise TrainError(
+                    f"the master of {folder.name} does not answer: {words}", hint=f"see {job_dir.log('master')}"
+                ) from error
 
         yield ask
 
@@ -203,11 +206,11 @@ def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
         with _master(folder) as ask:
             ask("Stop", pb.StopRequest(why=why))
     except TrainError:  # its launcher will do; the kernel ends the others with it
-        launch = folders.read_launch(folder)
-        if launch is not None and folders.held(folder):
+        launch = JobDir(folder).read_launch()
+        if launch is not None and JobDir(folder).is_held():
             os.kill(launch.pid, signal.SIGTERM)
     deadline = time.monotonic() + END_S
-    while folders.held(folder):
+    while JobDir(folder).is_held():
         if time.monotonic() > deadline:
             raise TrainError(f"the job in {folder} did not end within {END_S:.0f} s", hint="kill its launcher")
         time.sleep(0.05)  # asks again
@@ -217,7 +220,7 @@ def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
 def _await_checkpoint(folder: Path, patience_s: float) -> None:
     deadline, wanted = time.monotonic() + patience_s, 0
     events.emit("job.halting", patience_s=patience_s)
-    while time.monotonic() < deadline and folders.held(folder):
+    while time.monotonic() < deadline and JobDir(folder).is_held():
         if not wanted:
             with contextlib.suppress(TrainError):  # the master is away; its successor may answer
                 wanted = _asked_to_save(folder)

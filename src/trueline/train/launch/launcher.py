@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import queue
-import secrets
 import shutil
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from trueline import errors, events, files
 from trueline.engine.local import start_agent
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
-from trueline.train.launch import job_dir as folder
+from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.failover import Succession
@@ -60,6 +59,7 @@ class LocalJob:
 
     def __init__(self, job_dir: Path) -> None:
         self.job_dir = job_dir
+        self.folder = JobDir(job_dir)
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
         self.master: Succession | None = None
@@ -73,12 +73,12 @@ class LocalJob:
 
     def __enter__(self) -> LocalJob:
         with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
-            held.callback(os.close, folder.hold(self.job_dir))
+            held.callback(os.close, self.folder.hold())
             held.enter_context(shutdown.signals_as_errors(self.job_dir))
-            _bury(folder.read_launch(self.job_dir))
+            _bury(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
-            launch = folder.Launch(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
-            folder.write_launch(self.job_dir, launch)
+            launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
+            self.folder.write_launch(launch)
             held.push(lambda kind, error, trace: self._tell_the_end(launch, error))
             job = self.settings
             self._say("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
@@ -91,9 +91,9 @@ class LocalJob:
         return self
 
     def _prepare(self) -> None:
-        (self.job_dir / "logs").mkdir(parents=True, exist_ok=True)
-        files.write_atomic(self.job_dir / "secret", secrets.token_urlsafe(32).encode(), mode=0o600)
-        (self.job_dir / "master.json").unlink(missing_ok=True)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.folder.write_secret()
+        self.folder.remove_master()
         self.socket = self.scratch / "agent"
         self.life, self._life_end = os.pipe()
         self._sweep()
@@ -101,14 +101,14 @@ class LocalJob:
     def _say(self, name: str, /, **fields: events.Field) -> None:
         """An event of the launcher's own, for this process and for those who read the job's folder."""
         events.emit(name, **fields)
-        folder.record(self.job_dir, name, **fields)
+        self.folder.record(name, **fields)
 
     def _sweep(self) -> None:
         """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive.
 
         What was left in a store is swept when the job is resumed: that takes seconds, and its libraries.
         """
-        where = parse_location(self.settings.checkpoints or self.job_dir / "checkpoints")
+        where = parse_location(self.settings.checkpoints or self.folder.checkpoints)
         if isinstance(where, Path):
             files.sweep(where)
 
@@ -131,15 +131,13 @@ class LocalJob:
         os.close(self.life)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
-        (self.job_dir / "secret").unlink(missing_ok=True)
+        self.folder.remove_secret()
 
-    def _tell_the_end(self, launch: folder.Launch, error: BaseException | None) -> None:
+    def _tell_the_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
         outcome, why = shutdown.ended_by(error)
         with contextlib.suppress(errors.StorageError):  # a full disk may be why it ends
-            folder.write_launch(
-                self.job_dir, msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why)
-            )
-        folder.record(self.job_dir, "launcher.ended", outcome=outcome, why=why)
+            self.folder.write_launch(msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why))
+        self.folder.record("launcher.ended", outcome=outcome, why=why)
 
     def _stop_master(self) -> None:
         """Lets the master close its journal, if it still can."""
@@ -153,34 +151,32 @@ class LocalJob:
         self.socket.unlink(missing_ok=True)
         users = self.settings.script[0] if self.settings.script else self.settings.recipe
         preload = (*PRELOAD, *libraries_of(Path(users)))
-        return start_agent(self.socket, preload=preload, life=self.life, log=self.job_dir / "logs" / "agent.log")
+        return start_agent(self.socket, preload=preload, life=self.life, log=self.folder.log("agent"))
 
     def _start_master(self) -> None:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
-            self.master = Succession(arguments, life=self.life, log=self.job_dir / "logs" / "master.log")
+            self.master = Succession(arguments, life=self.life, log=self.folder.log("master"))
         self.master.start("--port", str(self._port))
 
     def _address(self) -> str:
         """Where the master listens, once it does."""
-        file = self.job_dir / "master.json"
-        while not file.exists():
+        while (master := self.folder.read_master()) is None:
             if self.master is not None and (code := self.master.poll()) is not None:
                 raise errors.TrainError(
                     f"the master ended with exit code {code} before it listened",
-                    hint=f"see {self.job_dir / 'logs' / 'master.log'}",
+                    hint=f"see {self.folder.log('master')}",
                 )
             time.sleep(0.01)  # the master's own start takes some 200 ms
-        address: str = json.loads(file.read_text())["address"]
-        self._port = int(address.rpartition(":")[2])
-        return address
+        self._port = int(master.address.rpartition(":")[2])
+        return master.address
 
     def _channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self._address(), options=[*RECONNECTING, ONE_THREAD])
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {(self.job_dir / 'secret').read_text()}"),)
+        return (("authorization", f"Bearer {self.folder.read_secret()}"),)
 
     def run(self) -> dict[str, Any]:
         """Follows the job to its end and returns the summary. Raises what made it fail, or JobStopped."""
@@ -218,8 +214,8 @@ class LocalJob:
 
     def _tell_the_page(self) -> None:
         """Not for JOB/events.jsonl: the address holds a token, and that file is everybody's."""
-        with contextlib.suppress(OSError, ValueError):  # a master that has just died
-            self._page = json.loads((self.job_dir / "master.json").read_text()).get("page", "")
+        master = self.folder.read_master()
+        self._page = "" if master is None else master.page
         if self._page:
             events.emit("page.opened", url=self._page)
 
@@ -254,7 +250,7 @@ class LocalJob:
         if self.restarts > MAX_RESTARTS:
             raise errors.TrainError(
                 f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
-                hint=f"see {self.job_dir / 'logs' / f'{role}.log'}; go on with --resume",
+                hint=f"see {self.folder.log(role)}; go on with --resume",
             )
         self._say(f"{role}.lost", code=code, restarts=self.restarts)
 
@@ -264,7 +260,8 @@ def detach(job_dir: Path) -> int:
 
     Raises TrainError when it does not.
     """
-    log = job_dir / "logs" / "launcher.log"
+    folder = JobDir(job_dir)
+    log = folder.log("launcher")
     log.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     pid = os.posix_spawn(
@@ -278,7 +275,7 @@ def detach(job_dir: Path) -> int:
         ],
         setsid=True,
     )
-    while (found := folder.read_launch(job_dir)) is None or found.pid != pid:
+    while (found := folder.read_launch()) is None or found.pid != pid:
         if os.waitpid(pid, os.WNOHANG)[0]:
             raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")
         time.sleep(0.02)  # its imports take some 300 ms
@@ -296,7 +293,7 @@ def main() -> None:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
-def _bury(before: folder.Launch | None) -> None:
+def _bury(before: LaunchRecord | None) -> None:
     """Ends what a launcher that was killed has left: a process that was stopped before it watched the lifeline."""
     if before is None or before.ended or not before.scratch:
         return

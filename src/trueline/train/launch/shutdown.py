@@ -16,7 +16,7 @@ from types import FrameType
 
 from trueline import errors
 from trueline.engine.local import LocalEngine
-from trueline.train.launch.job_dir import Outcome
+from trueline.train.job_dir import JobDir, Outcome
 from trueline.train.launch.jobs import last_view
 
 POLL_S = 0.1
@@ -89,7 +89,7 @@ def let_scripts_end(job_dir: Path, agent: Path) -> None:
             if not seen.alive and seen.code != 0:
                 raise errors.TrainError(
                     f"all steps are trained, but then {seen.ref} ended: {seen.reason}",
-                    hint=f"see {job_dir / 'logs' / f'{seen.ref}.log'}; the last checkpoint holds what was trained",
+                    hint=f"see {JobDir(job_dir).log(seen.ref)}; the last checkpoint holds what was trained",
                 )
         if not any(seen.alive for seen in found):
             return

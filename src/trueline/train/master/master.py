@@ -18,6 +18,7 @@ from typing import Any
 from trueline import clock, events, files
 from trueline.engine.contract import Engine, ProcessSpec, make_ref
 from trueline.errors import StorageError
+from trueline.train.job_dir import JobDir
 from trueline.train.master.journal import Journal, Row, apply
 from trueline.train.master.progress import Account
 from trueline.train.master.publisher import Teller
@@ -55,6 +56,7 @@ class Master:
         self.job, self.job_dir, self.journal, self.engine, self.secret, self.now = (
             job, job_dir, journal, engine, secret, now,
         )  # fmt: skip
+        self.folder = JobDir(job_dir)
         self.policy = Policy(
             workers=job.min_workers if job.autoscale else job.workers,
             min_workers=job.min_workers,
@@ -74,7 +76,7 @@ class Master:
         self.finishing: dict[str, asyncio.Future[pb.Plan]] = {}
         self.changed = asyncio.Event()
         """Set when there is a new view; the next one gets a new event."""
-        self.teller = Teller(job_dir / "events.jsonl")
+        self.teller = Teller(self.folder.events)
         self._scaling = Scaling()
         self._lost: dict[str, h.Gone] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,7 +146,7 @@ class Master:
             "TRUELINE_REF": ref,
             "OMP_NUM_THREADS": str(self.job.threads),
         }
-        log = str(self.job_dir / "logs" / f"{ref}.log")
+        log = str(self.folder.log(ref))
         entry = "trueline.train.worker.main:main"
         return ProcessSpec(role="worker", slot=start.slot, incarnation=start.incarnation, entry=entry, log=log, env=env)
 
@@ -195,7 +197,7 @@ class Master:
             return
         summary = self.account.summary(self.job, state)
         self.log(("END", {"summary": summary}))
-        files.write_atomic(self.job_dir / "summary.json", json.dumps(summary, indent=1).encode())
+        files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
         _answer(self.finishing, pb.Plan(finished=True))
         self.say("job.finished", steps=state.committed, summary=json.dumps(summary))
 
@@ -214,9 +216,7 @@ class Master:
         """Ends the job for an exception that nobody expected; the traceback goes to the log."""
         logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
         why = f"the master met an unexpected {type(error).__name__}: {error}"
-        self.fail(
-            "internal", why, f"please report this with {self.job_dir / 'logs' / 'master.log'}; go on with --resume"
-        )
+        self.fail("internal", why, f"please report this with {self.folder.log('master')}; go on with --resume")
 
     def log(self, *rows: Row) -> None:
         """Appends to the journal; one that cannot be written ends the job: a later master would know too little."""

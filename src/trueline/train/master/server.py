@@ -18,12 +18,13 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from trueline import clock, files
+from trueline import clock
 from trueline.engine import lifeline
 from trueline.engine.contract import Engine
 from trueline.engine.local import LocalEngine
 from trueline.errors import StorageError
 from trueline.train import settings
+from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
 from trueline.train.master.service import Door, Service
@@ -40,12 +41,13 @@ all that its workers and its launcher do for it comes at once already, and the s
 async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
     """Serves the job in `job_dir` until it is stopped; returns the exit code."""
     job = settings.load(job_dir)
-    secret = (job_dir / "secret").read_text()
-    journal = Journal(job_dir / "journal.sqlite")
+    folder = JobDir(job_dir)
+    secret = folder.read_secret()
+    journal = Journal(folder.journal)
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.teller.hook = live.hear
-    launch = not (job_dir / "master.json").exists()  # the launcher has removed that of an earlier launch
+    launch = folder.read_master() is None  # the launcher has removed that of an earlier launch
     options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
                ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
     server = grpc.aio.server(interceptors=[Door(secret, master.crashed)], options=options)
@@ -53,16 +55,15 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     master.address = f"127.0.0.1:{bound}"
     await server.start()
-    where = {"address": master.address, "pid": os.getpid(), **({"page": live.last_url} if live.last_url else {})}
-    files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+    where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
+    folder.write_master(where)
     await master.adopt(launch=launch)
     background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
     if job.autoscale:
         background.append(master.keep(master.run_scaling()))
 
     async def show() -> None:
-        where["page"] = await live.open(page_port, master.say)
-        files.write_atomic(job_dir / "master.json", msgspec.json.encode(where), mode=0o600)
+        folder.write_master(msgspec.structs.replace(where, page=await live.open(page_port, master.say)))
 
     async def show_later() -> None:
         await asyncio.sleep(PAGE_S)

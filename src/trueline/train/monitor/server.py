@@ -33,6 +33,7 @@ import msgspec
 
 from trueline import events, files
 from trueline.errors import PortInUse, StorageError, UsageError
+from trueline.train.job_dir import JobDir, parse_events
 from trueline.train.monitor import prometheus
 from trueline.train.monitor.job_view import Board, Fields
 from trueline.web import sockets
@@ -72,10 +73,12 @@ class Page:
 
     def __init__(self, job_dir: Path, token: str, *, share: float = 1.0) -> None:
         self.job_dir, self.token, self.url, self.share = job_dir, token, "", share
-        self.board = Board(_facts(job_dir))
-        self.last_url = _last_url(job_dir)
+        self._folder = JobDir(job_dir)
+        self.board = Board(_facts(self._folder))
+        master = self._folder.read_master()
+        self.last_url = "" if master is None else master.page
         """Where an earlier life of the master had it; empty: nowhere."""
-        self._log, self._last_port = job_dir / "events.jsonl", _port_of(self.last_url)
+        self._log, self._last_port = self._folder.events, _port_of(self.last_url)
         self._past = _size(self._log)
         self._early: list[tuple[str, Fields, float]] | None = []
         self._closing = asyncio.Event()
@@ -95,7 +98,7 @@ class Page:
         self.board.hear(name, fields, at)
         if self.board.ended and not self._ended.is_set():
             self._ended.set()
-            self._write("page.html", still(self.board, time.time()))  # stays when the job has ended
+            self._write(self._folder.page, still(self.board, time.time()))  # stays when the job has ended
         elif not self.board.ended:
             self._ended.clear()
 
@@ -120,7 +123,7 @@ class Page:
         self._listening = await loop.create_server(self._server, sock=listener)
         self._sweep()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
-        self._write("page.token", self.token.encode())  # for those who scrape
+        self._write(self._folder.page_token, self.token.encode())  # for those who scrape
 
     def _sweep(self) -> None:
         if self._server is not None:
@@ -148,7 +151,7 @@ class Page:
         for task in (*self._tasks, *self._viewers):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._viewers, return_exceptions=True)
-        (self.job_dir / "page.token").unlink(missing_ok=True)
+        self._folder.page_token.unlink(missing_ok=True)
 
     async def _replay(self) -> None:
         """What was written before this page was made, in slices, so that the job's decisions need not wait. No further:
@@ -159,13 +162,13 @@ class Page:
             while piece := log.read(min(SLICE_BYTES, self._past - log.tell())):
                 began = time.monotonic()
                 *lines, torn = (torn + piece).split(b"\n")
-                for line in lines:
-                    _take(self.board, line)
+                for event in parse_events(lines):
+                    self.board.hear(*event)
                 took_s = time.monotonic() - began
                 await asyncio.sleep(0 if self._closing.is_set() else took_s * (1 / self.share - 1))
         early, self._early = self._early or [], None
-        for event in early:
-            self.hear(*event)
+        for name, fields, at in early:
+            self.hear(name, fields, at)
 
     async def follow(self) -> None:
         """Shows what another process appends to the job's events, for ever."""
@@ -175,12 +178,13 @@ class Page:
             while True:
                 await asyncio.sleep(INTERVAL_S / 2)  # the pace of looking at a file that somebody else appends to
                 while (line := log.readline()).endswith(b"\n"):
-                    _take(self.board, line)
+                    for event in parse_events([line]):
+                        self.board.hear(*event)
                 log.seek(-len(line), os.SEEK_CUR)
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, path: Path, content: bytes) -> None:
         try:
-            files.write_atomic(self.job_dir / name, content, mode=0o600)
+            files.write_atomic(path, content, mode=0o600)
         except StorageError as error:
             events.emit("page.failed", why=error.message)
 
@@ -227,17 +231,11 @@ def _size(log: Path) -> int:
     return size - len(end) + end.rfind(b"\n") + 1
 
 
-def _take(board: Board, line: bytes) -> None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # torn when the master died or the disk was full
-        event = json.loads(line)
-        board.hear(event["name"], event["fields"], event["at"])
-
-
-def _facts(job_dir: Path) -> dict[str, Any]:
+def _facts(folder: JobDir) -> dict[str, Any]:
     try:
-        settings = json.loads((job_dir / "job.json").read_bytes())
+        settings = json.loads(folder.settings.read_bytes())
     except FileNotFoundError as error:
-        raise UsageError(f"{job_dir} holds no job: it has no job.json", hint="name a job's folder") from error
+        raise UsageError(f"{folder.path} holds no job: it has no job.json", hint="name a job's folder") from error
     return {name: settings[name] for name in _FACTS if name in settings}
 
 
@@ -307,14 +305,6 @@ def _policy(html: bytes) -> str:
     scripts = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-def _last_url(job_dir: Path) -> str:
-    """The address of the page that an earlier life of the master had, so that open tabs find the next one."""
-    try:
-        return str(json.loads((job_dir / "master.json").read_bytes()).get("page", ""))
-    except (OSError, ValueError):
-        return ""
 
 
 def _port_of(url: str) -> int:

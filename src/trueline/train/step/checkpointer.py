@@ -25,6 +25,7 @@ from trueline.checkpoint.snapshot import Copied, StateCopy
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
 from trueline.train.faults import Faults
+from trueline.train.job_dir import JobDir
 from trueline.train.link.contract import Reporter
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.replica import Replica
@@ -59,7 +60,7 @@ class Keeper:
     @classmethod
     def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Keeper:
         """The keeper that a job's settings ask for; `facts` are about what it trains."""
-        where = settings.checkpoints or str(job_dir / "checkpoints")
+        where = settings.checkpoints or str(JobDir(job_dir).checkpoints)
         job = {"name": settings.name, "seed": settings.seed, "global_batch": settings.global_batch,
                "epochs": settings.epochs}  # fmt: skip
         versions = {"trueline": __version__, "torch": str(torch.__version__)}

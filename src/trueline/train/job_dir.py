@@ -1,0 +1,165 @@
+"""A job's folder: what each process of the job, and every operator, finds there. The only module that knows its files.
+
+    JOB/job.json        settings                 JOB/journal.sqlite   the master's log
+    JOB/lock            held by the launcher     JOB/events.jsonl     what happened, one JSON object a line
+    JOB/launcher.json   pid, start, end, why     JOB/logs/            of master, agent, launcher and workers
+    JOB/master.json     address, page, pid       JOB/summary.json     of a finished job
+    JOB/secret          while the job runs       JOB/checkpoints/     unless they are written elsewhere
+    JOB/faults/         injected ones, done      JOB/page.html        the live page, and its token
+
+The lock is an open-file-description lock (fcntl(2)): the kernel releases it when the launcher ends, by whatever means,
+and a query does not disturb the holder. A pid alone would belong to another process one day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trueline import events, files
+from trueline.errors import UsageError
+
+_FLOCK = "hhqqi4x"
+"""struct flock: type, whence, start, length, pid (0 for these locks)."""
+_WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+Outcome = Literal["", "finished", "failed", "stopped"]
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The last launch of a job. Times are seconds since 1970; `outcome` is empty until its launcher has ended."""
+
+    pid: int
+    started: float
+    ended: float = 0.0
+    outcome: Outcome = ""
+    why: str = ""
+    scratch: str = ""
+    """A folder that the processes of this launch name on their command lines."""
+
+
+class MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job's master is."""
+
+    address: str = ""
+    pid: int = 0
+    page: str = ""
+    """URL of the live page, with its token; empty: there is none."""
+
+
+class JobDir:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "job.json"
+        self.journal = path / "journal.sqlite"
+        self.events = path / "events.jsonl"
+        self.summary = path / "summary.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.faults = path / "faults"
+        self.page = path / "page.html"
+        self.page_token = path / "page.token"
+        self._lock = path / "lock"
+        self._launch = path / "launcher.json"
+        self._master = path / "master.json"
+        self._secret = path / "secret"
+
+    def log(self, name: str) -> Path:
+        """The file that takes the output of a process: `master`, `agent`, `launcher` or a worker's ref."""
+        return self.logs / f"{name}.log"
+
+    # The launcher. ---------------------------------------------------------------------------------------------
+
+    def hold(self) -> int:
+        """Takes the lock until the returned descriptor is closed. Raises UsageError when it is taken."""
+        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(handle)
+            raise self._running() from error
+        return handle
+
+    def is_held(self) -> bool:
+        """Whether a launcher of this job lives."""
+        try:
+            handle = os.open(self._lock, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            kind: int = struct.unpack(_FLOCK, fcntl.fcntl(handle, fcntl.F_OFD_GETLK, _WHOLE_FILE))[0]
+            return kind != fcntl.F_UNLCK
+        finally:
+            os.close(handle)
+
+    def expect_idle(self) -> None:
+        """Raises UsageError while a launcher of this job lives."""
+        if self.is_held():
+            raise self._running()
+
+    def _running(self) -> UsageError:
+        return UsageError(f"the job in {self.path} is running", hint=f"follow it with `trueline logs -f {self.path}`")
+
+    def write_launch(self, launch: LaunchRecord) -> None:
+        files.write_atomic(self._launch, msgspec.json.encode(launch))
+
+    def read_launch(self) -> LaunchRecord | None:
+        """None for a job that was never launched."""
+        try:
+            return msgspec.json.decode(self._launch.read_bytes(), type=LaunchRecord)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write_secret(self) -> None:
+        """Makes the secret of a launch."""
+        files.write_atomic(self._secret, secrets.token_urlsafe(32).encode(), mode=0o600)
+
+    def read_secret(self) -> str:
+        """Raises OSError when the job does not run."""
+        return self._secret.read_text()
+
+    def remove_secret(self) -> None:
+        self._secret.unlink(missing_ok=True)
+
+    # The master. -----------------------------------------------------------------------------------------------
+
+    def write_master(self, master: MasterRecord) -> None:
+        files.write_atomic(self._master, msgspec.json.encode(master), mode=0o600)
+
+    def read_master(self) -> MasterRecord | None:
+        """The master of the last launch; None before it listens."""
+        try:
+            return msgspec.json.decode(self._master.read_bytes(), type=MasterRecord)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def remove_master(self) -> None:
+        self._master.unlink(missing_ok=True)
+
+    # Events. ---------------------------------------------------------------------------------------------------
+
+    def record(self, name: str, /, **fields: events.Field) -> None:
+        """Appends an event of the launcher, beside the master's. A full disk does not end the job."""
+        line = json.dumps({"at": time.time(), "seq": 0, "name": name, "fields": fields}) + "\n"
+        with contextlib.suppress(OSError), self.events.open("a") as file:
+            file.write(line)
+
+
+def parse_events(lines: Iterable[str | bytes]) -> Iterator[tuple[str, dict[str, events.Field], float]]:
+    """(name, fields, at) of the lines of events.jsonl; a torn line is left out."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+            found = str(event["name"]), dict(event["fields"]), float(event["at"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        yield found
