@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trueline.settings import Declared, declared
+
 if TYPE_CHECKING:
     from trueline.storage.location import Location
 
@@ -57,6 +59,44 @@ def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Co
         return click.command(name, cls=_Verb, epilog=epilog)(debugged)
 
     return declare
+
+
+def setting_options(settings: type) -> Decorator[Any]:
+    """An option for each setting that the dataclass `settings` declares."""
+
+    def decorate(function: Function) -> Function:
+        for one in reversed(declared(settings)):
+            function = _setting_option(one)(function)
+        return function
+
+    return decorate
+
+
+def _setting_option(one: Declared) -> Decorator[Any]:
+    setting = one.setting
+    shown = one.default not in (None, "", False, 0)
+    if one.kind is bool:
+        return click.option(f"--{one.flag}", one.name, is_flag=True, help=setting.help)
+    kind: Any = one.kind
+    if setting.choices:
+        kind = click.Choice(setting.choices)
+    elif setting.low is not None or setting.high is not None:
+        kind = (click.IntRange if one.kind is int else click.FloatRange)(setting.low, setting.high)  # type: ignore[arg-type]
+    default = one.default // setting.unit if setting.unit > 1 and one.default is not None else one.default
+
+    def scale(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        return value if value is None else value * setting.unit
+
+    return click.option(
+        f"--{one.flag}",
+        one.name,
+        type=kind,
+        default=default,
+        show_default=shown,
+        metavar=setting.metavar or None,
+        help=setting.help,
+        callback=scale if setting.unit > 1 else None,
+    )
 
 
 def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -12,116 +12,29 @@ from typing import Any, Unpack
 
 from trueline import events
 from trueline.errors import TruelineError
+from trueline.serve import settings
 from trueline.serve.process import child
 from trueline.serve.settings import Options, Settings, to_arguments
 
 
-def serve(
-    source: str | Path | None = None,
-    *,
-    name: str | None = None,
-    version: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    key_file: str | Path | None = None,
-    certificate: str | Path | None = None,
-    private_key: str | Path | None = None,
-    client_ca: str | Path | None = None,
-    trusted_keys: str | Path | None = None,
-    cors_origin: str = "",
-    cors_methods: str = "",
-    cors_headers: str = "",
-    program: str = "",
-    device: str = "",
-    precision: str = "",
-    threads: int = 0,
-    max_batch: int = 64,
-    max_delay_s: float | None = None,
-    max_queue: int = 256,
-    max_body_bytes: int = 64 * 2**20,
-    model_store: str | Path | None = None,
-    workflow_store: str | Path | None = None,
-    models: str = "",
-    load: str = "",
-    watch: bool = False,
-    follow_s: float = 10.0,
-    management_port: int | None = None,
-    grpc_port: int | None = None,
-    grpc_management_port: int | None = None,
-    metrics_port: int | None = None,
-    state: str | Path | None = None,
-    processes: int = 1,
-    traces: str | None = None,
-    access_log: str | Path | None = None,
-    tracking_uri: str | None = None,
-    drain_s: float = 30.0,
-    allow_code: bool = False,
-    handler_memory_bytes: int = 0,
-    torchserve_strict: bool = False,
-) -> None:
+def serve(source: str | Path | None = None, *, port: int = 8080, **options: Unpack[Options]) -> None:
     """Serves a bundle, a store of bundles, or both, until SIGINT or SIGTERM; finishes what is under way and returns.
 
     `source` is the path of a bundle, its URL in an object store, or `models:/name@alias` or `models:/name/3` of the
-    registry. What each argument means stands in `trueline.serve.settings.Settings`. Raises PortInUse, UsageError,
-    BundleError, NotProven, RegistryError, StorageError; no request is answered by a version that did not pass
-    its golden examples.
+    registry. The other arguments are the fields of `trueline.serve.settings.Settings`, with their help and defaults.
+    Raises PortInUse, UsageError, BundleError, NotProven, RegistryError, StorageError; no request is answered by a
+    version that did not pass its golden examples.
     """
-    settings = Settings(
-        source=_text(source),
-        name=name,
-        version=version,
-        host=host,
-        port=port,
-        key_file=_text(key_file),
-        certificate=_text(certificate),
-        private_key=_text(private_key),
-        client_ca=_text(client_ca),
-        trusted_keys=_text(trusted_keys),
-        cors_origin=cors_origin,
-        cors_methods=cors_methods,
-        cors_headers=cors_headers,
-        program=program,
-        device=device,
-        precision=precision,
-        threads=threads,
-        max_batch=max_batch,
-        max_delay_s=max_delay_s,
-        max_queue=max_queue,
-        max_body_bytes=max_body_bytes,
-        model_store=_text(model_store),
-        workflow_store=_text(workflow_store),
-        models=models,
-        load=load,
-        watch=watch,
-        follow_s=follow_s,
-        management_port=management_port,
-        grpc_port=grpc_port,
-        grpc_management_port=grpc_management_port,
-        metrics_port=metrics_port,
-        state=_text(state),
-        processes=processes,
-        traces=traces,
-        access_log=_text(access_log),
-        tracking_uri=tracking_uri,
-        drain_s=drain_s,
-        allow_code=allow_code,
-        handler_memory_bytes=handler_memory_bytes,
-        torchserve_strict=torchserve_strict,
-    )
-    run(settings)
+    run(settings.of(source, port, options))
 
 
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def run(settings: Settings) -> None:
+def run(chosen: Settings) -> None:
     """`serve` with its arguments as one value."""
     import uvloop
 
     from trueline.serve import server
 
-    uvloop.run(server.run(settings, _announce))
+    uvloop.run(server.run(chosen, _announce))
 
 
 def _announce(record: dict[str, Any]) -> None:
@@ -169,7 +82,7 @@ def start(
     Raises what the server would have raised, with its message; TruelineError when it is not ready within
     `ready_timeout_s`.
     """
-    chosen = Settings(source=_text(source), port=port, lifeline=True, **options)
+    chosen = settings.of(source, port, options, lifeline=True)
     command = [sys.executable, "-P", "-m", "trueline.serve", *to_arguments(chosen)]
     with contextlib.nullcontext() if log is None else log.open("ab") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)

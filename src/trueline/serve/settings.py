@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
+
+from trueline.settings import check, declared, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,72 +18,87 @@ class Settings:
     source: str | None = None
     """Path of a bundle (folder or packed file), `models:/name@alias`, `models:/name/3`, or a URL of a store that fsspec
     reads, `s3://bucket/digits.tlb#sha256:…`."""
-    name: str | None = None
-    """The model's name in paths; the bundle's own by default."""
-    version: str | None = None
-    """The registry's, or `1`, by default."""
-    host: str = "127.0.0.1"
-    port: int = 8080
-    """0 takes a free one."""
-    key_file: str | None = None
-    """File of the tokens that are asked for; made when missing. An address that other machines reach needs it, or
-    `client_ca`.
-    """
-    certificate: str | None = None
-    """PEM file of the server's certificate chain: all ports then speak TLS."""
-    private_key: str | None = None
-    """PEM file of its key, if that is not in the same file."""
-    client_ca: str | None = None
-    """PEM file of the authority whose certificates clients have to show."""
-    trusted_keys: str | None = None
-    """PEM file of Ed25519 public keys: only what one of them has signed is served, bundle or archive."""
-    cors_origin: str = ""
-    """The origin whose pages a browser lets read answers, `https://example.org`, or `*`; empty: none."""
-    cors_methods: str = ""
-    """What such pages may ask with; empty: what the server knows."""
-    cors_headers: str = ""
-    """Headers that they may send beside those that the server knows."""
-    program: str = ""
-    """Format of the program to run, of those that a bundle has; empty: the one that it says. `aotinductor` is machine
-    code and needs `allow_code`."""
-    device: str = ""
-    """`cpu`, `cuda`, `cuda:1`, or a device of OpenVINO's; empty: the CPU."""
-    precision: str = ""
-    """`bf16` or `fp16` where the runtime has it; a version that then fails its golden examples is refused."""
-    threads: int = 0
-    """Threads of one run; 0: one when runs are short, else as many as the runtime likes."""
-    max_batch: int = 64
-    """Records that are run together at most."""
-    max_delay_s: float | None = None
-    """How long an idle model waits for company; None: as long as pays, by what is learned of its runs and requests."""
-    max_queue: int = 256
-    """Requests that may wait for a model."""
-    max_body_bytes: int = 64 * 2**20
-    model_store: str | None = None
-    """Folder of bundles that clients of the management port may load by name."""
-    workflow_store: str | None = None
-    """Folder of the workflows that clients of the management port may register by name; the model store by default."""
-    models: str = ""
-    """How versions run that say nothing of it themselves: JSON in model-config.yaml's words, by `MODEL/VERSION`, or
-    under an empty name for every archive."""
-    load: str = ""
-    """What of the store is loaded at start, with commas between: models, entries, `name=entry`; or `all`."""
-    watch: bool = False
-    """Keep what `load` names as the store has it: new bundles come, changed ones take over, removed ones leave."""
-    follow_s: float = 10.0
-    """Between two looks at the store, or at an alias of the registry, which is followed when it moves; 0: never."""
-    management_port: int | None = None
-    """Where versions are managed; 0 takes a free one, None: nowhere."""
-    grpc_port: int | None = None
-    """Where the protocol, and TorchServe's inference API, are spoken over gRPC; None: nowhere."""
-    grpc_management_port: int | None = None
-    """Where TorchServe's management API is spoken over gRPC; None: nowhere."""
-    metrics_port: int | None = None
-    """A further port that answers /metrics alone."""
-    state: str | None = None
-    """File of what is to be served: restored at start, written after each act of management."""
-    processes: int = 1
-    """Server processes that share the ports and the wanted state."""
+    name: str | None = setting(None, "Name of the model in URLs; the bundle's own if left out.", metavar="NAME")
+    version: str | None = setting(
+        None, "Version of SOURCE; that of the registry, or 1, if left out.", metavar="VERSION"
+    )
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    key_file: str | None = setting(
+        None, "Ask for the tokens in FILE (made when missing), e.g. off loopback.", metavar="FILE"
+    )
+    certificate: str | None = setting(None, "Speak TLS, with the certificate chain in this PEM file.", metavar="FILE")
+    private_key: str | None = setting(None, "Its private key, if that is in a file of its own.", metavar="FILE")
+    client_ca: str | None = setting(None, "Require client certificates of this authority.", metavar="FILE")
+    trusted_keys: str | None = setting(
+        None, "Serve only what one of these Ed25519 public keys has signed.", metavar="FILE"
+    )
+    cors_origin: str = setting("", "Let pages of this origin, or *, read answers.", metavar="ORIGIN")
+    cors_methods: str = setting(
+        "", "Methods that such pages may use; all that the server knows if left out.", metavar="METHODS"
+    )
+    cors_headers: str = setting(
+        "", "Request headers that they may send beside those that the server knows.", metavar="HEADERS"
+    )
+    program: str = setting("", "Run this of a bundle's programs, not the one it names.", metavar="FORMAT")
+    device: str = setting("", "cuda, cuda:1, or OpenVINO's GPU; the CPU if left out.", metavar="DEVICE")
+    precision: str = setting(
+        "",
+        "bf16 or fp16, where the runtime computes in it; a version that then fails its golden examples is refused.",
+        metavar="NAME",
+    )
+    threads: int = setting(
+        0, "Threads of one run; 0: one when runs are short, else as many as the runtime likes.", metavar="N", low=0
+    )
+    max_batch: int = setting(64, "Records that are run together at most.", low=1)
+    max_delay_s: float | None = setting(
+        None,
+        "How long an idle model waits for more requests; learned from its runs and requests if left out.",
+        metavar="SECONDS",
+        flag="max-delay",
+        low=0,
+    )
+    max_queue: int = setting(256, "Requests that may wait for a model.", low=1)
+    max_body_bytes: int = setting(
+        64 * 2**20, "Largest request body, also after decompression.", metavar="MIB", flag="max-body", low=1, unit=2**20
+    )
+    model_store: str | None = setting(
+        None, "A folder of bundles that may be loaded by name on the management port.", metavar="DIR"
+    )
+    workflow_store: str | None = setting(
+        None, "A folder of TorchServe's workflows; the model store by default.", metavar="DIR"
+    )
+    models: str = setting(
+        "",
+        'JSON in model-config.yaml\'s words for versions that bring none, by MODEL/VERSION; "" is for every archive.',
+        metavar="JSON",
+    )
+    load: str = setting(
+        "",
+        "What of the store to load at start, with commas between: models, entries, name=entry; or all.",
+        metavar="NAMES",
+    )
+    watch: bool = setting(
+        False,
+        "Keep what --load names as the store has it: new bundles come, changed ones take over, removed ones leave.",
+    )
+    follow_s: float = setting(
+        10.0, "Seconds between looks at the store or the alias; 0: never.", metavar="SECONDS", flag="follow", low=0
+    )
+    management_port: int | None = setting(
+        None, "Port to manage versions on; 8081 with a store.", metavar="PORT", low=0, high=65535
+    )
+    grpc_port: int | None = setting(
+        None, "Port of requests over gRPC, in both protocols.", metavar="PORT", low=0, high=65535
+    )
+    grpc_management_port: int | None = setting(
+        None, "Port of TorchServe's management over gRPC.", metavar="PORT", low=0, high=65535
+    )
+    metrics_port: int | None = setting(
+        None, "A further port that answers /metrics alone.", metavar="PORT", low=0, high=65535
+    )
+    state: str | None = setting(None, "Remembers what is served in FILE, and brings it back at start.", metavar="FILE")
+    processes: int = setting(1, "Server processes that share the ports.", low=1, high=64)
     shared: bool = False
     """This is one of several processes that listen on the same ports."""
     joins: bool = False
@@ -91,21 +109,33 @@ class Settings:
     """Folder of this server alone where its processes lay the weights that they share."""
     resumed: bool = False
     """The state file alone says what is served: `source` and `load` were followed before."""
-    traces: str | None = None
-    """URL of an OpenTelemetry collector that takes OTLP over HTTP."""
-    access_log: str | None = None
-    """File that gets a line of JSON for each request over HTTP; `-`: standard error."""
-    tracking_uri: str | None = None
-    drain_s: float = 30.0
-    """How long requests under way may take after SIGTERM."""
-    allow_code: bool = False
-    """Run the handlers of model archives, each in a process of its own. Without it archives are refused."""
-    handler_memory_bytes: int = 0
-    """Address space of one such process; 0: not bounded."""
-    torchserve_strict: bool = False
-    """TorchServe's statuses also where ours are better."""
+    traces: str | None = setting(None, "Send OpenTelemetry spans to this collector (OTLP over HTTP).", metavar="URL")
+    access_log: str | None = setting(
+        None, "Write one line of JSON for each request; `-`: standard error.", metavar="FILE"
+    )
+    tracking_uri: str | None = setting(
+        None, "MLflow store; MLFLOW_TRACKING_URI or ./mlflow.db when left out.", metavar="URI"
+    )
+    drain_s: float = setting(
+        30.0, "How long requests under way may take after SIGTERM.", metavar="SECONDS", flag="drain", low=0
+    )
+    allow_code: bool = setting(
+        False, "Run the handlers of TorchServe's model archives (.mar), each in a process of its own."
+    )
+    handler_memory_bytes: int = setting(
+        0,
+        "Address space of a handler's process; 0: not bounded.",
+        metavar="MIB",
+        flag="handler-memory",
+        low=0,
+        unit=2**20,
+    )
+    torchserve_strict: bool = setting(False, "TorchServe's statuses also where the server's own say more.")
     lifeline: bool = False
     """Stop when standard input ends: a child process that dies with its parent."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def guarded(self) -> bool:
@@ -113,21 +143,17 @@ class Settings:
         return self.key_file is not None or self.client_ca is not None
 
 
-_KINDS: dict[str, type] = {"int": int, "int | None": int, "float": float, "float | None": float}
-"""How a field's annotation is read from a command line; all else is text."""
-
-
 class Options(TypedDict, total=False):
-    """The fields of Settings that a caller of `start` may give beside source and port."""
+    """The settings that `serve` and `start` take beside source and port; a test compares them with Settings."""
 
     name: str | None
     version: str | None
     host: str
-    key_file: str | None
-    certificate: str | None
-    private_key: str | None
-    client_ca: str | None
-    trusted_keys: str | None
+    key_file: str | Path | None
+    certificate: str | Path | None
+    private_key: str | Path | None
+    client_ca: str | Path | None
+    trusted_keys: str | Path | None
     cors_origin: str
     cors_methods: str
     cors_headers: str
@@ -139,8 +165,8 @@ class Options(TypedDict, total=False):
     max_delay_s: float | None
     max_queue: int
     max_body_bytes: int
-    model_store: str | None
-    workflow_store: str | None
+    model_store: str | Path | None
+    workflow_store: str | Path | None
     models: str
     load: str
     watch: bool
@@ -149,15 +175,21 @@ class Options(TypedDict, total=False):
     grpc_port: int | None
     grpc_management_port: int | None
     metrics_port: int | None
-    state: str | None
+    state: str | Path | None
     processes: int
     traces: str | None
-    access_log: str | None
+    access_log: str | Path | None
     tracking_uri: str | None
     drain_s: float
     allow_code: bool
     handler_memory_bytes: int
     torchserve_strict: bool
+
+
+def of(source: str | Path | None, port: int, options: Options, **internal: Any) -> Settings:
+    """The settings of a call. Raises UsageError for a value out of its range."""
+    given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return Settings(source=None if source is None else str(source), port=port, **given, **internal)
 
 
 def to_arguments(settings: Settings) -> list[str]:
@@ -179,12 +211,12 @@ def to_arguments(settings: Settings) -> list[str]:
 def from_arguments(arguments: Sequence[str]) -> Settings:
     """The settings in a command line."""
     parser = argparse.ArgumentParser("python -m trueline.serve", description="Serve bundles.", allow_abbrev=False)
+    kinds = {one.name: one.kind for one in declared(Settings)} | {"most_threads": int}
     parser.add_argument("source", nargs="?")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         elif field.name != "source":
-            kind = _KINDS.get(str(field.type), str)
-            parser.add_argument(flag, type=kind, default=field.default)
+            parser.add_argument(flag, type=kinds.get(field.name, str), default=field.default)
     return Settings(**vars(parser.parse_args(arguments)))
