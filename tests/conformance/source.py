@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trueline.data.order.permutation import step_records
 from trueline.data.source import Source
 from trueline.errors import DataError
+from worlds.steps import step_records
 
 COUNT = 100
 

@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from trueline.data.open import open_records, open_source
-from trueline.data.order.permutation import step_records
 from trueline.data.records import Records
 from trueline.data.sources.table_source import TableSource
 from trueline.errors import DataError
 from worlds import TESTS
 from worlds.records import FILES, WORLDS, Rows, World, no_feed
+from worlds.steps import step_records
 
 pytestmark = pytest.mark.slow  # hundreds of files in each format
 

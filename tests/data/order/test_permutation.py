@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueline.data.order.permutation import locate, record_at, split, step_records, steps_per_epoch
+from trueline.data.order.permutation import locate, record_at, split, steps_per_epoch
 from trueline.errors import DataError
+from worlds.steps import step_records
 
 SIZES = sorted({1, 2, 3, 5, 7, 1437, *(2**power + near for power in range(2, 13) for near in (-1, 0, 1))})
 

@@ -1,11 +1,9 @@
-"""Which records form step k: pure arithmetic that every process computes alike and nobody has to store.
+"""A keyed permutation of record numbers: which records form step k, computed alike by every process.
 
-The order of an epoch is a keyed permutation of the record numbers: a Feistel network over the smallest power
-of two that holds them, walked in a cycle until it lands inside (Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002), with splitmix64 (Steele, Lea and Flood, 2014) as the round function. Any position of
-any epoch is addressed in constant time and memory, so a billion records need no list, and progress is one
-integer. The module knows nothing of workers, files or torch. Golden values are pinned in
-`tests/data/order/test_permutation.py`: a change of the order is a change of every user's training run.
+A Feistel network over the smallest power of two that holds the records, cycle-walked until it lands inside (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002), with splitmix64 (Steele, Lea and Flood, 2014) as the round
+function. Any position of any epoch is addressed in constant time and memory. Golden values are pinned in
+`tests/data/order/test_permutation.py`: changing the order changes every user's training run.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 8
 _MIN_BITS = 6
-"""A narrower network stirs too little to reach all orders evenly; a tiny source walks a few more turns."""
+"""A narrower network mixes too little to reach all orders evenly."""
 _TABLED_BITS = 24
-"""Up to so many records (as a power of two) the rounds' functions are looked up in tables, if enough are asked for."""
+"""Up to 2**24 records the round functions are looked up in tables, if enough positions are requested."""
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -38,15 +37,14 @@ _MAX_RECORDS = 1 << 62
 
 
 def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: int) -> Int64s:
-    """The records that stand at `positions` (integers in [0, num_records)) of `epoch`, int64, same shape.
+    """The records at `positions` of `epoch`, int64, same shape: a bijection of [0, num_records).
 
-    For fixed seed, epoch and num_records it is a bijection of [0, num_records). Raises DataError for
-    positions outside and for an empty source.
+    Raises DataError for positions outside and for an empty source.
     """
-    wanted = _check_positions(positions, num_records)
+    flat = _check_positions(positions, num_records)
     bits = max(_MIN_BITS, (num_records - 1).bit_length())
     keys = _round_keys(seed, epoch, num_records)
-    records = _feistel(wanted, keys, bits)
+    records = _feistel(flat, keys, bits)
     outside = np.flatnonzero(records >= num_records)
     while outside.size:
         records[outside] = _feistel(records[outside], keys, bits)
@@ -61,8 +59,7 @@ def steps_per_epoch(num_records: int, global_batch: int) -> int:
 
 
 def locate(step: int, *, num_records: int, global_batch: int) -> tuple[int, int, int]:
-    """Where the job's step `step` (from 0, over all epochs) lies: its epoch and positions [start, stop) in
-    it.
+    """The epoch of the job's step `step` (from 0, over all epochs), and the step's positions [start, stop) in it.
 
     >>> locate(3, num_records=10, global_batch=4)  # an epoch is 4 + 4 + 2
     (1, 0, 4)
@@ -74,31 +71,19 @@ def locate(step: int, *, num_records: int, global_batch: int) -> tuple[int, int,
     return epoch, start, min(start + global_batch, num_records)
 
 
-def step_records(step: int, *, seed: int, num_records: int, global_batch: int) -> Int64s:
-    """The records of the job's step `step` (from 0, over all epochs), int64, in the order of the step."""
-    epoch, start, stop = locate(step, num_records=num_records, global_batch=global_batch)
-    return record_at(np.arange(start, stop), seed=seed, epoch=epoch, num_records=num_records)
-
-
 def split(count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Cuts [0, count) into one contiguous slice for each weight, so that the last one to be done is done as soon as
-    can be, with the weights for speeds (D'Hondt's method: the greatest of slice / weight is the least).
+    """Cuts [0, count) into one slice for each weight such that the greatest of slice / weight is the least (D'Hondt):
+    with speeds as weights, the last worker ends as early as possible.
 
-    Every positive weight gets at least one when there are enough; a weight of 0 gets an empty slice. The sums
-    are exact fractions, so all members cut alike on every machine and Python. Raises DataError for weights
-    that are negative, not finite, or all 0.
+    Every positive weight gets at least one when there are enough; a weight of 0 gets an empty slice. Exact fractions
+    give the same slices on every machine. Raises DataError for weights that are negative, not finite, or all 0.
 
     >>> split(10, [1.0, 1.0, 2.0])
     [(0, 3), (3, 5), (5, 10)]
-    >>> split(106, [10.0, 0.58])  # in proportion it is 5.8; a sixth would be done later than one more of the other
+    >>> split(106, [10.0, 0.58])  # in proportion 5.8: a sixth would end later than one more for the other
     [(0, 101), (101, 106)]
     """
-    shares = _shares(count, weights)
-    slices, start = [], 0
-    for share in shares:
-        slices.append((start, start + share))
-        start += share
-    return slices
+    return list(pairwise(accumulate(_shares(count, weights), initial=0)))
 
 
 def _shares(count: int, weights: Sequence[float]) -> list[int]:
@@ -134,15 +119,15 @@ def _exact(count: int, weights: Sequence[float]) -> list[Fraction]:
 
 def _check_positions(positions: npt.ArrayLike, num_records: int) -> UInt64s:
     _check_sizes(num_records, 1)
-    found = np.asarray(positions)
-    if found.size == 0:
+    array = np.asarray(positions)
+    if array.size == 0:
         return np.empty(0, np.uint64)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise DataError(f"positions are {found.dtype}, expected integers")
-    low, high = int(found.min()), int(found.max())
+    if not np.issubdtype(array.dtype, np.integer):
+        raise DataError(f"positions are {array.dtype}, expected integers")
+    low, high = int(array.min()), int(array.max())
     if low < 0 or high >= num_records:
         raise DataError(f"position {low if low < 0 else high} lies outside [0, {num_records})")
-    return found.astype(np.uint64).ravel()
+    return array.astype(np.uint64).ravel()
 
 
 def _check_sizes(num_records: int, global_batch: int) -> None:
@@ -174,7 +159,7 @@ def _splitmix_many(values: UInt64s) -> UInt64s:
 
 
 def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
-    """A keyed bijection of [0, 2**bits): the halves take turns in being stirred by the other."""
+    """A keyed bijection of [0, 2**bits): each round mixes one half into the other."""
     low_bits = bits // 2
     high, low = values >> np.uint64(low_bits), values & np.uint64((1 << low_bits) - 1)
     if bits <= _TABLED_BITS and len(values) >= 1 << low_bits:
@@ -200,17 +185,17 @@ def _round(half: UInt64s, key: int, bits: int) -> UInt64s:
 
 @lru_cache(maxsize=8)
 def _tables(keys: tuple[int, ...], bits: int) -> list[Int64s]:
-    """What each round's function gives for every half there is: at most 256 KB, and a fifth of the work."""
+    """Each round function's values for every half: at most 256 KB, and a fifth of the work."""
     widths = (bits // 2, bits - bits // 2)
-    found = []
+    tables = []
     for index, key in enumerate(keys):
         halves = np.arange(1 << widths[index % 2], dtype=np.uint64)
-        found.append(_round(halves, key, widths[(index + 1) % 2]).astype(np.int64))
-    return found
+        tables.append(_round(halves, key, widths[(index + 1) % 2]).astype(np.int64))
+    return tables
 
 
 def key_of(*parts: int) -> int:
-    """A seed of its own for each sequence of whole numbers: what is drawn from one says nothing of another."""
+    """An independent seed for each sequence of integers."""
     state = len(parts)
     for part in parts:
         state = _splitmix(state ^ _splitmix(part & _MASK))

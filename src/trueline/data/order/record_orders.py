@@ -1,14 +1,12 @@
-"""Other orders over the same seam: any position of any epoch names a record, alone and without a list.
+"""Orders of records: pure functions of (seed, epoch, position), each position computed by itself.
 
-    Permuted     all records once, any order                       the trainers' order
-    InFileOrder  all records once, as they lie
-    Weighted     records by weight; each as often as its share of the draws, rounded up or down
-    Bucketed     batches of records of like length, from another order
-    Mixed        several orders in a fixed ratio; who runs out begins again
+    PermutedOrder   all records once, in a keyed permutation; the trainers' default
+    InFileOrder     all records once, as they are stored
+    WeightedOrder   records by weight, each as often as its share of the draws, rounded up or down
+    BucketedOrder   batches of records of similar length, from another order
+    MixedOrder      several orders in a fixed ratio; one that is used up begins again
 
-Recipes reach the last three by `drawn`.
-
-Pure arithmetic on (seed, epoch, position) like `order` and `windows`.
+Recipes reach the last three through `data/sources/mixture.py`.
 """
 
 from __future__ import annotations
@@ -50,33 +48,33 @@ class InFileOrder:
         self.num_records = num_records
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        return _inside(positions, self.num_records)
+        return check_positions(positions, self.num_records)
 
 
 class WeightedOrder:
-    """Systematic sampling with replacement: of `num_draws` draws a record of weight w gets `num_draws * w / sum`,
-    rounded up or down, so rare classes come as often as asked for and not only on average."""
+    """Systematic sampling with replacement: a record of weight w gets `num_draws * w / sum` draws in every epoch,
+    rounded up or down."""
 
     def __init__(self, weights: npt.ArrayLike, *, seed: int, num_draws: int = 0) -> None:
-        found = np.asarray(weights, np.float64)
-        if found.ndim != 1 or not len(found) or not np.isfinite(found).all() or found.min() < 0 or not found.any():
-            raise DataError(f"weights of shape {list(found.shape)} choose no records: finite, none negative, not all 0")
-        self._bounds = np.cumsum(found)
+        values = np.asarray(weights, np.float64)
+        if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or values.min() < 0 or not values.any():
+            raise DataError(f"weights of shape {list(values.shape)}: expected finite, none negative, not all 0")
+        self._bounds = np.cumsum(values)
         self._bounds /= self._bounds[-1]
-        self._last = int(np.flatnonzero(found)[-1])
+        self._last = int(np.flatnonzero(values)[-1])
         self._seed = seed
-        self.num_records = num_draws or len(found)
+        self.num_records = num_draws or len(values)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
         draw = record_at(positions, seed=self._seed, epoch=epoch, num_records=self.num_records)
         shift = key_of(self._seed, epoch) / 2.0**64
-        found: Ints = np.searchsorted(self._bounds, (draw + shift) / self.num_records, side="right")
-        return np.minimum(found, self._last).astype(np.int64)
+        records: Ints = np.searchsorted(self._bounds, (draw + shift) / self.num_records, side="right")
+        return np.minimum(records, self._last).astype(np.int64)
 
 
 class BucketedOrder:
-    """Records of `order`, in batches of like length: pools of `pool_batches` batches are sorted by length, and their
-    batches shuffled. `length_of(records)` gives lengths, e.g. `lengths.__getitem__` of an array."""
+    """Records of `order` in batches of similar length: pools of `pool_batches` batches are sorted by length, and their
+    batches shuffled. `length_of(records)` returns lengths, e.g. `lengths.__getitem__` of an array."""
 
     def __init__(
         self, order: RecordOrder, length_of: Callable[[Ints], Ints], *, batch: int, seed: int, pool_batches: int = 100
@@ -86,10 +84,10 @@ class BucketedOrder:
         self._order, self._length_of, self._batch, self._seed = order, length_of, batch, seed
         self._pool = batch * pool_batches
         self.num_records = order.num_records
-        self._sorted = lru_cache(maxsize=4)(self._sort)  # all steps of a pool ask for it
+        self._sorted = lru_cache(maxsize=4)(self._sort)  # all steps of a pool use it
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        wanted = _inside(positions, self.num_records)
+        wanted = check_positions(positions, self.num_records)
         out = np.empty_like(wanted)
         pools = wanted // self._pool
         for pool in np.unique(pools).tolist():
@@ -98,7 +96,7 @@ class BucketedOrder:
         return out
 
     def _sort(self, pool: int, epoch: int) -> Ints:
-        """The pool's records; a batch that is not full stays at its end."""
+        """The pool's records; a short batch stays at its end."""
         stop = min((pool + 1) * self._pool, self.num_records)
         records = self._order.at(np.arange(pool * self._pool, stop), epoch=epoch)
         records = records[np.argsort(self._length_of(records), kind="stable")]
@@ -113,8 +111,8 @@ class BucketedOrder:
 class MixedOrder:
     """Orders in the ratio of `weights`; every thousand positions hold each in exactly its share.
 
-    Records are numbered through: those of the second order follow those of the first (`offsets`). An order that is
-    used up begins its next epoch; one that is not goes on where it was.
+    The second order's records are numbered after those of the first (`offsets`). An order that is used up begins its
+    next epoch; any other continues where it was.
     """
 
     _PATTERN = 1000
@@ -128,13 +126,12 @@ class MixedOrder:
         self._orders, self._seed = list(orders), seed
         self.offsets = [sum(sizes[:number]) for number in range(len(sizes))]
         self.num_records = num_records or sum(sizes)
-        slices = split(self._PATTERN, weights)
-        self._shares = [stop - start for start, stop in slices]
+        self._shares = [stop - start for start, stop in split(self._PATTERN, weights)]
         self._pattern = np.repeat(np.arange(len(orders)), self._shares)
         self._ranked = lru_cache(maxsize=4)(self._rank)
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
-        wanted = _inside(positions, self.num_records) + epoch * self.num_records
+        wanted = check_positions(positions, self.num_records) + epoch * self.num_records
         block, slot = np.divmod(wanted, self._PATTERN)
         out = np.empty_like(wanted)
         for number in np.unique(block).tolist():
@@ -150,14 +147,14 @@ class MixedOrder:
             if not here.any():
                 continue
             epochs, places = np.divmod(block * self._shares[source] + ranks[slots[here]], order.num_records)
-            found = np.empty(len(places), np.int64)
+            records = np.empty(len(places), np.int64)
             for epoch in np.unique(epochs).tolist():
-                found[epochs == epoch] = order.at(places[epochs == epoch], epoch=epoch)
-            out[here] = found + self.offsets[source]
+                records[epochs == epoch] = order.at(places[epochs == epoch], epoch=epoch)
+            out[here] = records + self.offsets[source]
         return out
 
     def _rank(self, block: int) -> tuple[Ints, Ints]:
-        """Whose each slot of a block is, and how many of the same lie before it."""
+        """For each slot of a block: its order, and the number of that order's slots before it."""
         key = key_of(self._seed, block)
         pattern = self._pattern[record_at(np.arange(self._PATTERN), seed=key, epoch=0, num_records=self._PATTERN)]
         ranks = np.empty_like(pattern)
@@ -167,7 +164,8 @@ class MixedOrder:
         return pattern, ranks
 
 
-def _inside(positions: npt.ArrayLike, num_records: int) -> Ints:
+def check_positions(positions: npt.ArrayLike, num_records: int) -> Ints:
+    """As int64. Raises DataError."""
     wanted = np.asarray(positions, np.int64)
     if wanted.size and not (int(wanted.min()) >= 0 and int(wanted.max()) < num_records):
         raise DataError(f"a position lies outside [0, {num_records}): {wanted.min()} to {wanted.max()}")

@@ -1,14 +1,13 @@
-"""An order that disks like: blocks of records are shuffled, and records inside a window of blocks.
+"""A shuffled order with locality: blocks of records are shuffled, and records within a window of blocks.
 
     units     0........ 1........ 2........ 3........      row groups, chunks, runs of lines
     blocks    2........ 0........ 3........ 1........      permuted by (seed, epoch); long units are cut
     windows   [ 2 0           ] [ 3 1           ]          at least `window_records` each
     records   permuted inside their window, each by its own key
 
-Every block is read in one window of an epoch and decoded once, while a batch still mixes records of all blocks of its
-window. Any position of any epoch is addressed alone. What is kept is a few numbers for each block, whatever the number
-of records; both permutations are `order.record_at`. How well it mixes, and at what price, docs/concepts/order.md
-measures.
+Every block belongs to one window of an epoch and is decoded once, while a batch mixes records of all blocks of its
+window. Each position is computed by itself from a few numbers for each block; both permutations are
+`permutation.record_at`. docs/concepts/order.md measures how well it mixes, and the cost.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order.permutation import key_of, record_at
+from trueline.data.order.record_orders import check_positions
 from trueline.errors import DataError
 
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -32,19 +32,18 @@ _BLOCKS, _RECORDS = 1, 2
 
 
 class Counted(Protocol):
-    """A unit, as far as an order cares."""
-
     @property
     def count(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """Blocks in the order of an epoch: where each begins among positions, and its first record."""
+    """Blocks in the order of an epoch."""
 
     starts: Ints
-    """One more than there are blocks: the last is the number of records."""
+    """First position of each block, and the number of records."""
     first: Ints
+    """First record of each block."""
 
 
 class WindowOrder:
@@ -70,9 +69,7 @@ class WindowOrder:
 
     def at(self, positions: npt.ArrayLike, *, epoch: int) -> Ints:
         """The records at `positions` of `epoch`: a bijection of [0, num_records). Raises DataError."""
-        wanted = np.asarray(positions, np.int64)
-        if wanted.size and not (int(wanted.min()) >= 0 and int(wanted.max()) < self.num_records):
-            raise DataError(f"a position lies outside [0, {self.num_records}): {wanted.min()} to {wanted.max()}")
+        wanted = check_positions(positions, self.num_records)
         arranged = self._epoch(epoch)
         window = arranged.starts[np.searchsorted(arranged.starts, wanted, side="right") - 1] // self._window
         out = np.empty_like(wanted)
@@ -86,7 +83,7 @@ class WindowOrder:
         return out
 
     def _bounds(self, arranged: _Epoch, number: int) -> tuple[int, int]:
-        """The positions of a window: those of the blocks that begin in its stretch of `window_records`."""
+        """The positions of a window: of the blocks that begin in its `window_records` positions."""
         begin, end = np.searchsorted(arranged.starts, [number * self._window, (number + 1) * self._window])
         return int(arranged.starts[begin]), int(arranged.starts[min(end, len(arranged.starts) - 1)])
 
@@ -99,7 +96,7 @@ class WindowOrder:
 
 
 def blocks_of(counts: Ints, block_records: int) -> tuple[Ints, Ints]:
-    """First record and count of each block, when units of `counts` records are cut in nearly equal blocks of at most
+    """First record and count of each block, with units of `counts` records cut evenly into blocks of at most
     `block_records`.
 
     >>> first, count = blocks_of(np.array([3, 10]), 4)

@@ -1,20 +1,18 @@
-"""Records from a map-style torch Dataset: what a researcher has already.
+"""Records from a map-style torch Dataset.
 
-Items are `(inputs, label)`; a batch is what torch's own `default_collate` makes of them. In prediction mode
-an item may be the inputs alone. A record that cannot be read is an error that names it, never a record left
-out. torch is imported when the first batch is read.
+Items are `(inputs, label)`, in prediction mode also the inputs alone; torch's `default_collate` makes batches of them.
+A record that cannot be read is an error that names it. torch is imported when the first batch is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trueline.data.loading.seeding import seeded
 from trueline.data.source import Batch, Unit, check_indices
 from trueline.errors import DataError
 
@@ -31,7 +29,7 @@ class MapStyle(Protocol):
 
 
 class DatasetSource:
-    """A Source over `dataset`, which is asked for its length once."""
+    """A Source over `dataset`, whose length is read once."""
 
     forks = True
 
@@ -40,7 +38,7 @@ class DatasetSource:
         self._mode = mode
         self._kind = type(dataset).__qualname__
         self._collated: Callable[[list[Any]], Any] | None = None
-        """torch's own, once it is imported."""
+        """torch's function, once it is imported."""
         try:
             self._num_records = len(dataset)
         except (TypeError, NotImplementedError) as error:
@@ -69,32 +67,29 @@ class DatasetSource:
         return Batch(inputs, None if labels[0] is None else self._collate(labels, wanted, "labels"))
 
     def fingerprint(self) -> str:
-        """Over type, length and a few items, read twice with seeded random numbers.
-
-        Of items that differ nevertheless (augmented by a generator of their own) only the form counts.
-        """
+        """Over type, length and a few items, read twice with seeded random numbers. Of items that differ nevertheless,
+        because they draw from a generator of their own, only the form counts."""
         digest = hashlib.sha256(f"{self._kind}:{self._num_records}".encode())
         for index in sorted({round(at) for at in np.linspace(0, self._num_records - 1, _SAMPLES)}):
-            first, again = self._seeded_item(index), self._seeded_item(index)
-            one, other = b"".join(_bytes_of(first)), b"".join(_bytes_of(again))
-            digest.update(one if one == other else b"".join(_bytes_of(first, content=False)))
+            items = []
+            for _ in range(2):
+                with seeded(0):
+                    items.append(self._item(index))
+            first, second = (b"".join(_bytes_of(item)) for item in items)
+            digest.update(first if first == second else b"".join(_bytes_of(items[0], content=False)))
         return digest.hexdigest()
 
-    def _seeded_item(self, index: int) -> Any:
-        with _fixed_seed():
-            return self._item(index)
-
     def _items(self, wanted: list[int]) -> Sequence[Any]:
-        many = getattr(self._dataset, "__getitems__", None)
         dataset = self._dataset
+        get_items = getattr(dataset, "__getitems__", None)
         try:
-            items: Sequence[Any] = [dataset[index] for index in wanted] if many is None else many(wanted)
+            items: Sequence[Any] = [dataset[index] for index in wanted] if get_items is None else get_items(wanted)
         except Exception as error:
             for index in wanted:
                 self._item(index)
             raise self._unreadable(f"records {wanted}", error) from error
         if len(items) != len(wanted):
-            raise DataError(f"dataset {self._kind} gave {len(items)} items for {len(wanted)} indices")
+            raise DataError(f"dataset {self._kind} returned {len(items)} items for {len(wanted)} indices")
         return items
 
     def _item(self, index: int) -> Any:
@@ -131,33 +126,16 @@ class DatasetSource:
             ) from error
 
 
-@contextmanager
-def _fixed_seed() -> Iterator[None]:
-    """The global random generators at a fixed seed within the block, and as they were after it."""
-    import torch
-
-    ours, theirs = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(ours)
-            np.random.set_state(theirs)
-
-
 def _bytes_of(value: Any, *, content: bool = True) -> Iterator[bytes]:
-    """What `value` is, for a digest; with `content` false only types, shapes and lengths."""
+    """Of `value`, for a digest; with `content` false only types, shapes and lengths."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
             yield str(key).encode()
             yield from _bytes_of(value[key], content=content)
     elif isinstance(value, list | tuple):
         yield f"{len(value)}:".encode()
-        for one in value:
-            yield from _bytes_of(one, content=content)
+        for item in value:
+            yield from _bytes_of(item, content=content)
     elif hasattr(value, "shape") and hasattr(value, "dtype"):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if content:

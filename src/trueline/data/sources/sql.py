@@ -2,10 +2,10 @@
 
     sqlite:///clicks.db?table=clicks&key=id            postgresql://user@host/shop?table=orders&key=number
 
-The key is a column without nulls and without repeats; records are numbered in its order. A unit is a range of keys that
-held `unit_records` rows when the table was listed: only the bounds are kept. A range with another number of rows later
-is an error: take a snapshot or a table that nobody writes while a job trains on it. Passwords are in no message.
-PostgreSQL is asked through psycopg 3 (extra `postgres`), unless the URL names another driver.
+The key is a column without nulls or repeats; records are numbered in its order. A unit is a range of keys with
+`unit_records` rows when the table was listed. A range that has another number of rows later is an error, so use a
+snapshot or a table that is not written while a job trains on it. Passwords are in no message. PostgreSQL is read
+through psycopg 3 (extra `postgres`), unless the URL names another driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCHEMES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
 UNIT_RECORDS = 4096
 _DRIVERS = {"postgresql": "postgresql+psycopg"}
-"""Where SQLAlchemy's own choice is one that is no longer developed."""
+"""Where SQLAlchemy's default driver is no longer developed."""
 
 
 def is_sql(uri: str) -> bool:
@@ -43,9 +43,7 @@ def is_sql(uri: str) -> bool:
 class SqlRecords:
     """Rows of `table` in the order of `key`. `url` is SQLAlchemy's; both names may stand in its query instead."""
 
-    ranged = True
-    forks = True
-    """No connection stays open between two reads."""
+    ranged = forks = True
 
     def __init__(self, url: str, *, table: str = "", key: str = "", unit_records: int = UNIT_RECORDS) -> None:
         from sqlalchemy import create_engine, make_url
@@ -65,17 +63,9 @@ class SqlRecords:
         self.where += f"#{table}"
         self._table = self._reflect(table)
         self._key = self._table.columns[self._key_name(key)]
-        self._schema = pa.schema([(column.name, _arrow_type(column.type)) for column in self._table.columns])
+        self.schema = pa.schema([(column.name, _arrow_type(column.type)) for column in self._table.columns])
         self._bounds: list[Any] = []
-        self._units = self._list_units(unit_records)
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self._units
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._schema
+        self.units = self._list_units(unit_records)
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         from sqlalchemy import select
@@ -83,7 +73,7 @@ class SqlRecords:
         query = select(self._table).where(self._key >= self._bounds[number]).order_by(self._key)
         if number + 1 < len(self._bounds):
             query = query.where(self._key < self._bounds[number + 1])
-        unit = self._units[number]
+        unit = self.units[number]
         whole = (start, stop) == (0, unit.count)
         query = query if whole else query.offset(start).limit(stop - start)
         with self._connect() as connection:
@@ -96,8 +86,8 @@ class SqlRecords:
         return self._as_table(rows, unit)
 
     def fingerprint(self) -> str:
-        counts = [unit.count for unit in self._units]
-        return hashlib.sha256(f"{self.where}|{self._schema}|{self._bounds}|{counts}".encode()).hexdigest()
+        counts = [unit.count for unit in self.units]
+        return hashlib.sha256(f"{self.where}|{self.schema}|{self._bounds}|{counts}".encode()).hexdigest()
 
     def _reflect(self, name: str) -> Table:
         from sqlalchemy import MetaData, Table, inspect
@@ -118,15 +108,15 @@ class SqlRecords:
             return given
         primary = [column.name for column in self._table.primary_key.columns]
         if given or len(primary) != 1:
-            said = f"no column '{given}'" if given else "no primary key of one column"
+            missing = f"no column '{given}'" if given else "no primary key of one column"
             raise DataError(
-                f"{self.where} has {said} (has: {join_names(names)})",
+                f"{self.where} has {missing} (has: {join_names(names)})",
                 hint="name the column that orders and identifies its rows: &key=COLUMN",
             )
         return primary[0]
 
     def _list_units(self, unit_records: int) -> list[Unit]:
-        """Bounds by a window function, so that no more than one key in `unit_records` travels."""
+        """Finds bounds by a window function, so that only one key of each unit is transferred."""
         from sqlalchemy import func, select
 
         number = func.row_number().over(order_by=self._key).label("number")
@@ -146,12 +136,12 @@ class SqlRecords:
 
     def _as_table(self, rows: Sequence[Any], unit: Unit) -> pa.Table:
         columns = []
-        for place, field in enumerate(self._schema):
+        for place, field in enumerate(self.schema):
             try:
                 columns.append(pa.array([_plain(row[place], field.type) for row in rows], field.type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
-        return pa.table(columns, schema=self._schema)
+        return pa.table(columns, schema=self.schema)
 
     @contextmanager
     def _connect(self) -> Iterator[Connection]:
@@ -161,14 +151,14 @@ class SqlRecords:
             with self._engine.connect() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            said = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0]
-            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {said}") from error
+            why = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0]
+            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {why}") from error
         finally:
-            self._engine.dispose()  # no connection crosses a fork, none is kept while a job computes
+            self._engine.dispose()  # no connection crosses a fork or stays open while a job computes
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """What a driver gives, as Arrow takes it: decimals without a scale are floats, documents are JSON."""
+    """A driver's value for Arrow: decimals without a scale become floats, documents JSON."""
     if pa.types.is_floating(kind) and value is not None:
         return float(value)
     if pa.types.is_string(kind) and value is not None and not isinstance(value, str):
@@ -176,15 +166,15 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
-def _arrow_type(found: Any) -> Any:
+def _arrow_type(column_type: Any) -> Any:
     from sqlalchemy import types
 
-    if isinstance(found, types.ARRAY):
-        return pa.list_(_arrow_type(found.item_type))
-    if isinstance(found, types.DateTime) and found.timezone:
+    if isinstance(column_type, types.ARRAY):
+        return pa.list_(_arrow_type(column_type.item_type))
+    if isinstance(column_type, types.DateTime) and column_type.timezone:
         return pa.timestamp("us", "UTC")
-    if isinstance(found, types.Numeric) and not isinstance(found, types.Float):
-        return pa.decimal128(found.precision, found.scale or 0) if found.precision else pa.float64()
+    if isinstance(column_type, types.Numeric) and not isinstance(column_type, types.Float):
+        return pa.decimal128(column_type.precision, column_type.scale or 0) if column_type.precision else pa.float64()
     for kind, arrow in (
         (types.Boolean, pa.bool_()),
         (types.Integer, pa.int64()),
@@ -197,6 +187,6 @@ def _arrow_type(found: Any) -> Any:
         (types.Uuid, pa.string()),
         (types.JSON, pa.string()),
     ):
-        if isinstance(found, kind):
+        if isinstance(column_type, kind):
             return arrow
-    raise DataError(f"a column of type {found} has no counterpart here", hint="cast it in a view")
+    raise DataError(f"a column of type {column_type} has no counterpart in Arrow", hint="cast it in a view")

@@ -1,6 +1,6 @@
-"""A Source over Records: any records by number, through the recipe's `feed`, as tensors.
+"""A Source over Records of any format: the recipe's `feed` makes tensors of them.
 
-Nothing here knows a format. torch is imported when the first batch is fed.
+torch is imported when the first batch is fed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 256 * 2**20
 AHEAD = 2
-"""Batches that are decoded before they are asked for, at most."""
+"""Batches that are decoded ahead, at most."""
 
 
 class TableSource:
@@ -52,7 +52,6 @@ class TableSource:
 
     @property
     def forks(self) -> bool:
-        """Whether a fork of this process may read on, over connections of its own if it needs any."""
         return self.records.forks
 
     @property
@@ -67,25 +66,23 @@ class TableSource:
         run = run_of(indices)
         if run is None or run[0] < 0 or run[1] > self._num_records:
             check_indices(indices, self._num_records, self._where)
-        elif not self._coming:  # an evaluation's next records
+        elif not self._coming:  # as in an evaluation
             return self._feed_table(self._tables.take_run(*run))
         return self._feed_table(self.table(indices))
 
     def table(self, indices: Indices) -> pa.Table:
-        """The records `indices` as they lie in the files, in that order, in memory that is the caller's alone. Raises
-        DataError."""
+        """The records `indices`, in that order, in memory of the caller's own. Raises DataError."""
         coming = self._coming.pop(indices.tobytes(), None) if self._coming else None
         if coming is not None:
             return coming.result()
-        for other in self._coming.values():  # what was expected did not come: the members changed
+        for other in self._coming.values():  # others were requested: the members changed
             other.cancel()
         self._coming.clear()
         return self._tables.take(indices)
 
     def prefetch(self, indices: Indices) -> None:
-        """Decodes `indices` in a thread meanwhile, for a `read` of just these. `feed` is called by `read`, where random
-        numbers are the reader's own. What is not read is let go of; an error waits for the read.
-        """
+        """Decodes `indices` in a thread for a later `read` of exactly these, which also raises its error and calls
+        `feed`, with the reader's random numbers."""
         key = indices.tobytes()
         if len(self._coming) >= AHEAD or key in self._coming or not len(indices):
             return
@@ -98,7 +95,7 @@ class TableSource:
 
     def _feed_table(self, table: pa.Table) -> Batch:
         try:
-            found = self._feed(table, self._mode)
+            result = self._feed(table, self._mode)
         except DataError:
             raise
         except Exception as error:
@@ -106,10 +103,10 @@ class TableSource:
                 f"{self._what} fails on {len(table)} records with columns {', '.join(table.column_names)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            count = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-            raise DataError(f"{self._what} returned a {type(found).__name__}{count}, expected (inputs, labels)")
-        inputs, labels = found
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise DataError(f"{self._what} returned a {type(result).__name__}{count}, expected (inputs, labels)")
+        inputs, labels = result
         _check_count(inputs, table.num_rows, self._inputs)
         if labels is not None or self._mode != "prediction":
             _check_count(labels, table.num_rows, self._labels)
@@ -123,11 +120,11 @@ def _check_count(value: Any, count: int, what: str) -> None:
         if not shape or shape[0] != count:
             raise DataError(f"{what}: a tensor of shape {list(shape)}, expected {count} records first")
     elif isinstance(value, dict):
-        for name, one in value.items():
-            _check_count(one, count, f"'{name}' in {what}")
+        for name, item in value.items():
+            _check_count(item, count, f"'{name}' in {what}")
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            _check_count(one, count, f"item {number} in {what}")
+        for number, item in enumerate(value):
+            _check_count(item, count, f"item {number} in {what}")
     else:
         raise DataError(
             f"{what}: found a {type(value).__name__}, expected tensors",
