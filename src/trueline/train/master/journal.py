@@ -95,9 +95,9 @@ def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
     """
     match kind:
         case "START":
-            _, slot, incarnation = parse_ref(body["ref"])
+            role, slot, incarnation = parse_ref(body["ref"])
             state.incarnations[slot] = incarnation + 1
-            state.pending.pop(make_ref("worker", slot, incarnation - 1), None)
+            state.pending.pop(make_ref(role, slot, incarnation - 1), None)
             state.pending[body["ref"]] = now
         case "VIEW":
             _apply_view(state, body, now)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline import clock, events, files
-from trueline.engine.contract import Engine, ProcessSpec, make_ref
+from trueline.engine.contract import Engine, ProcessSpec
 from trueline.errors import StorageError
 from trueline.train.job_dir import JobDir
 from trueline.train.master.journal import Journal, Row, apply
@@ -32,6 +32,8 @@ from trueline.wire import train_pb2 as pb
 TICK_S = 0.25
 CAPACITY_S = 30.0
 """How long what the engine says of its room is believed."""
+ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}
+"""What a process of each role runs."""
 _HINTS = {
     "train": "the workers' logs in the job's folder say more",
     "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
@@ -118,8 +120,8 @@ class Master:
             case h.Log(kind, body):
                 if kind in _TOLD:
                     self.say(_TOLD[kind], **body)
-            case h.Start(slot, incarnation):
-                self.say("worker.started", worker=make_ref("worker", slot, incarnation))
+            case h.Start():
+                self.say("worker.started", worker=action.ref)
             case h.Kill(ref, why):
                 self.say("worker.killed", worker=ref, why=why)
                 self.keep(self._order(lambda: self.engine.kill(ref)))
@@ -138,17 +140,17 @@ class Master:
                 self.say("worker.fenced", worker=ref)
 
     def _spec(self, start: h.Start) -> ProcessSpec:
-        ref = make_ref("worker", start.slot, start.incarnation)
         env = {
             "TRUELINE_JOB": str(self.job_dir),
             "TRUELINE_MASTER": self.address,
             "TRUELINE_SECRET": self.secret,
-            "TRUELINE_REF": ref,
+            "TRUELINE_REF": start.ref,
             "OMP_NUM_THREADS": str(self.job.threads),
         }
-        log = str(self.folder.log(ref))
-        entry = "trueline.train.worker.main:main"
-        return ProcessSpec(role="worker", slot=start.slot, incarnation=start.incarnation, entry=entry, log=log, env=env)
+        return ProcessSpec(
+            role=start.role, slot=start.slot, incarnation=start.incarnation, entry=ENTRIES[start.role],
+            log=str(self.folder.log(start.ref)), env=env,
+        )  # fmt: skip
 
     def _as_view(self, reason: str) -> pb.View:
         state = self.state

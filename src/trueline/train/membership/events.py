@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trueline.engine.contract import make_ref
+
+WORKER = "worker"
+"""The role of the processes that a view consists of: the only one so far."""
+
 # What happens. -------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +145,11 @@ class Log:
 class Start:
     slot: int
     incarnation: int
+    role: str = WORKER
+
+    @property
+    def ref(self) -> str:
+        return make_ref(self.role, self.slot, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

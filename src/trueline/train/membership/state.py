@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trueline.engine.contract import make_ref, parse_ref
+from trueline.engine.contract import parse_ref
 from trueline.train.membership.events import Action, Log, Publish, Start
 
 Phase = Literal["gathering", "running", "finished", "failed"]
@@ -176,12 +176,11 @@ def fill(state: State, now: float) -> list[Action]:
     for slot in range(state.workers):
         if slot in taken or slot in state.quarantined:
             continue
-        incarnation = state.incarnations.get(slot, 0)
-        ref = make_ref("worker", slot, incarnation)
-        rows.append(Log("START", {"ref": ref}))
-        starts.append(Start(slot, incarnation))
-        state.pending[ref] = now
-        state.incarnations[slot] = incarnation + 1
+        start = Start(slot, state.incarnations.get(slot, 0))
+        rows.append(Log("START", {"ref": start.ref}))
+        starts.append(start)
+        state.pending[start.ref] = now
+        state.incarnations[slot] = start.incarnation + 1
     return rows + starts
 
 
