@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trueline.parallel import gloo
-from trueline.parallel.exchange import Piece, Shares, is_collective
+from trueline.parallel.exchange import BackwardPiece, Shares, is_collective
 from trueline.parallel.gloo import GlooGroup, start_store
 from worlds.groups import WAIT_S, in_processes
 
@@ -36,13 +36,13 @@ def piece_of(exchange, model, first, last, total):
     """The forward of records [first, last) of a step of `total`; notes them beside the gradients."""
     loss = model(records(first, last)).square().sum(1).mean()
     exchange.beside[first:last] += 1.0
-    return Piece(loss, loss, (last - first) / total, last - first)
+    return BackwardPiece(loss, loss, (last - first) / total, last - first)
 
 
 def step(exchange, model, pieces, shares, total):
     """One step of this member over `pieces`, its ranges of records: summed words, what was beside, gradients."""
     model.zero_grad()
-    exchange.begin()
+    exchange.beside.zero_()
     losses = 0.0
     last = None
     for number, (first, end) in enumerate(pieces):
@@ -127,14 +127,15 @@ def test_all_members_have_equal_bits(make_exchange):
     assert first == second
 
 
-def test_a_step_that_was_given_up_leaves_nothing_in_the_next(make_exchange):
+def test_a_step_that_was_given_up_leaves_nothing_in_the_next_group(make_exchange):
     def work(rank, group):
         model = model_of()
         exchange = make_exchange(model, group, 6)
         exchange.attach(WORDS)
-        exchange.begin()
         exchange.syncing = False
         exchange.add(piece_of(exchange, model, 0, 3, 6))
+        exchange.detach()
+        exchange.attach(WORDS)
         return step(exchange, model, [[(0, 3)], [(3, 6)]][rank], Shares([1, 1], [0, 1]), 6)
 
     for words, beside, found in in_a_group(2, work):

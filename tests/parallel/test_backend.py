@@ -84,18 +84,18 @@ def formed(planes, monkeypatch):
 
 
 def test_a_sum_that_an_abort_has_ended_is_thrown_away_though_it_is_over(formed):
-    begun = formed.bucket_summed(torch.ones(3))
+    pending = formed.sum_bucket(torch.ones(3))
     formed.cut()
-    assert begun.over()
+    assert pending.over()
     with pytest.raises(RuntimeError, match="cut"):
-        formed.wait_bucket(begun)
+        formed.wait_bucket(pending)
 
 
 def test_a_cut_reaches_who_waits_for_a_sum_and_is_noted_before_the_plane_is_aborted(formed, planes):
     noted, waited = [], threading.Event()
     planes.made[0].abort = lambda: noted.append(formed._broken)
-    begun = formed.bucket_summed(torch.ones(3))
-    begun.over = lambda: waited.set() or planes.made[0].aborted.is_set()
+    pending = formed.sum_bucket(torch.ones(3))
+    pending.over = lambda: waited.set() or planes.made[0].aborted.is_set()
 
     def cut():
         waited.wait(DEADLINE_S)
@@ -104,40 +104,40 @@ def test_a_cut_reaches_who_waits_for_a_sum_and_is_noted_before_the_plane_is_abor
     cutting = threading.Thread(target=cut)
     cutting.start()
     with pytest.raises(RuntimeError, match="cut"):
-        formed.wait_bucket(begun)
+        formed.wait_bucket(pending)
     cutting.join()
     assert noted[:1] == [True]
 
 
 def test_a_sum_that_was_over_before_the_cut_is_whole(formed):
-    begun = formed.bucket_summed(torch.ones(3))
-    begun.done.set()
-    formed.wait_bucket(begun)
+    pending = formed.sum_bucket(torch.ones(3))
+    pending.done.set()
+    formed.wait_bucket(pending)
     formed.cut()
 
 
 def test_a_sum_that_fails_by_itself_counts_as_a_collective_that_failed(formed):
     from trueline.parallel.exchange import is_collective
 
-    begun = formed.bucket_summed(torch.ones(3))
-    begun.error = RuntimeError("remote process exited")
+    pending = formed.sum_bucket(torch.ones(3))
+    pending.error = RuntimeError("remote process exited")
     with pytest.raises(RuntimeError, match="remote process exited") as raised:
-        formed.wait_bucket(begun)
+        formed.wait_bucket(pending)
     assert is_collective(raised.value)
-    begun.error = None
+    pending.error = None
 
 
 def test_memory_that_an_aborted_plane_may_still_write_into_is_kept_until_it_does_not(formed, planes):
-    begun = formed.bucket_summed(torch.ones(3))
+    pending = formed.sum_bucket(torch.ones(3))
     planes.made[0].abort = lambda: None  # its kernels take their time
     formed.cut()
     with pytest.raises(RuntimeError, match="cut"):
-        formed.wait_bucket(begun)
+        formed.wait_bucket(pending)
     earlier = set(threading.enumerate())  # planes of other tests may never finish, and their threads wait for them
     formed.close()
-    kept = weakref.ref(begun)
-    done = begun.done
-    del begun
+    kept = weakref.ref(pending)
+    done = pending.done
+    del pending
     gc.collect()
     assert kept() is not None
     outlasting = [one for one in threading.enumerate() if one.name == "outlast" and one not in earlier]
@@ -271,22 +271,22 @@ def test_an_nccl_plane_is_there_when_a_first_sum_is_over_and_is_aborted_once(har
     assert inside.options.config.blocking == 0
     assert len(inside.given) == 1
     value = torch.ones(4)
-    begun = made.sum(value)
+    pending = made.sum(value)
     assert inside.given[-1][0] is value
     inside.work.completed = False
-    assert not begun.over()
+    assert not pending.over()
     inside.work.completed = True
-    assert begun.over()
+    assert pending.over()
     made.abort()
     made.abort()
     assert inside.aborts == 1
 
 
 def test_an_error_that_nccl_found_is_a_collective_that_failed(hardware):
-    begun = nccl_plane().sum(torch.ones(4))
+    pending = nccl_plane().sum(torch.ones(4))
     Nccl.newest.work.error = RuntimeError("ncclRemoteError")
     with pytest.raises(dist.DistBackendError, match="ncclRemoteError"):
-        begun.over()
+        pending.over()
 
 
 def test_members_that_do_not_come_together_in_time_are_given_up(hardware, monkeypatch):

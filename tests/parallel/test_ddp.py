@@ -1,9 +1,12 @@
 """Promises of gradients that DDP's buckets carry."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from conformance.gradient_exchange import *  # noqa: F403  its tests
+from trueline.parallel import ddp
 from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import is_collective
 from trueline.parallel.gloo import GlooGroup
@@ -32,7 +35,7 @@ def exchange_with(*operations):
     buckets = [Bucket() for _ in operations]
     promises = [torch.futures.Future() for _ in operations]
     hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
-    exchange._sent = list(zip(operations, hosts, buckets, promises, strict=True))
+    exchange._pending = list(zip(operations, hosts, buckets, promises, strict=True))
     return exchange, buckets, promises
 
 
@@ -63,10 +66,11 @@ def test_a_sum_that_failed_does_not_touch_its_bucket_and_ends_the_backward():
     assert not promises[1].done()
 
 
-def test_a_step_begins_without_buckets_of_the_one_before():
+def test_a_group_begins_without_buckets_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(ddp, "DistributedDataParallel", mock.Mock())
     exchange, _, _ = exchange_with(Summed())
-    exchange.begin()
-    assert exchange._sent == []
+    exchange.attach(0)
+    assert exchange._pending == []
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_death_while_a_group_forms_holds_nobody_up(monkeypatch):
             forming.close()
 
     with monkeypatch.context() as dead:
-        dead.setattr(group, "_connected", tries_again)
+        dead.setattr(group, "_connect_members", tries_again)
         thread = threading.Thread(target=form, daemon=True)
         thread.start()
         assert trying.wait(100)

@@ -99,7 +99,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order_whoever_holds_them(monkeyp
     def work(rank):
         mine = parameters()
         sums, found = OrderedSum(mine, GROUP, 1), []
-        sums.enter()
+        sums.reset()
         for factor in (1.0, 0.5):  # a second step in the memory of the first
             for value in held[rank]:
                 add(sums, mine, factor * value)
@@ -121,10 +121,10 @@ def test_a_step_that_was_given_up_leaves_no_row_and_a_row_takes_the_gradients_aw
     def work(rank):
         mine = parameters()
         sums = OrderedSum(mine, GROUP, 1)
-        sums.enter()
+        sums.reset()
         add(sums, mine, 5.0)
         assert [value.grad for value in mine] == [None, None]
-        sums.drop()
+        sums.reset()
         add(sums, mine, 2.0)
         mine[0].grad = None
         sums.add(torch.tensor([1.0]))  # a shard in which no parameter took part
@@ -141,7 +141,7 @@ def test_another_number_of_rows_than_was_agreed_is_refused_before_anything_is_se
     def work(rank):
         mine = parameters()
         sums = OrderedSum(mine, GROUP, 1)
-        sums.enter()
+        sums.reset()
         add(sums, mine, 1.0)
         sums.reduce([2], [0])
 
@@ -160,7 +160,7 @@ def test_a_group_of_another_size_begins_with_memory_of_its_own(monkeypatch):
         def work(rank, size=size):
             own = mine if rank == 0 else parameters()
             its = sums if rank == 0 else OrderedSum(own, GROUP, 1)
-            its.enter()
+            its.reset()
             add(its, own, float(rank + 1))
             extra = its.reduce([1] * size, list(range(size)))
             return extra.item(), extra
@@ -178,7 +178,7 @@ def test_wide_parameters_are_summed_in_their_width(monkeypatch):
     def work(rank):
         mine = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), torch.nn.Parameter(torch.zeros(1))]
         sums = OrderedSum(mine, GROUP, 1)
-        sums.enter()
+        sums.reset()
         for value in (1.0, 1e-12):
             add(sums, mine, value)
         sums.reduce([2], [0])

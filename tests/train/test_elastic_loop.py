@@ -114,7 +114,7 @@ def job_of(
     line = Line()
     monkeypatch.setattr(elastic, "connect", lambda _: line)
     monkeypatch.setattr(elastic, "start_store", lambda: (None, "here:1"))
-    monkeypatch.setattr(gloo, "_connected", connected)
+    monkeypatch.setattr(gloo, "_connect_members", connected)
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}

@@ -1,12 +1,8 @@
-"""Gradients summed in buckets while the backward runs, by torch's DistributedDataParallel.
+"""All-reduce of gradients in buckets while the backward runs, by torch's DistributedDataParallel.
 
-DDP sees the user's model together with one more parameter, whose gradient is what this member contributes to the step
-beside its gradients:
-
-    [ words | beside ]
-
-So both travel in the all-reduce that carries the gradients and cost no round trip. A step may take several forwards
-(pieces); only the last backward is reduced.
+DDP wraps the model together with one more parameter, whose gradient is this member's other contribution: the words,
+then the vector beside the gradients. They are summed in the all-reduce of the gradients, without a round trip of their
+own. Of a step's several forwards (pieces) only the last backward is reduced.
 """
 
 from __future__ import annotations
@@ -21,14 +17,14 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from trueline.parallel.exchange import Piece, Shares, is_collective, unused_parameters
+from trueline.parallel.exchange import BackwardPiece, Shares, is_collective, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class _Replicated(torch.nn.Module):
-    """What DDP sees: the model's own forward, and the contribution."""
+    """The module that DDP wraps: the model's own forward, and the contribution."""
 
     words: torch.nn.Parameter
 
@@ -36,7 +32,7 @@ class _Replicated(torch.nn.Module):
         super().__init__()
         self.model = model
         self.instead: Sequence[torch.nn.Parameter] | None = None
-        """Instead of a forward: a sum that gives these parameters gradients of zeros."""
+        """If set, a sum replaces the forward: it gives these parameters gradients of zeros."""
         self._forward = forward
         self._tie = tie
 
@@ -50,9 +46,9 @@ class _Replicated(torch.nn.Module):
 
 
 class DdpExchange:
-    """Replaces `model.forward`: `model(...)` goes through DDP in the last piece of a step.
+    """Replaces `model.forward`, so that `model(...)` runs through DDP in the last piece of a step.
 
-    `width`: numbers beside the gradients. `find_unused`: parameters may take no part in a step.
+    `width`: numbers beside the gradients. `find_unused`: a step may leave parameters out.
     """
 
     def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int, *, find_unused: bool) -> None:
@@ -64,14 +60,14 @@ class DdpExchange:
         self.on_computed: Callable[[], None] = lambda: None
         self.on_sent: Callable[[], None] = lambda: None
         self._contribution = self.beside = torch.zeros(width, device=self._device)
-        """The words, and after them what stands beside the gradients."""
-        self._line: npt.NDArray[np.float32] | None = None
-        """The memory of the contribution, where that is the host's."""
+        """[words + width] The words, then the vector beside the gradients."""
+        self._host_view: npt.NDArray[np.float32] | None = None
+        """The contribution's memory, if that is the host's."""
         self._weight = torch.ones(())
-        """The gradient of a loss, written anew for each step."""
-        self._inside = self._went = False
-        self._sent: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        """Buckets whose sums are under way: the operation, what it sums, where that belongs, what DDP was promised."""
+        """The gradient of a loss; rewritten in each step."""
+        self._inside = self._forwarded = False
+        self._pending: list[tuple[Any, torch.Tensor, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        """Buckets being summed: the operation, the tensor it sums, the bucket, and the future that DDP waits for."""
         self._ddp: DistributedDataParallel | None = None
         self._original = model.forward
         self._replicated = _Replicated(model, self._original, tie=find_unused)
@@ -79,10 +75,10 @@ class DdpExchange:
 
     def attach(self, words: int) -> None:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
-        self.broken = None
+        self.broken, self._forwarded, self._pending = None, False, []
         self._contribution = torch.zeros(words + self._width, device=self._device)
         self.beside = self._contribution[words:]
-        self._line = self._contribution.numpy() if self._contribution.is_cpu else None
+        self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)
         self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
         self._ddp = DistributedDataParallel(
@@ -94,26 +90,20 @@ class DdpExchange:
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._send(bucket))
 
-    def begin(self) -> None:
-        self._went = False
-        self._sent = []
-        if self._ddp is not None:
-            self._replicated.words.grad = None
-        if self._width:
-            self.beside.zero_()
-
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: BackwardPiece) -> None:
         (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
         self.on_computed()
 
-    def reduce(self, piece: Piece | None, words: list[float], shares: Shares) -> tuple[list[float], torch.Tensor]:
+    def reduce(
+        self, piece: BackwardPiece | None, words: list[float], shares: Shares
+    ) -> tuple[list[float], torch.Tensor]:
         if piece is None:
-            # a parameter that the others leave out stays without a gradient, whether or not somebody has no records
+            # With find_unused, a parameter that the others leave out has to stay without a gradient.
             zeros = self._zeros(() if self._find_unused else self._parameters)
             roots = [(zeros, torch.ones_like(zeros))]
         else:
-            roots = [(piece.scaled, self._weighing(piece.scaled, piece.weight))]
-            if not self._went:  # called in evaluation mode, or not as model(...): DDP does not know of the step
+            roots = [(piece.scaled, self._weight_as_gradient(piece.scaled, piece.weight))]
+            if not self._forwarded:  # the model ran in evaluation mode, or not as model(...): DDP has seen no forward
                 zeros = self._zeros(self._parameters)
                 roots.append((zeros, torch.ones_like(zeros)))
         self._write(words)
@@ -121,61 +111,62 @@ class DdpExchange:
         _backward([pair for pair in roots if pair[0].requires_grad])
         gradient = self._replicated.words.grad
         assert gradient is not None
+        self._replicated.words.grad, self._forwarded = None, False
         return gradient[: len(words)].tolist(), gradient[len(words) :]
 
     def detach(self) -> None:
         self._ddp = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        through = self._ddp is not None and self.syncing and not self._inside and not self.broken
-        if not through or not (self._model.training and torch.is_grad_enabled()):
+        synced = self._ddp is not None and self.syncing and not self._inside and not self.broken
+        if not synced or not (self._model.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
         try:
-            outputs = self._wrapped(*args, **kwargs)
+            outputs = self._run_ddp(*args, **kwargs)
             return outputs[0] if self._find_unused else outputs
         except RuntimeError as error:
             if not is_collective(error):
-                raise _explained(error) from error
+                raise _explain(error) from error
             self.broken = error
             return self._original(*args, **kwargs)
 
-    def _wrapped(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_ddp(self, *args: Any, **kwargs: Any) -> Any:
         assert self._ddp is not None
-        self._inside = self._went = True
+        self._inside = self._forwarded = True
         try:
             return self._ddp(*args, **kwargs)
         finally:
             self._inside = False
 
-    def _weighing(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+    def _weight_as_gradient(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """`weight` as the gradient of `loss`."""
-        kept = self._weight
-        if loss.shape == kept.shape and loss.dtype == kept.dtype and loss.device == kept.device:
-            return kept.fill_(weight)
+        reused = self._weight
+        if loss.shape == reused.shape and loss.dtype == reused.dtype and loss.device == reused.device:
+            return reused.fill_(weight)
         return torch.full_like(loss, weight)
 
     def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """The contribution of a member without records: zeros for `parameters`."""
+        """Runs DDP's forward for a member without records: gradients of zeros for `parameters`."""
         self._replicated.instead = parameters
         try:
-            outputs = self._wrapped()
+            outputs = self._run_ddp()
         finally:
             self._replicated.instead = None
         total: torch.Tensor = outputs[0] if self._find_unused else outputs
         return total
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the plain sum of a bucket (not the mean).
+        """DDP's communication hook: begins the sum (not the mean) of a bucket.
 
-        A bucket on a device is summed there when the group has a backend for it, else in host memory; that copy waits
-        for what computes the bucket, and for nothing else. The last bucket is the end of the local part of a backward:
-        there all of them are waited for, as DDP would next. Raises RuntimeError when a peer fails.
+        A bucket on a device is summed there if the group has a backend for it, else as a copy in host memory. The last
+        bucket ends the local part of the backward; the hook then waits for all sums, as DDP would do next.
+        Raises RuntimeError when a peer fails.
         """
         gradients: torch.Tensor = bucket.buffer()
-        summed = gradients if self._group.takes(gradients) else gradients.cpu()
+        summed = gradients if self._group.can_sum(gradients) else gradients.cpu()
         devices: list[int | str | torch.device] = [] if gradients.is_cpu else [gradients.device]
         promise: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._sent.append((self._group.bucket_summed(summed), summed, gradients, promise))
+        self._pending.append((self._group.sum_bucket(summed), summed, gradients, promise))
         if bucket.is_last():
             self.on_computed()
             self.on_sent()
@@ -184,28 +175,28 @@ class DdpExchange:
 
     def _receive(self) -> None:
         """Waits for the sums of all buckets."""
-        sent, self._sent = self._sent, []
-        for begun, summed, gradients, promise in sent:
-            self._group.wait_bucket(begun)
+        pending, self._pending = self._pending, []
+        for operation, summed, gradients, promise in pending:
+            self._group.wait_bucket(operation)
             if summed is not gradients:
                 gradients.copy_(summed)
             promise.set_result(gradients)
 
     def _write(self, words: list[float]) -> None:
         """Writes the words into this member's contribution."""
-        if self._line is not None:
-            self._line[: len(words)] = words
+        if self._host_view is not None:
+            self._host_view[: len(words)] = words
         else:
             self._contribution[: len(words)] = torch.tensor(words)
 
 
 def _backward(roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """As torch.autograd.backward(tensors, gradients), without its comparison of their shapes, which are equal here."""
+    """torch.autograd.backward(tensors, gradients) without its comparison of shapes, which are equal here."""
     tensors, gradients = zip(*roots, strict=True)
     Variable._execution_engine.run_backward(
         tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-def _explained(error: RuntimeError) -> Exception:
+def _explain(error: RuntimeError) -> Exception:
     return unused_parameters(()) if "Expected to have finished reduction" in str(error) else error

@@ -1,9 +1,9 @@
 """The seam between a training step and the way its gradients are summed over the members of a group.
 
-    begin ─▶ add(piece) … ─▶ reduce(last piece) ─▶ every member holds the same gradients and the same sums beside them
+    attach ─▶ add(piece) … ─▶ reduce(last piece) ─▶ every member holds the same gradients and the same sums beside them
 
-`ddp.py` sums buckets while the backward runs; `ordered.py` adds shards in an order that no number of members changes.
-Each implementation passes `tests/conformance/gradient_exchange.py`.
+`ddp.py` reduces buckets while the backward runs; `ordered.py` adds shards in an order that does not depend on the
+number of members. Each implementation passes `tests/conformance/gradient_exchange.py`.
 """
 
 from __future__ import annotations
@@ -19,40 +19,44 @@ from trueline.errors import RecipeError, join_names
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A forward's result: a part of the step that this member computes."""
+class BackwardPiece:
+    """The forward of a part of a step, ready for its backward."""
 
     loss: torch.Tensor
-    """The mean over the piece's records."""
+    """[] Mean over the piece's records."""
     scaled: torch.Tensor
-    """The same, scaled for half precision: what backward starts from."""
+    """`loss` times the gradient scale of fp16: the root of the backward."""
     weight: float
-    """The piece's records / the step's: sums of weighted gradients are the gradient of the step's mean."""
+    """The piece's records / the step's records: weighted gradients sum to the gradient of the step's mean."""
     count: int
-    """Records of the piece."""
+    """Records in the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How the shards of a step lie with the ranks."""
+    """How the shards of a step are distributed over the ranks."""
 
     counts: Sequence[int]
-    """Shards of each rank."""
+    """Shards by rank."""
     order: Sequence[int]
     """Ranks in the order of their shards."""
 
 
 class GradientExchange(Protocol):
-    """Sums gradients, and a vector beside them, over the members of a group. Used by one thread."""
+    """Sums gradients, and a vector beside them, over the members of a group. Used by one thread.
+
+    Each step starts without gradients. A step that fails ends the group: the caller detaches, and attaches to the next.
+    """
 
     beside: torch.Tensor
-    """[width] This member's contribution beside its gradients. The step writes it before `add` and `reduce`."""
+    """[width] This member's contribution beside its gradients. The step zeroes it first, and writes it before `add` and
+    `reduce`."""
     syncing: bool
-    """Whether the next forward is that of the step's last piece."""
+    """Whether the next forward belongs to the step's last piece."""
     broken: RuntimeError | None
-    """Why a collective failed before `reduce` was called; None: none has."""
+    """The collective error of a forward, before `reduce` was called."""
     on_computed: Callable[[], None]
-    """Called when the local part of a backward is over, before it waits for peers."""
+    """Called when the local part of a backward is done, before it waits for peers."""
     on_sent: Callable[[], None]
     """Called after that, when everything is on its way to the peers: there is time for something else."""
 
@@ -60,16 +64,14 @@ class GradientExchange(Protocol):
         """Joins the process group that was just formed. `words`: how many `reduce` gets in this group."""
         ...
 
-    def begin(self) -> None:
-        """Begins a step, after the gradients were zeroed: drops contributions and what an earlier attempt left."""
-        ...
-
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: BackwardPiece) -> None:
         """Runs the backward of a piece that is not the last; nothing leaves this process."""
         ...
 
-    def reduce(self, piece: Piece | None, words: list[float], shares: Shares) -> tuple[list[float], torch.Tensor]:
-        """Runs the backward of the last piece, if there is one, and sums over all members.
+    def reduce(
+        self, piece: BackwardPiece | None, words: list[float], shares: Shares
+    ) -> tuple[list[float], torch.Tensor]:
+        """Runs the backward of the last piece (None: no records) and sums over all members.
 
         Returns the sums of `words` and of `beside`; gradients are summed in place.
         Raises RuntimeError when a peer fails.
@@ -90,6 +92,7 @@ def is_collective(error: RuntimeError) -> bool:
 
 
 def unused_parameters(names: Sequence[str]) -> RecipeError:
+    """The error for parameters without a gradient; `names`: as far as they are known."""
     which = f" ({join_names(names)})" if names else ""
     return RecipeError(
         f"some parameters of the model took no part in the loss of a step{which}",

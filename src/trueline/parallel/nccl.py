@@ -1,14 +1,14 @@
-"""NCCL as the plane of a generation: gradients are summed on their devices, and never pass through the host.
+"""NCCL as the plane of a generation: gradients are summed on their devices, without a copy to the host.
 
-torch's ProcessGroupNCCL is made by hand, outside torch.distributed's registry: its communicators live as long as a
-generation. What is minded (source: ProcessGroupNCCL.hpp; pytorch issues 111646 and 115388):
+torch's ProcessGroupNCCL is created outside torch.distributed's registry, so that its communicators live as long as a
+generation. Pitfalls (ProcessGroupNCCL.hpp; pytorch issues 111646 and 115388):
 
-* its watchdog must not end the process when a peer is gone: the view says what to do then;
-* a communicator that is being made waits for peers for ever unless it is made without blocking;
-* an abort is the only way out of a sum whose peer is gone, and may leave anything in the memory of that sum;
-* `Work.wait` makes the stream wait and not this thread, so whether a sum is over is asked until it is.
+* The watchdog must not end the process when a peer dies: the next view decides what to do.
+* Creating a communicator waits for peers without a limit, unless it is non-blocking.
+* Only an abort ends a sum whose peer is dead, and it leaves that sum's memory undefined.
+* `Work.wait` makes the stream wait and not this thread, so sums are polled.
 
-Needs a torch that was built for CUDA, and a device for each worker.
+Needs a torch built for CUDA, and a device for each worker.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _QUIET = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
-"""What would end the process of a survivor, or keep it waiting; read when a group is made."""
+"""Switches off what would end a survivor's process or block it; read when a group is created."""
 _LOOK_S = 0.001
 _SUM_TIMEOUT = timedelta(hours=24)
-"""NCCL's own: the view decides when a peer has been waited for long enough."""
+"""NCCL's own, out of reach: the view decides how long to wait for a peer."""
 
 
 def connector(device: torch.device) -> Callable[[Store, int, int, timedelta], NcclPlane]:
-    """Raises UsageError when NCCL is not in this torch, or `device` is none of its."""
+    """Raises UsageError when this torch has no NCCL, or `device` is not a CUDA device."""
     if not dist.is_nccl_available():
         raise UsageError(
             f"backend is 'nccl', and torch {torch.__version__} was built without it",
@@ -56,7 +56,7 @@ def connector(device: torch.device) -> Callable[[Store, int, int, timedelta], Nc
 
 
 class NcclPlane:
-    """Communicators of one generation. Raises RuntimeError when its members do not come together in `patience`."""
+    """Communicators of one generation. Raises RuntimeError when its members do not connect within `patience`."""
 
     def __init__(self, store: Store, rank: int, size: int, patience: timedelta, *, device: torch.device) -> None:
         self._device = device
@@ -69,15 +69,15 @@ class NcclPlane:
         self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._aborted = threading.Lock()
         try:
-            self._greet(time.monotonic() + patience.total_seconds())
+            self._connect(time.monotonic() + patience.total_seconds())
         except BaseException:
             self.abort()
             raise
 
-    def _greet(self, deadline: float) -> None:
-        """A first sum, for which communicators are made: who has it is connected with everybody."""
-        greeting = self.sum(torch.ones(1, device=self._device))
-        while not greeting.over():
+    def _connect(self, deadline: float) -> None:
+        """Runs a first sum, for which NCCL creates the communicators."""
+        first = self.sum(torch.ones(1, device=self._device))
+        while not first.over():
             if time.monotonic() > deadline:
                 raise RuntimeError("nccl: the members did not come together in time")
             time.sleep(_LOOK_S)
@@ -87,12 +87,12 @@ class NcclPlane:
             return NcclSum(self._group.allreduce([value]))
 
     def abort(self) -> None:
-        if self._aborted.acquire(blocking=False):  # kept: a second abort would meet what the first has freed
+        if self._aborted.acquire(blocking=False):  # never released: a second abort would use freed memory
             self._group.abort()
 
 
 class NcclSum:
-    """One bucket's. The operation keeps the bucket's memory until it is over."""
+    """The sum of a bucket. The operation keeps the bucket's memory until it is over."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -100,15 +100,15 @@ class NcclSum:
     def over(self) -> bool:
         if not self._work.is_completed():
             return False
-        found = self._work.exception()
-        if found is not None:
-            raise dist.DistBackendError(f"nccl: {found}")
-        self._work.wait()  # the stream's order, and what is kept for it; nothing is left to wait for
+        error = self._work.exception()
+        if error is not None:
+            raise dist.DistBackendError(f"nccl: {error}")
+        self._work.wait()  # does not block any more: it orders the stream and releases what the work kept
         return True
 
 
 def _check_own_device(store: Store, rank: int, size: int, patience: timedelta, device: torch.device) -> None:
-    """NCCL has one member for each device. Raises TrainError when two have the same."""
+    """Raises TrainError when two members share a device, which NCCL does not support."""
     mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     store.set(f"device-{rank}", mine)
     names = [f"device-{other}" for other in range(size)]

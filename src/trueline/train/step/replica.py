@@ -19,7 +19,7 @@ import torch
 
 from trueline.checkpoint import tree
 from trueline.parallel.ddp import DdpExchange
-from trueline.parallel.exchange import GradientExchange, Piece, Shares, unused_parameters
+from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
 from trueline.train.step import model_traits
@@ -91,7 +91,7 @@ class Replica:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
         self._take_back()
         self.advance.zero_grad()
-        self.exchange.begin()
+        self.exchange.beside.zero_()
         if self._running or self._counters:
             self._before = [value.clone() for value in (*self._running, *self._counters)]
 
@@ -112,7 +112,7 @@ class Replica:
         self._take_back()
         return StepAccount.unpack(summed)
 
-    def _piece(self, loss: torch.Tensor, weight: float, records: Ints) -> Piece:
+    def _piece(self, loss: torch.Tensor, weight: float, records: Ints) -> BackwardPiece:
         """Enters the records, and what their forward did to the running statistics, beside the gradients."""
         beside = self.exchange.beside
         if self._tallied and beside.is_cpu:
@@ -123,7 +123,7 @@ class Replica:
         for value, before in zip(self._running, self._before, strict=False):
             beside[at : at + value.numel()] += weight * (value - before).flatten()
             at += value.numel()
-        return Piece(loss, self.advance.scaled(loss), weight, len(records))
+        return BackwardPiece(loss, self.advance.scaled(loss), weight, len(records))
 
     def _take_back(self) -> None:
         """Each piece starts from the same running statistics. After the backward: a checkpointed forward runs again."""
