@@ -92,7 +92,7 @@ def test_inputs_of_several_kinds_are_passed_by_name() -> None:
         ({"x": pa.float32()}, "no column is the labels: the records have x"),
         ({"x": pa.float32(), "label": pa.int64(), "y": pa.int64()}, "label, y could each be the labels"),
         ({"label": pa.int64()}, "nothing to learn from"),
-        ({"t": pa.string(), "label": pa.int64()}, "column 't' is text, and nothing says"),
+        ({"t": pa.string(), "label": pa.int64()}, "column 't' is text, and has no vocabulary"),
         ({"t": pa.timestamp("s"), "label": pa.int64()}, "column 't' is timestamp"),
         ({"t": pa.list_(pa.string()), "label": pa.int64()}, "column 't' is list<"),
     ],

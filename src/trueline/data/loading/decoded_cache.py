@@ -1,9 +1,8 @@
-"""Decoded units in memory, bounded in bytes, and any records of them in one table.
+"""A cache of decoded units, bounded in bytes, from which any records are taken as one table.
 
-A batch out of a shuffle window has a few records of each of a dozen units. Taking them unit by unit costs a dozen
-calls for each column, so units that are asked for together are joined into one table (`_joined`) and a batch is one
-`take`. Joining copies; it is done once as many records were taken the slow way as pay for it, so reads that never come
-back to a unit never pay.
+A batch of a shuffle window has a few records of each of a dozen units. Taking them unit by unit costs a dozen calls for
+each column, so units that are used together are joined into one table, and a batch is one `take`. Joining copies, so it
+is done only after enough records were taken unit by unit to pay for it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 _PAID = 64
 """Copying this many records in a row costs about as much as taking one record of a unit."""
-_ALONE = 8
-"""Of a unit that can be read in part, fewer than one record in so many are read alone."""
+_PARTIAL = 8
+"""A ranged unit is read in part for fewer than one record in this many."""
 
 
 class TableCache:
-    """Any records of `records` by number, and runs of them. May be asked by several threads."""
+    """Any of `records` by number, and runs of them. Thread-safe."""
 
     def __init__(self, records: Records, cache_bytes: int) -> None:
         self._records = records
@@ -41,7 +40,7 @@ class TableCache:
         self._lock = Lock()
 
     def take(self, indices: npt.ArrayLike) -> pa.Table:
-        """The records `indices`, in that order, in memory that is the caller's alone. Raises DataError."""
+        """The records `indices`, in that order, in memory of the caller's own. Raises DataError."""
         wanted = np.asarray(indices, np.int64)
         run = run_of(wanted)
         if run is not None:
@@ -52,7 +51,7 @@ class TableCache:
             return self._resident.take(numbers, wanted - self._starts[numbers])
 
     def take_run(self, start: int, stop: int) -> pa.Table:
-        """The records [start, stop), in memory that is the caller's alone. Raises DataError."""
+        """Records [start, stop), in memory of the caller's own. Raises DataError."""
         with self._lock:
             ready = self._passing.ready(start, stop)
             if ready is None:
@@ -60,7 +59,7 @@ class TableCache:
             return ready[0] if len(ready) == 1 else pa.concat_tables(ready).combine_chunks()
 
     def run(self, start: int, stop: int) -> pa.Table:
-        """Records [start, stop) in one piece, to be read only: others may get the same memory. Raises DataError."""
+        """Records [start, stop) in one piece, read-only: other callers may get the same memory. Raises DataError."""
         with self._lock:
             parts = [table for table, _ in self._parts(start, stop)]
         if len(parts) == 1:
@@ -68,7 +67,7 @@ class TableCache:
         return pa.concat_tables(parts) if parts else self._records.schema.empty_table()
 
     def _parts(self, start: int, stop: int) -> list[tuple[pa.Table, bool]]:
-        """Records [start, stop) in pieces, each with whether nobody else has its memory."""
+        """Records [start, stop) in pieces, each with whether its memory is the caller's own."""
         parts: list[tuple[pa.Table, bool]] = []
         passing, follows = self._passing, self._passing.follows(start)
         units = self._records.units
@@ -89,7 +88,7 @@ class TableCache:
 
     @staticmethod
     def _copy(parts: list[tuple[pa.Table, bool]]) -> pa.Table:
-        """One piece; copied where others have the memory, and where units meet."""
+        """One piece; copied where the memory is shared, and where units meet."""
         if len(parts) > 1:
             return pa.concat_tables([table for table, _ in parts]).combine_chunks()
         table, own = parts[0]
@@ -100,7 +99,7 @@ class TableCache:
 
 
 def run_of(indices: Ints) -> tuple[int, int] | None:
-    """The first of `indices` (int64) and the one behind the last, when they are neighbours in ascending order.
+    """The first of `indices` (int64) and the one after the last, if they are ascending neighbours.
 
     >>> run_of(np.array([4, 5, 6])), run_of(np.array([4, 6, 5]))
     ((4, 7), None)
@@ -113,8 +112,8 @@ def run_of(indices: Ints) -> tuple[int, int] | None:
 
 
 class UnitCache:
-    """Half of `max_bytes` is for units as they were decoded, least recently used first out, the other half for the
-    joined ones. The units of the batch at hand stay, whatever their size."""
+    """Half of `max_bytes` is for decoded units, evicted least recently used first, the other half for the joined table.
+    The units of the current batch stay, whatever their size."""
 
     def __init__(self, records: Records, max_bytes: int) -> None:
         self._records = records
@@ -132,30 +131,28 @@ class UnitCache:
     def take(self, numbers: Ints, rows: Ints) -> pa.Table:
         """Record `rows[i]` of unit `numbers[i]`, for each i, copied. Raises DataError."""
         base = self._base[numbers]
-        if base.min() < 0:  # some of them are not joined
+        if base.min() < 0:  # not all are joined
             units = np.unique(numbers)
             self._recent.append(units)
-            if not (self._payable(units) and self._join()):
+            cached = len(units) > 1 and all(int(unit) in self._tables for unit in units)
+            if not (cached and self._join()):
                 return self._by_unit(numbers, rows)
             base = self._base[numbers]
         return self._joined.take(pa.array(base + rows))
 
     def slice(self, unit: int, start: int, stop: int) -> tuple[pa.Table, bool]:
-        """Records [start, stop) of `unit`, and whether nobody else is given their memory. Raises DataError."""
+        """Records [start, stop) of `unit`, and whether their memory is the caller's own. Raises DataError."""
         if self._records.ranged and unit not in self._tables:
             return self._records.load(unit, start, stop).combine_chunks(), True
         table = self._whole(unit)
         if stop == len(table) and table.nbytes * len(self._records.units) > self._max_bytes:
-            # Who reads in order is past this unit, and would find it gone next time round. Memory that was given
-            # back is memory that the next unit gets at once.
+            # A sequential reader is past this unit, and would find it evicted on the next pass. Its memory is free
+            # for the next unit.
             self._num_bytes -= self._tables.pop(unit).nbytes
         return table.slice(start, stop - start), False
 
-    def _payable(self, units: Ints) -> bool:
-        return len(units) > 1 and all(int(unit) in self._tables for unit in units)
-
     def _join(self) -> bool:
-        """Joins the units of the last reads, as far as they are here and have room."""
+        """Joins the units of the last reads, as far as they are cached and have room."""
         wanted: list[int] = []
         num_bytes = num_rows = 0
         for units in reversed(self._recent):
@@ -193,33 +190,29 @@ class UnitCache:
         return pa.concat_tables(parts).take(pa.array(back)).combine_chunks()
 
     def _fetch(self, groups: Sequence[tuple[int, Ints]]) -> None:
-        """What `_some` will load of `groups`, where that is far away."""
+        """Prefetches what `_some` will load of `groups`, from a store."""
         records = self._records
         if not isinstance(records, Fetching):
             return
-        wanted: list[Range] = []
+        ranges: list[Range] = []
         for unit, rows in groups:
-            if self._is_alone(unit, rows):
-                wanted += [(unit, *run) for run in _runs(np.unique(rows))]
+            if self._is_partial(unit, rows):
+                ranges += [(unit, *run) for run in _runs(np.unique(rows))]
             elif unit not in self._tables:
-                wanted.append((unit, 0, records.units[unit].count))
-        if wanted:
-            records.fetch(wanted)
+                ranges.append((unit, 0, records.units[unit].count))
+        if ranges:
+            records.fetch(ranges)
 
     def _some(self, unit: int, rows: Ints) -> pa.Table:
-        if self._is_alone(unit, rows):
-            return self._alone(unit, rows)
-        return self._whole(unit).take(pa.array(rows))
-
-    def _is_alone(self, unit: int, rows: Ints) -> bool:
-        few = len(rows) * _ALONE < self._records.units[unit].count
-        return few and self._records.ranged and unit not in self._tables
-
-    def _alone(self, unit: int, rows: Ints) -> pa.Table:
-        """Runs of neighbours are read in one go."""
+        if not self._is_partial(unit, rows):
+            return self._whole(unit).take(pa.array(rows))
         distinct, back = np.unique(rows, return_inverse=True)
         tables = [self._records.load(unit, start, stop) for start, stop in _runs(distinct)]
         return pa.concat_tables(tables).take(pa.array(back))
+
+    def _is_partial(self, unit: int, rows: Ints) -> bool:
+        few = len(rows) * _PARTIAL < self._records.units[unit].count
+        return few and self._records.ranged and unit not in self._tables
 
     def _whole(self, unit: int) -> pa.Table:
         table = self._tables.pop(unit, None)
@@ -233,7 +226,7 @@ class UnitCache:
 
 
 def _runs(rows: Ints) -> list[tuple[int, int]]:
-    """Neighbours among `rows`, which ascend: the first of them, and the one behind the last.
+    """Runs of neighbours among ascending `rows`: the first of each, and the one after its last.
 
     >>> _runs(np.array([2, 3, 7]))
     [(2, 4), (7, 8)]

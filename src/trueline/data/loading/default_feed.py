@@ -1,16 +1,16 @@
-"""Records as tensors by their schema, for recipes that bring no `feed`.
+"""Records as tensors by their schema, for recipes without a `feed`.
 
     column                                    tensor
     whole numbers, booleans                   int64, bool          [n]
     floating point                            float32              [n]
-    lists of numbers, all of one length       as their items       [n, length, ...]
+    lists of numbers of one length            as their items       [n, length, ...]
     binary that is images                     float32 in [0, 1]    [n, channels, height, width]   needs Pillow
     text with a vocabulary                    int64 ids            [n]
-    text with a tokenizer                     what that returns
+    text with a tokenizer                     what it returns
 
-The column `label` (`labels`, `target`, `targets`, `y`) is what the loss compares with; the others are inputs. One input
-is passed as it is; several that are plain numbers are the columns of one float32 tensor, in their order; any other
-several are passed by name. What this cannot say without a guess is refused with the column, and `feed` says it.
+The column `label` (`labels`, `target`, `targets`, `y`) holds the labels; the others are inputs. A single input is
+passed as it is; several that are plain numbers become the columns of one float32 tensor; any other several are passed
+by name. A column that would need a guess is refused, and needs a `feed`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 LABELS = ("label", "labels", "target", "targets", "y")
 UNKNOWN = "<unk>"
-"""A word of a vocabulary that stands for every word that is not in it."""
+"""The word of a vocabulary that replaces all words that are not in it."""
 _KEYS = ("__key__", "path")
-"""Columns that say where a record is from, beside one that holds it."""
+"""Columns with a record's origin."""
 
 Tokenizer = Callable[[list[str]], Any]
 Array = npt.NDArray[Any]
 
 
 class DefaultFeed:
-    """A `feed`. `vocabulary` has the words of text columns by name; `tokenizer` takes the texts of the others."""
+    """A `feed`. `vocabulary` has the words of text columns by name; `tokenizer` takes the texts of other columns."""
 
     def __init__(
         self, vocabulary: Mapping[str, Sequence[str]] | None = None, tokenizer: Tokenizer | None = None
@@ -90,7 +90,7 @@ class DefaultFeed:
             if field.name in self._words or self._tokenizer is not None:
                 return "text"
             raise DataError(
-                f"column '{field.name}' is text, and nothing says what its words are as numbers",
+                f"column '{field.name}' is text, and has no vocabulary or tokenizer",
                 hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
                 + FEED,
             )
@@ -119,36 +119,34 @@ class DefaultFeed:
             missing = texts[ids.index(None)]
             raise DataError(
                 f"'{missing[:64]}' in column '{name}' is none of the {len(words)} words of its vocabulary",
-                hint=f"add it, or '{UNKNOWN}' for all that are not there",
+                hint=f"add it, or '{UNKNOWN}' for all that are missing",
             )
         return np.array(ids, np.int64)
 
 
 def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
-    """The column of the labels (none where predictions are made without) and those of the inputs. Raises DataError.
+    """The column of the labels (None where a prediction has none) and those of the inputs. Raises DataError.
 
     >>> split_columns(pa.schema([("x", pa.float32()), ("label", pa.int64())]), "training")
     ('label', ['x'])
     """
-    found = [name for name in schema.names if name.lower() in LABELS]
-    if len(found) > 1:
-        raise DataError(f"{join_names(found)} could each be the labels", hint=FEED)
-    if not found and mode != "prediction":
+    labels = [name for name in schema.names if name.lower() in LABELS]
+    if len(labels) > 1:
+        raise DataError(f"{join_names(labels)} could each be the labels", hint=FEED)
+    if not labels and mode != "prediction":
         raise DataError(
             f"no column is the labels: the records have {join_names(schema.names)}",
             hint=f"name one of them {join_names(LABELS)}, or " + FEED,
         )
-    label = found[0] if found else None
+    label = labels[0] if labels else None
     inputs = [name for name in schema.names if name != label]
-    others = [name for name in inputs if name not in _KEYS]
-    inputs = others or inputs
     if not inputs:
         raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=FEED)
-    return label, inputs
+    return label, [name for name in inputs if name not in _KEYS] or inputs
 
 
 def decode_images(column: pa.ChunkedArray, name: str) -> Array:
-    """A column of encoded images of one size, float32 [n, channels, height, width] in [0, 1]. Raises DataError."""
+    """Encoded images of one size as float32 [n, channels, height, width] in [0, 1]. Raises DataError."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -156,26 +154,26 @@ def decode_images(column: pa.ChunkedArray, name: str) -> Array:
             f"column '{name}' is binary, which is read as images, and Pillow is not installed",
             hint="pip install pillow, or " + FEED,
         ) from error
-    found = []
+    arrays = []
     for number, content in enumerate(column):
         try:
             with Image.open(io.BytesIO(content.as_py())) as image:
                 plain = image if image.mode in ("L", "RGB") else image.convert("RGB")
-                found.append(np.asarray(plain, np.float32) / 255)
+                arrays.append(np.asarray(plain, np.float32) / 255)
         except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
             raise DataError(f"record {number} of the batch is no image in column '{name}': {error}") from error
-    shapes = sorted({one.shape for one in found})
+    shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise DataError(
             f"column '{name}' has images of {len(shapes)} sizes, e.g. {shapes[0]} and {shapes[-1]}",
             hint="store them in one size, or resize them: " + FEED,
         )
-    stacked = np.stack(found)
+    stacked = np.stack(arrays)
     return stacked[:, None] if stacked.ndim == 3 else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
 
 def _narrow(values: torch.Tensor, name: str) -> torch.Tensor:
-    """In the dtypes that models take."""
+    """Converts to the dtypes of models."""
     torch = _torch()
     if values.dtype.is_floating_point:
         return values.to(torch.float32)

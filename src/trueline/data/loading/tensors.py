@@ -1,12 +1,12 @@
-"""Columns of records as tensors: what a `feed` begins with.
+"""Columns of records as tensors, for a `feed`.
 
     from trueline.data.loading.tensors import tensor
 
     def feed(records, mode):                    # a pyarrow.Table
         return tensor(records["image"]), tensor(records["label"])
 
-A source gives each table in memory that is nobody else's, so a tensor is a view of it and may be written. Memory that
-must not be written (a mapped file, a Python bytes) is copied. torch is imported at the first call.
+Each table is in memory of its own, so a tensor is a writable view of it. Read-only memory (a mapped file, Python bytes)
+is copied. torch is imported at the first call.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarro
 
 
 def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
-    """The values of `column`, record by record, in the dtype that they have there.
+    """The values of `column` in their own dtype.
 
-    Numbers and booleans become [n]; lists of numbers, all of one length, [n, length, ...]; binary, all of one length,
-    uint8 [n, length]. Raises DataError, which names the column `name`, for missing values, for several lengths and for
-    everything else.
+    Numbers and booleans become [n]; lists of numbers of one length [n, length, ...]; binary of one length uint8
+    [n, length]. Raises DataError that names the column `name` for missing values, several lengths and other types.
     """
     from_numpy = _from_numpy()
     array = column.chunk(0) if type(column) is _CHUNKED and column.num_chunks == 1 else _in_one_piece(column)
@@ -60,7 +59,8 @@ def tensor(column: pa.ChunkedArray | pa.Array, name: str = "") -> torch.Tensor:
         return from_numpy(_bytes(array, kind, name))
     shape = [len(array)]
     while is_list(kind):
-        shape.append(_list_length(array, name))
+        fixed = pa.types.is_fixed_size_list(kind)
+        shape.append(int(kind.list_size) if fixed else _one_length(array.offsets.to_numpy(), name, "lists"))
         array = array.flatten()
         kind = array.type
         if array.null_count:
@@ -87,20 +87,12 @@ def is_number(kind: pa.DataType) -> bool:
 def _in_one_piece(column: pa.ChunkedArray | pa.Array) -> Any:
     if not isinstance(column, pa.ChunkedArray):
         return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
     whole = column.combine_chunks()
     return whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
 
 
-def _list_length(array: Any, name: str) -> int:
-    if pa.types.is_fixed_size_list(array.type):
-        return int(array.type.list_size)
-    return _one_length(array.offsets.to_numpy(), name, "lists")
-
-
 def _one_length(offsets: Any, name: str, what: str) -> int:
-    """The length of each value, of values that lie between `offsets`."""
+    """The length of every value between `offsets`. Raises DataError."""
     count = len(offsets) - 1
     if count < 1:
         return 0
@@ -115,12 +107,12 @@ def _one_length(offsets: Any, name: str, what: str) -> int:
 
 @lru_cache(maxsize=64)
 def _even(count: int, length: int, first: int, dtype: str) -> bytes:
-    """The offsets of values of one length, from `first`: the same few for the batches of each piece of a file."""
+    """The offsets of `count` values of one length, which are the same in most batches."""
     return (first + np.arange(count + 1) * length).astype(dtype).tobytes()
 
 
 def _values(array: Any, name: str) -> Array:
-    """What lies in an array without lists and nulls: numbers [n], bytes [n, length]."""
+    """Of an array without lists and nulls: numbers [n], bytes [n, length]."""
     kind = array.type
     dtype = _DTYPES.get(kind.id)
     if dtype is not None:
@@ -129,17 +121,16 @@ def _values(array: Any, name: str) -> Array:
         return _bytes(array, kind, name)
     if not pa.types.is_boolean(kind):  # bits in Arrow
         raise DataError(f"column '{name}' is {kind}, which makes no tensor by itself", hint=FEED)
-    found: Array = array.to_numpy(zero_copy_only=False)
-    return found
+    bits: Array = array.to_numpy(zero_copy_only=False)
+    return bits
 
 
 def _numbers(array: Any, dtype: np.dtype[Any]) -> Array:
-    """The numbers of an array, [n]."""
     return _view(array.buffers()[1], dtype, array.offset * dtype.itemsize, (len(array),))
 
 
 def _bytes(array: Any, kind: Any, name: str) -> Array:
-    """The bytes of binary values of one length, [n, length]."""
+    """Binary values of one length, [n, length]."""
     count = len(array)
     if kind.id == pa.lib.Type_FIXED_SIZE_BINARY:
         width = kind.byte_width
@@ -153,8 +144,8 @@ def _bytes(array: Any, kind: Any, name: str) -> Array:
 
 
 def _view(buffer: Any, dtype: np.dtype[Any], at: int, shape: tuple[int, ...]) -> Array:
-    """An array over `buffer` from the byte `at` on; a copy where the buffer must not be written."""
+    """An array over `buffer` from byte `at`; a copy of a read-only buffer."""
     if not math.prod(shape):
         return np.empty(shape, dtype)
-    found: Array = np.ndarray(shape, dtype, buffer, at)
-    return found if found.flags.writeable else found.copy()
+    array: Array = np.ndarray(shape, dtype, buffer, at)
+    return array if array.flags.writeable else array.copy()

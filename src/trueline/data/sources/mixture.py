@@ -1,4 +1,4 @@
-"""Sources whose records are drawn from others: by weight, mixed in a ratio, in batches of like length.
+"""Sources with an order of their own: records by weight, several sources in a ratio, batches of similar length.
 
     from trueline.data.sources.mixture import mixed
 
@@ -9,9 +9,9 @@
             return mixed(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
         return "held-out.parquet"
 
-To a job the positions of the order (`orders.py`) are the records: each is trained once an epoch, whoever joins, leaves
-or dies. What stands at a position is computed from (seed, epoch, position), so two epochs may draw differently. What is
-set aside is a record of the parts: it is left out at every position where it would stand.
+A job counts the positions of the order as records: each is trained exactly once an epoch. The record at a position is
+computed from (seed, epoch, position), so two epochs may sample differently. A record of the parts that is set aside is
+left out at all its positions.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledDataset:
-    """What a recipe's `dataset` returns: parts (URIs, Datasets), and the order over all their records."""
+    """A recipe's data set: parts (URIs, Datasets) and an order over all their records."""
 
     parts: tuple[Any, ...]
     order: Callable[[Sequence[int]], RecordOrder]
-    """From the number of records of each part."""
+    """Takes the number of records of each part."""
     words: str
-    """The order, for a fingerprint."""
+    """Describes the order, for a fingerprint."""
 
 
-def sample_by_weight(found: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: int = 0) -> SampledDataset:
-    """Records of `found` by `weights`, one for each: `num_draws` (as many as there are) an epoch, with replacement."""
+def sample_by_weight(dataset: Any, weights: npt.ArrayLike, *, seed: int = 0, num_draws: int = 0) -> SampledDataset:
+    """Samples `num_draws` records an epoch (default: as many as there are) by `weights`, with replacement.
+
+    `dataset` is a URI or a map-style Dataset; `weights` has one value for each of its records.
+    """
     values = np.asarray(weights, np.float64)
 
     def order(sizes: Sequence[int]) -> RecordOrder:
         _check_length(values, sizes[0], "weights")
         return WeightedOrder(values, seed=seed, num_draws=num_draws)
 
-    return SampledDataset((found,), order, f"weighted:{seed}:{num_draws}:{_digest(values)}")
+    return SampledDataset((dataset,), order, f"weighted:{seed}:{num_draws}:{_digest(values)}")
 
 
 def mix(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_records: int = 0) -> SampledDataset:
-    """Every thousand records hold each of `parts` in exactly its share of `weights`; `num_records` (the sum) an epoch.
-    A part that is used up begins again, in another order, and one that is not goes on in the next epoch."""
+    """Every thousand records hold each of `parts` in exactly its share of `weights`; an epoch has `num_records`
+    (default: the sum). A part that is used up begins again in another order; any other continues in the next epoch."""
 
     def order(sizes: Sequence[int]) -> RecordOrder:
         orders = [PermutedOrder(size, seed=key_of(seed, number)) for number, size in enumerate(sizes)]
@@ -68,10 +71,10 @@ def mix(parts: Sequence[Any], weights: Sequence[float], *, seed: int = 0, num_re
 
 
 def bucket_by_length(
-    found: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, pool_batches: int = 100
+    dataset: Any, lengths: npt.ArrayLike, *, batch: int, seed: int = 0, pool_batches: int = 100
 ) -> SampledDataset:
-    """Every record of `found` once an epoch, in batches of like `lengths`, one for each record. `batch` is the recipe's
-    `global_batch`: another would mix two buckets in a step."""
+    """Every record once an epoch, in batches of similar length; `lengths` has one value for each record. `batch` has to
+    be the recipe's `global_batch`, so that a step holds one bucket."""
     values = np.asarray(lengths)
 
     def order(sizes: Sequence[int]) -> RecordOrder:
@@ -79,11 +82,11 @@ def bucket_by_length(
         shuffled = PermutedOrder(sizes[0], seed=seed)
         return BucketedOrder(shuffled, values.__getitem__, batch=batch, seed=seed, pool_batches=pool_batches)
 
-    return SampledDataset((found,), order, f"bucketed:{seed}:{batch}:{pool_batches}:{_digest(values)}")
+    return SampledDataset((dataset,), order, f"bucketed:{seed}:{batch}:{pool_batches}:{_digest(values)}")
 
 
 class SampledSource:
-    """A Source over the positions of `order`. `read` is of epoch 0; `SeededReader` asks for the records of others."""
+    """A Source over the positions of `order`. `read` is of epoch 0; `SeededReader` reads other epochs."""
 
     def __init__(self, parts: Sequence[Source], drawn: SampledDataset) -> None:
         self.records = ConcatSource(parts)
@@ -111,7 +114,7 @@ class SampledSource:
 
 
 def record_lookup(source: Source) -> Callable[[Indices, int], Indices] | None:
-    """Which records of its parts stand at positions of an epoch, for a source with an order of its own."""
+    """For a source with an order of its own: the records of its parts at positions of an epoch."""
     if not isinstance(source, SampledSource):
         return None
     order = source.order
@@ -119,10 +122,7 @@ def record_lookup(source: Source) -> Callable[[Indices, int], Indices] | None:
 
 
 def describe_record(source: Source, record: int) -> str:
-    """Where a record lies, for people: in which file and unit, and of which part.
-
-    `record` counts those of all parts of a `DrawnSource`, one behind the other.
-    """
+    """The file, unit and part of a record, for messages. `record` counts all parts of a `SampledSource`."""
     if isinstance(source, SampledSource):
         part, inside = source.records.find(record)
         parts = source.records.parts
@@ -130,13 +130,13 @@ def describe_record(source: Source, record: int) -> str:
         return f"{words}, part {part + 1} of {len(parts)}" if len(parts) > 1 else words
     units = source.units
     number = bisect_right(units, record, key=lambda unit: unit.offset) - 1
-    if number < 0:  # of a Source that names no units
+    if number < 0:  # of a Source without units
         return f"record {record}"
     return f"record {record - units[number].offset} of {units[number].uri}"
 
 
 class ConcatSource:
-    """The records of several Sources, numbered through. Their tensors must go together."""
+    """Several Sources, one after the other, with tensors of the same names, types and shapes."""
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self.parts = tuple(parts)
@@ -169,7 +169,7 @@ class ConcatSource:
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"records of {len(batches)} of the {len(self.parts)} parts do not make a batch: {error}",
-                hint="feed has to give tensors of the same names, types and shapes for all of them",
+                hint="feed has to return tensors of the same names, types and shapes for all parts",
             ) from error
 
     def find(self, record: int) -> tuple[int, int]:
@@ -187,17 +187,14 @@ class ConcatSource:
         return hashlib.sha256("|".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
 
     def _shares(self, indices: Indices) -> list[tuple[int, Indices, Indices]]:
-        """For each part that has some: its number, their places among `indices`, and what it calls them."""
+        """For each part with some of `indices`: its number, their places among `indices`, their numbers in the part."""
         owners = np.searchsorted(self._starts, indices, side="right") - 1
-        found = []
-        for number in np.unique(owners).tolist():
-            at = np.flatnonzero(owners == number)
-            found.append((number, at, indices[at] - self._starts[number]))
-        return found
+        places = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
+        return [(number, at, indices[at] - self._starts[number]) for number, at in places]
 
 
 def _interleave(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
-    """Batches made into one, whose record i is the `places[i]`-th of them all."""
+    """One batch of several, whose record i is the `places[i]`-th of them all."""
     import torch
 
     first = values[0]
