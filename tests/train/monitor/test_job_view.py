@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.train.monitor import prometheus
-from trueline.train.monitor.job_view import MAX_EVENTS, Board
+from trueline.train.monitor.job_view import MAX_EVENTS, JobView
 from trueline.train.monitor.series import Point, Recent, Series
 from trueline.train.monitor.timeline import MAX_SPANS, Lanes
 from worlds import job_events
@@ -20,10 +20,10 @@ FACTS = {"name": "digits-1", "epochs": 10}
 
 
 def board_of(events):
-    board = Board(FACTS)
+    view = JobView(FACTS)
     for event in events:
-        board.hear(*event)
-    return board
+        view.apply(*event)
+    return view
 
 
 def step(number, **fields):
@@ -47,11 +47,11 @@ def test_a_curve_stays_small_and_loses_no_step_record_or_extreme(num, capacity):
 
 
 def test_a_step_that_comes_again_replaces_what_followed_it():
-    board = board_of([(*step(number, loss=float(number)), number) for number in range(10)])
-    board.hear("log.truncated", {"steps": 6, "why": "x"}, 11)
-    assert (board.step, [point.step for point in board.series.points]) == (6, [0, 1, 2, 3, 4, 5])
-    board.hear(*step(4, loss=40.0), 12)
-    assert board.series.columns()["loss"] == [0.0, 1.0, 2.0, 3.0, 40.0]
+    view = board_of([(*step(number, loss=float(number)), number) for number in range(10)])
+    view.apply("log.truncated", {"steps": 6, "why": "x"}, 11)
+    assert (view.step, [point.step for point in view.series.points]) == (6, [0, 1, 2, 3, 4, 5])
+    view.apply(*step(4, loss=40.0), 12)
+    assert view.series.columns()["loss"] == [0.0, 1.0, 2.0, 3.0, 40.0]
 
 
 def test_the_same_events_give_the_same_board_so_a_restarted_master_shows_the_whole_history():
@@ -61,10 +61,10 @@ def test_the_same_events_give_the_same_board_so_a_restarted_master_shows_the_who
 
 
 def test_a_storm_is_counted_and_its_picture_stays_small():
-    board = board_of(job_events.storm(total=6000, deaths=600, workers=3))
-    assert sum(board.deaths.values()) == 600
-    assert board.gaps_s.count > 1000
-    state = board.state(board.last_at)
+    view = board_of(job_events.storm(total=6000, deaths=600, workers=3))
+    assert sum(view.deaths.values()) == 600
+    assert view.gaps_s.count > 1000
+    state = view.state(view.last_at)
     assert all(len(lane["spans"]) <= MAX_SPANS for lane in state["lanes"])
     assert sum(span[5] for lane in state["lanes"] for span in lane["spans"]) == 600
     assert len(state["events"]) == MAX_EVENTS
@@ -74,94 +74,92 @@ def test_a_storm_is_counted_and_its_picture_stays_small():
 
 
 def test_a_death_that_is_told_twice_counts_once():
-    board = board_of([("worker.started", {"worker": "worker-0.0"}, 1), ("worker.joined", {"worker": "worker-0.0"}, 2)])
-    board.hear("worker.killed", {"worker": "worker-0.0", "why": "silent for 3.1 s"}, 5)
-    board.hear("worker.lost", {"worker": "worker-0.0", "why": "killed by SIGKILL"}, 6)
-    assert board.deaths == {"silent": 1}
-    assert board.lanes.by_slot[0].spans[0].row() == ["worker-0.0", 1, 2, 5, "died", 1, "silent for 3.1 s"]
+    view = board_of([("worker.started", {"worker": "worker-0.0"}, 1), ("worker.joined", {"worker": "worker-0.0"}, 2)])
+    view.apply("worker.killed", {"worker": "worker-0.0", "why": "silent for 3.1 s"}, 5)
+    view.apply("worker.lost", {"worker": "worker-0.0", "why": "killed by SIGKILL"}, 6)
+    assert view.deaths == {"silent": 1}
+    assert view.lanes.by_slot[0].spans[0].row() == ["worker-0.0", 1, 2, 5, "died", 1, "silent for 3.1 s"]
 
 
 def test_who_leaves_as_planned_is_not_dead_and_stays_until_the_next_view():
     lanes = Lanes()
     for slot in range(2):
-        lanes.ready(f"worker-{slot}.0", 1.0)
-    lanes.leaving("worker-1.0")
+        lanes.mark_ready(f"worker-{slot}.0", 1.0)
+    lanes.mark_leaving("worker-1.0")
     assert len(lanes.living()) == 2
-    lanes.viewed(3.0)
+    lanes.apply_view(3.0)
     gone = lanes.by_slot[1].spans[0]
     assert (gone.end, gone.how, gone.deaths) == (3.0, "left", 0)
-    lanes.viewed(4.0, frozenset({"worker-7.0"}))
-    assert lanes.living() == []
 
 
 def test_a_job_that_is_made_smaller_lets_its_highest_slots_go_without_a_death():
-    board = board_of([("worker.joined", {"worker": f"worker-{slot}.0"}, 1) for slot in range(3)])
-    board.hear("job.scaled", {"workers": 2, "before": 3, "why": "asked for"}, 2)
-    board.hear("view.published", {"generation": 2, "workers": 2, "why": "worker-2.0 leaves"}, 3)
-    assert [span.ref for span in board.lanes.living()] == ["worker-0.0", "worker-1.0"]
-    board.hear("worker.lost", {"worker": "worker-2.0", "why": "exit code 0"}, 4)
-    board.hear("worker.lost", {"worker": "worker-1.0", "why": "exit code 0"}, 5)
-    assert [lane.spans[0].how for lane in board.lanes.by_slot.values()] == ["", "left", "left"]
-    assert (board.deaths.total(), board.facts["workers"]) == (0, 2)
-    assert not any(name == "worker.lost" for _, name, _, _ in board.said)
+    view = board_of([("worker.joined", {"worker": f"worker-{slot}.0"}, 1) for slot in range(3)])
+    view.apply("job.scaled", {"workers": 2, "before": 3, "why": "asked for"}, 2)
+    view.apply("view.published", {"generation": 2, "workers": 2, "why": "worker-2.0 leaves"}, 3)
+    assert [span.ref for span in view.lanes.living()] == ["worker-0.0", "worker-1.0"]
+    view.apply("worker.lost", {"worker": "worker-2.0", "why": "exit code 0"}, 4)
+    view.apply("worker.lost", {"worker": "worker-1.0", "why": "exit code 0"}, 5)
+    assert [lane.spans[0].how for lane in view.lanes.by_slot.values()] == ["", "left", "left"]
+    assert (view.deaths.total(), view.facts["workers"]) == (0, 2)
+    assert not any(name == "worker.lost" for _, name, _, _ in view.lines)
 
 
 def test_a_worker_whose_end_nobody_saw_ends_with_the_last_step_before_its_successor():
-    board = board_of([("worker.started", {"worker": "worker-0.0"}, 1), (*step(0), 4)])
-    board.hear("worker.started", {"worker": "worker-0.1"}, 900)
-    assert [(span.end, span.how) for span in board.lanes.by_slot[0].spans] == [(4, "unseen"), (None, "")]
+    view = board_of([("worker.started", {"worker": "worker-0.0"}, 1), (*step(0), 4)])
+    view.apply("worker.started", {"worker": "worker-0.1"}, 900)
+    assert [(span.end, span.how) for span in view.lanes.by_slot[0].spans] == [(4, "unseen"), (None, "")]
 
 
 def test_steps_that_a_master_hears_of_late_stand_where_the_workers_clocks_put_them():
-    board = board_of([(*step(number, at_ns=int((50 + number) * 1e9)), 1000.0 + number) for number in range(3)])
+    view = board_of([(*step(number, at_ns=int((50 + number) * 1e9)), 1000.0 + number) for number in range(3)])
     for number in range(3, 100):  # the master was away and hears all of them at once
-        board.hear(*step(number, at_ns=int((50 + number) * 1e9)), 1100.0)
-    assert board.series.columns()["at"] == [1000.0 + number for number in range(100)]
-    assert board.series.columns()["rate"][1:] == [8.0] * 99
-    board.hear(*step(100, at_ns=int(3e9)), 5000.0)  # resumed after a reboot: that clock began anew
-    board.hear(*step(101, at_ns=int(4e9)), 5001.0)
-    assert board.series.columns()["at"][-2:] == [5000.0, 5001.0]
+        view.apply(*step(number, at_ns=int((50 + number) * 1e9)), 1100.0)
+    assert view.series.columns()["at"] == [1000.0 + number for number in range(100)]
+    assert view.series.columns()["rate"][1:] == [8.0] * 99
+    view.apply(*step(100, at_ns=int(3e9)), 5000.0)  # resumed after a reboot: that clock began anew
+    view.apply(*step(101, at_ns=int(4e9)), 5001.0)
+    assert view.series.columns()["at"][-2:] == [5000.0, 5001.0]
 
 
 def test_who_has_a_successor_does_not_come_back():
     lanes = Lanes()
     for ref in ("worker-0.0", "worker-0.1", "worker-0.0", "worker-0.1"):  # started twice, then seen running
-        lanes.started(ref, 2.0, 1.0)
+        lanes.start(ref, 2.0, 1.0)
     assert [(span.ref, span.how) for span in lanes.by_slot[0].spans] == [("worker-0.0", "unseen"), ("worker-0.1", "")]
 
 
 def test_a_regroup_keeps_its_gap_and_its_reason():
-    board = board_of([("view.published", {"generation": 4, "workers": 2, "why": "worker-1.0 is gone"}, 10)])
-    assert board.phase == "regrouping"
-    board.hear(*step(7, generation=4, gap_ms=62.0), 10.06)
-    board.hear(*step(8, generation=4, gap_ms=62.0), 10.1)  # told again by another worker
-    (regroup,) = board.regroups
+    view = board_of([("view.published", {"generation": 4, "workers": 2, "why": "worker-1.0 is gone"}, 10)])
+    assert view.phase == "regrouping"
+    view.apply(*step(7, generation=4, gap_ms=62.0), 10.06)
+    view.apply(*step(8, generation=4, gap_ms=62.0), 10.1)  # told again by another worker
+    (regroup,) = view.regroups
     assert (regroup["gap_ms"], regroup["until"], regroup["why"]) == (62.0, 10.06, "worker-1.0 is gone")
-    assert (board.phase, board.gaps_s.count, board.gaps_s.cumulative()[2]) == ("training", 1, ("0.1", 1))
+    assert (view.phase, view.gaps_s.count, view.gaps_s.cumulative()[2]) == ("training", 1, ("0.1", 1))
 
 
 def test_a_gap_that_the_reporting_joiner_does_not_know_is_the_time_since_the_step_before():
-    board = board_of([(*step(0), 10), ("view.published", {"generation": 2, "workers": 3, "why": "one joins"}, 10.02)])
-    board.hear(*step(1, generation=2), 10.08)
-    board.hear("view.published", {"generation": 3, "workers": 3, "why": "resumed"}, 9000.0)
-    board.hear(*step(2, generation=3), 9001.0)
-    assert [regroup["gap_ms"] for regroup in board.regroups] == [80.0, 0.0]
+    view = board_of([(*step(0), 10), ("view.published", {"generation": 2, "workers": 3, "why": "one joins"}, 10.02)])
+    view.apply(*step(1, generation=2), 10.08)
+    view.apply("view.published", {"generation": 3, "workers": 3, "why": "resumed"}, 9000.0)
+    view.apply(*step(2, generation=3), 9001.0)
+    assert [regroup["gap_ms"] for regroup in view.regroups] == [80.0, 0.0]
 
 
 def test_a_loss_that_is_no_number_is_named_and_does_not_break_the_page():
-    board = board_of([(*step(0), 1), (*step(1, loss=math.nan), 2), (*step(2, loss=None), 3)])
-    state = board.state(3)
+    view = board_of([(*step(0), 1), (*step(1, loss=math.nan), 2), (*step(2, loss=None), 3)])
+    state = view.state(3)
     assert (state["not_finite"], state["loss"], state["series"]["loss"]) == (1, None, [1.0, None, None])
     json.dumps(state, allow_nan=False)
 
 
 def test_an_event_of_another_version_becomes_a_line_and_never_an_error():
-    board = board_of(
+    view = board_of(
         [("worker.lost", {}, 1), ("step.applied", {"step": "x"}, 2), ("moon.landed", {"craft": "eagle"}, 3)]
     )
-    board.hear("evaluation.done", {"step": 1, "loss": 1.0, "metrics": "[1]"}, 4)
-    board.hear("worker.lost", {"worker": "nobody", "why": "y"}, 5)
-    assert [text for _, _, text, _ in board.said] == ["worker.lost", "moon.landed craft=eagle", "nobody died: y"]
+    view.apply("evaluation.done", {"step": 1, "loss": 1.0, "metrics": "[1]"}, 4)
+    view.apply("worker.lost", {"worker": "nobody", "why": "y"}, 5)
+    assert [text for _, _, text, _ in view.lines] == ["worker.lost", "moon.landed craft=eagle", "nobody died: y"]
 
 
 @pytest.mark.parametrize(
@@ -176,20 +174,20 @@ def test_an_event_of_another_version_becomes_a_line_and_never_an_error():
     ids=str,
 )
 def test_a_page_says_of_an_end_what_it_was(name, fields, phase):
-    board = board_of([(*step(0), 1), (name, fields, 2)])
-    assert (board.phase, board.ended, board.why) == (phase, True, fields.get("why", ""))
+    view = board_of([(*step(0), 1), (name, fields, 2)])
+    assert (view.phase, view.ended, view.why) == (phase, True, fields.get("why", ""))
 
 
 def test_the_end_stays_the_end_until_the_job_is_resumed():
-    board = board_of(job_events.failure())
-    last = board.last_at
-    board.hear("job.stopping", {"why": "the launcher ends"}, last + 1)
-    board.hear("launcher.ended", {"outcome": "failed", "why": ""}, last + 2)
-    assert board.last_at == last
-    assert (board.phase, board.hint) == ("failed", "mend the recipe, then go on with --resume")
-    assert board.lanes.living() == []
-    board.hear("worker.started", {"worker": "worker-0.1"}, board.last_at + 60)
-    assert (board.phase, board.why) == ("starting", "")
+    view = board_of(job_events.failure())
+    last = view.last_at
+    view.apply("job.stopping", {"why": "the launcher ends"}, last + 1)
+    view.apply("launcher.ended", {"outcome": "failed", "why": ""}, last + 2)
+    assert view.last_at == last
+    assert (view.phase, view.hint) == ("failed", "mend the recipe, then go on with --resume")
+    assert view.lanes.living() == []
+    view.apply("worker.started", {"worker": "worker-0.1"}, view.last_at + 60)
+    assert (view.phase, view.why) == ("starting", "")
 
 
 def test_a_rate_is_of_the_last_ten_seconds_and_goes_to_nothing_when_nothing_comes():
@@ -203,14 +201,14 @@ def test_a_rate_is_of_the_last_ten_seconds_and_goes_to_nothing_when_nothing_come
 
 
 def test_prometheus_reads_the_same_numbers():
-    board = board_of(job_events.storm(total=400, deaths=9))
-    text = prometheus.page(board, board.last_at).decode()
+    view = board_of(job_events.storm(total=400, deaths=9))
+    text = prometheus.render(view, view.last_at).decode()
     assert len({family.name for family in text_string_to_metric_families(text)}) > 15
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["trueline_job_step"]) == float(values["trueline_job_steps_applied_total"]) == 400
     assert float(values["trueline_job_records_applied_total"]) == 400 * 64
     assert sum(float(value) for name, value in values.items() if name.startswith("trueline_job_deaths_total")) == 9
-    assert float(values['trueline_job_regroup_gap_seconds_bucket{le="+Inf"}']) == board.gaps_s.count > 10
-    assert float(values['trueline_job_evaluation{metric="accuracy"}']) == board.evaluations[-1]["metrics"]["accuracy"]
+    assert float(values['trueline_job_regroup_gap_seconds_bucket{le="+Inf"}']) == view.gaps_s.count > 10
+    assert float(values['trueline_job_evaluation{metric="accuracy"}']) == view.evaluations[-1]["metrics"]["accuracy"]
     assert values["trueline_job_records_set_aside"] == values["trueline_job_quarantined_slots"] == "1.0"
     assert values['trueline_job_phase{phase="finished"}'] == "1.0"

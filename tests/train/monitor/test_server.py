@@ -13,7 +13,7 @@ import pytest
 from trueline import events
 from trueline.train.job_dir import JobDir
 from trueline.train.monitor import server as pages
-from trueline.train.monitor.server import Page, still, token_of
+from trueline.train.monitor.server import Page, render_file, token_of
 from worlds import job_events
 from worlds.waiting import until_async
 
@@ -75,20 +75,20 @@ def test_a_restarted_master_shows_what_happened_before_on_the_same_port(tmp_path
 
     async def second():
         page = Page(folder, token_of("secret"))
-        page.hear(*told[150])  # before the past is read
+        page.add_event(*told[150])  # before the past is read
         url = await page.open()
         await page._tasks[0]
         for event in told[151:]:
-            page.hear(*event)
+            page.add_event(*event)
         await page.close()
-        return url, page.board.state(0.0)
+        return url, page.view.state(0.0)
 
     before = asyncio.run(first())
     url, state = asyncio.run(second())
     assert url == before
-    whole = pages.Board(pages._facts(JobDir(folder)))
+    whole = pages.JobView(pages._facts(JobDir(folder)))
     for event in told:
-        whole.hear(*event)
+        whole.apply(*event)
     assert state == whole.state(0.0)
 
 
@@ -102,16 +102,16 @@ def test_what_happens_while_the_past_is_read_is_shown_once(slice_bytes, tmp_path
     async def scenario():
         page = Page(folder, "token")
         for event in told[1:]:  # the master hears of it and appends it to the file that is being read
-            page.hear(*event)
+            page.add_event(*event)
         (folder / "events.jsonl").write_bytes(whole)
         await page.open()
         await page._tasks[0]
         await page.close()
-        return page.board
+        return page.view
 
-    board = asyncio.run(scenario())
-    assert board.changes == len(told)
-    assert [text for _, _, text, _ in board.said].count("worker-0.0 starts") == 1
+    view = asyncio.run(scenario())
+    assert view.changes == len(told)
+    assert [text for _, _, text, _ in view.lines].count("worker-0.0 starts") == 1
 
 
 @pytest.mark.parametrize(("share", "rests"), [(1.0, [False]), (0.2, [True])], ids=["alone", "beside a training"])
@@ -163,9 +163,9 @@ def test_a_job_that_ends_before_its_page_opens_again_leaves_a_page_with_its_whol
 
     async def scenario():
         page = Page(folder, "token", share=0.2)  # of a successor, which opens its page a second later
-        page.hear(*told[-1])
+        page.add_event(*told[-1])
         await page.close()
-        return page.board.changes
+        return page.view.changes
 
     assert asyncio.run(scenario()) == len(told)
     assert "failed" in (folder / "page.html").read_text()
@@ -182,7 +182,7 @@ def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_fil
                 lines = (line async for line in stream.aiter_lines() if line.startswith("data: "))
                 phases = [json.loads((await anext(lines))[6:])["phase"]]
                 for event in told:
-                    page.hear(*event)
+                    page.add_event(*event)
                 phases.append(json.loads((await anext(lines))[6:])["phase"])
             return phases
 
@@ -193,9 +193,9 @@ def test_who_looks_is_told_at_once_when_the_job_ends_and_the_page_stays_as_a_fil
 
 
 def test_a_reason_with_markup_in_it_stays_text(tmp_path):
-    board = pages.Board({})
-    board.hear("job.failed", {"why": "</script><script>alert(1)</script>"}, 1.0)
-    assert b"<script>alert" not in still(board, 1.0)
+    view = pages.JobView({})
+    view.apply("job.failed", {"why": "</script><script>alert(1)</script>"}, 1.0)
+    assert b"<script>alert" not in render_file(view, 1.0)
 
 
 def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
@@ -208,7 +208,7 @@ def test_a_port_that_is_taken_is_said_and_the_page_takes_another(tmp_path):
             url = await page.open(port, events.emit)
         await page._tasks[0]
         for event in job_events.failure():
-            page.hear(*event)
+            page.add_event(*event)
         await page.close()
         return url
 
@@ -236,11 +236,11 @@ def test_the_page_of_a_folder_follows_what_another_process_writes(tmp_path, monk
                 rest = later.read_bytes()[(folder / "events.jsonl").stat().st_size :]
                 log.write(rest[:-40])
                 log.flush()
-                await until_async(lambda: page.board.step >= 180, "the page has step 180")
+                await until_async(lambda: page.view.step >= 180, "the page has step 180")
                 log.write(rest[-40:])
-            await until_async(lambda: page.board.phase == "failed", "the page has the end")
+            await until_async(lambda: page.view.phase == "failed", "the page has the end")
             following.cancel()
-            return page.board.changes
+            return page.view.changes
 
     assert asyncio.run(asyncio.wait_for(scenario(), 200)) == len(told)
 

@@ -46,7 +46,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     journal = Journal(folder.journal)
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
-    master.teller.hook = live.hear
+    master.teller.hook = live.add_event
     launch = folder.read_master() is None  # the launcher has removed that of an earlier launch
     options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
                ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip

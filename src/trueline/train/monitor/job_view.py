@@ -1,33 +1,34 @@
-"""The board: what a job's events add up to, for whoever looks at it (the live page, Prometheus).
+"""What a job's events add up to, for the live page and Prometheus.
 
-    events.jsonl ──replay──▶ Board ◀──hear── the master's events         Board.state(now) ──▶ page, metrics
+    events.jsonl ──replay──▶ JobView ◀──apply── the master's events         JobView.state(now) ──▶ page, metrics
 
-Pure: the same events give the same board, so a restarted master shows the whole history again. Bounded: neighbours
-merge, lists keep their newest or most telling entries. An event that it does not know becomes a line of the list; one
-with fields it cannot read is passed over, for the picture must never stop the job.
+Pure: the same events give the same view, so a restarted master shows the whole history again. Bounded: neighbours
+merge, lists keep their newest or most telling entries. An unknown event, or one with fields that it cannot read, only
+becomes a line of the list: the page must never stop the job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trueline.engine.contract import parse_ref
 from trueline.events import Field, render
-from trueline.train.monitor.series import PHASES, Histogram, Point, Recent, Series, finite
+from trueline.train.monitor.series import PHASES, CumulativeHistogram, Point, Recent, Series, finite
 from trueline.train.monitor.timeline import Lanes
 
 Fields = Mapping[str, Field]
 MAX_EVENTS, MAX_REGROUPS, MAX_EVALUATIONS, MAX_KEPT = 80, 240, 400, 200
 _STILL_S = 1.0
-_DONE = "exit code 0"
+_CLEAN_EXIT = "exit code 0"
 """How a worker ends that has left as planned."""
 _SILENT = {"step.applied", "worker.running", "group.released", "epoch.certified", "checkpoint.saved", "evaluation.done"}
-"""Events that are many, and shown elsewhere."""
+"""Frequent events, which the page shows elsewhere."""
 _BAD = {"worker.lost", "worker.killed", "worker.quarantined", "worker.fenced", "record.set_aside", "record.suspected",
         "job.failed", "log.truncated", "checkpoint.failed", "master.lost", "agent.lost"}  # fmt: skip
 _GOOD = {"job.finished", "job.restored"}
@@ -50,7 +51,7 @@ _WORDS = {
 
 
 def kind_of(why: str) -> str:
-    """A reason of a death as a label with few values.
+    """The kind of a death: a label with few values.
 
     >>> kind_of("killed by SIGSEGV while record 17 was tried"), kind_of("exit code 1"), kind_of("silent for 3.2 s")
     ('SIGSEGV', 'exit', 'silent')
@@ -62,24 +63,24 @@ def kind_of(why: str) -> str:
     return next((kind for word, kind in kinds.items() if word in why), "other")
 
 
-class Board:
+class JobView:
     """What is known of one job; `facts` are its settings."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
         self.changes = 0
-        """Grows with every event: who has seen this number has seen everything."""
+        """Grows with every event."""
         self.series, self.recent, self.lanes = Series(), Recent(), Lanes()
         self.phase, self.why, self.hint = "starting", "", ""
         self.started_at = self.last_at = 0.0
         self.step = self.steps_applied = self.records = self.total = self.generation = self.workers = 0
         self.loss: float | None = None
         self.not_finite: int | None = None
-        """The first step whose loss was no number."""
+        """The first step whose loss was NaN or infinite."""
         self.shares: list[int] = []
-        self.redone = self.checkpoints = self.regroups_seen = 0
+        self.redone = self.checkpoints = self.num_regroups = 0
         self.phase_ms = dict.fromkeys(PHASES, 0.0)
-        self.gaps_s = Histogram((0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0))
+        self.gaps_s = CumulativeHistogram((0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0))
         self.deaths: Counter[str] = Counter()
         self.regroups: deque[dict[str, Any]] = deque(maxlen=MAX_REGROUPS)
         self.evaluations: list[dict[str, Any]] = []
@@ -88,65 +89,46 @@ class Board:
         self.checkpoint: dict[str, Any] | None = None
         self.suspected: dict[int, str] = {}
         self.set_aside: dict[int, str] = {}
-        self.said: deque[list[Any]] = deque(maxlen=MAX_EVENTS)
-        self._stepped_at: float | None = None
+        self.lines: deque[list[Any]] = deque(maxlen=MAX_EVENTS)
+        """Time, name, text and mood of the newest events."""
+        self._last_step_at: float | None = None
         self._offset: float | None = None
         self._stamp = 0.0
-        self._hear: dict[str, Callable[[Fields, float], None]] = {
-            "step.applied": self._stepped, "view.published": self._viewed, "worker.started": self._started,
-            "worker.running": self._running, "worker.joined": self._joined, "worker.lost": self._died,
-            "worker.killed": self._died, "worker.leaving": self._leaving, "worker.quarantined": self._quarantined,
-            "epoch.certified": self._certified, "evaluation.done": self._evaluated, "checkpoint.saved": self._saved,
-            "record.suspected": self._suspected, "record.set_aside": self._set_aside, "log.truncated": self._truncated,
-            "job.scaled": self._scaled, "job.finished": self._finished, "job.failed": self._failed,
-            "job.stopping": self._stopping, "launcher.ended": self._launcher_ended,
-        }  # fmt: skip
 
-    def hear(self, name: str, fields: Fields, at: float) -> None:
-        """Takes in one event that happened `at` seconds since 1970."""
-        if self.ended and name in ("launcher.ended", "job.stopping"):  # tidying up
+    def apply(self, name: str, fields: Fields, at: float) -> None:
+        """Enters an event that happened `at` seconds since 1970."""
+        if self.ended and name in ("launcher.ended", "job.stopping"):  # the job's end is known already
             return
         self.last_at = max(at, self.last_at)
         self.started_at = self.started_at or self.last_at
         self.changes += 1
-        try:
-            if name in self._hear:
-                self._hear[name](fields, self.last_at)
-        except (
-            LookupError,
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            AttributeError,
-        ):  # another version's event; its line below still tells of it
-            pass
-        if fields.get("why") == _DONE:  # the end of a departure that was told before
-            return
-        if name not in _SILENT:
-            self._say(name, fields)
+        with contextlib.suppress(LookupError, ValueError, TypeError, ArithmeticError, AttributeError):
+            getattr(self, "_on_" + name.replace(".", "_"))(fields, self.last_at)  # else unknown, or of another version
+        if name not in _SILENT and fields.get("why") != _CLEAN_EXIT:  # the departure has its line already
+            self._add_line(name, fields)
 
     @property
     def ended(self) -> bool:
         return self.phase in ("finished", "failed", "stopped")
 
-    def _say(self, name: str, fields: Fields) -> None:
+    def _add_line(self, name: str, fields: Fields) -> None:
         try:
             text = _WORDS[name].format(**fields)
         except (KeyError, ValueError):
             text = render(name, {key: value for key, value in fields.items() if key not in ("summary", "hint")})
         mood = "bad" if name in _BAD else "good" if name in _GOOD else ""
-        self.said.append([round(self.last_at, 3), name, text[:400], mood])
+        self.lines.append([round(self.last_at, 3), name, text[:400], mood])
 
     # Steps. --------------------------------------------------------------------------------------------------------
 
-    def _stepped(self, fields: Fields, at: float) -> None:
-        when = self._when(fields, at)
+    def _on_step_applied(self, fields: Fields, at: float) -> None:
+        when = self._time_of(fields, at)
         step, records, loss = int(_number(fields, "step")), int(_number(fields, "records")), _number(fields, "loss")
         phases = (_number(fields, "data_ms"), _number(fields, "compute_ms"), _number(fields, "wait_ms"),
                   _number(fields, "commit_ms"))  # fmt: skip
         self.workers = int(_number(fields, "workers"))
-        seconds = 0.0 if self._stepped_at is None else max(when - self._stepped_at, 0.0)
-        self._stepped_at = when
+        seconds = 0.0 if self._last_step_at is None else max(when - self._last_step_at, 0.0)
+        self._last_step_at = when
         self.series.add(
             Point(step=step, at=when, loss=loss, records=records, seconds=seconds, phases_ms=phases,
                   workers=self.workers)
@@ -161,14 +143,16 @@ class Board:
             self.phase_ms[name] += value
         self.redone += int(_number(fields, "redone"))
         if "shares" in fields:
-            self.shares = [int(share) for share in _listed(fields["shares"])]
-        self._closed_gap(fields, when, seconds)
+            self.shares = [int(share) for share in json.loads(str(fields["shares"]))]
+        self._close_gap(fields, when, seconds)
         if not self.ended:
             self.phase = "training"
 
-    def _when(self, fields: Fields, at: float) -> float:
-        """When the step was applied. What a master hears late, because it was away, happened earlier: workers stamp
-        their steps with a clock of their own, whose smallest distance from ours is the distance of the two clocks."""
+    def _time_of(self, fields: Fields, at: float) -> float:
+        """When the step was applied: earlier than `at` when the report had to wait for a master that was away.
+
+        Workers stamp their steps with a clock of their own; its smallest distance from ours is that of the two clocks.
+        """
         stamp = _number(fields, "at_ns") * 1e-9
         if not stamp:
             return at
@@ -176,11 +160,14 @@ class Board:
         if self._offset is None or distance < self._offset or stamp < self._stamp:  # a reboot, or another machine
             self._offset = distance
         self._stamp = stamp
-        return max(self._stepped_at or 0.0, min(at, stamp + self._offset))
+        return max(self._last_step_at or 0.0, min(at, stamp + self._offset))
 
-    def _closed_gap(self, fields: Fields, when: float, seconds: float) -> None:
-        """The first step of a generation ends its regroup. Who reports it first may have joined just now and know of no
-        gap; then it is the time since the step before, unless the job stood still already when the view came."""
+    def _close_gap(self, fields: Fields, when: float, seconds: float) -> None:
+        """Ends the regroup of the step's generation, if this is its first step.
+
+        The reporting worker may have joined just now and know no gap. The gap is then the time since the step before,
+        unless the job stood still already when the view came.
+        """
         for regroup in reversed(self.regroups):
             if regroup["generation"] != fields.get("generation"):
                 continue
@@ -192,65 +179,66 @@ class Board:
                     self.gaps_s.add(gap_ms / 1e3)
             return
 
-    def _truncated(self, fields: Fields, at: float) -> None:
+    def _on_log_truncated(self, fields: Fields, at: float) -> None:
         steps = int(_number(fields, "steps"))
         self.series.rewind(steps)
         self.step = min(self.step, steps)
 
     # Members. ------------------------------------------------------------------------------------------------------
 
-    def _viewed(self, fields: Fields, at: float) -> None:
+    def _on_view_published(self, fields: Fields, at: float) -> None:
         self.generation, self.workers = int(_number(fields, "generation")), int(_number(fields, "workers"))
-        self.regroups_seen += 1
+        self.num_regroups += 1
         self.regroups.append({"generation": self.generation, "at": round(at, 3), "until": None, "gap_ms": 0.0,
                               "workers": self.workers, "why": str(fields.get("why", ""))})  # fmt: skip
-        members = fields.get("members")
-        self.lanes.viewed(at, frozenset(map(str, _listed(members))) if members is not None else None)
+        self.lanes.apply_view(at)
         self.phase, self.why, self.hint = "regrouping" if self.workers else "waiting for workers", "", ""
 
-    def _started(self, fields: Fields, at: float) -> None:
-        self.lanes.started(str(fields["worker"]), at, self._stepped_at or at)
+    def _on_worker_started(self, fields: Fields, at: float) -> None:
+        self.lanes.start(str(fields["worker"]), at, self._last_step_at or at)
         if self.ended:  # the job was resumed
             self.phase, self.why, self.hint = "starting", "", ""
 
-    def _running(self, fields: Fields, at: float) -> None:
-        self.lanes.started(str(fields["worker"]), at, self._stepped_at or at)
+    def _on_worker_running(self, fields: Fields, at: float) -> None:
+        self.lanes.start(str(fields["worker"]), at, self._last_step_at or at)
 
-    def _joined(self, fields: Fields, at: float) -> None:
-        self.lanes.ready(str(fields["worker"]), at)
+    def _on_worker_joined(self, fields: Fields, at: float) -> None:
+        self.lanes.mark_ready(str(fields["worker"]), at)
         self.total = int(_number(fields, "total_steps")) or self.total
 
-    def _died(self, fields: Fields, at: float) -> None:
+    def _on_worker_lost(self, fields: Fields, at: float) -> None:
         why, ref = str(fields.get("why", "")), str(fields["worker"])
-        if why == _DONE:
-            self.lanes.left(ref, at)
-        elif self.lanes.died(ref, at, why):
+        if why == _CLEAN_EXIT:
+            self.lanes.record_departure(ref, at)
+        elif self.lanes.record_death(ref, at, why):
             self.deaths[kind_of(why)] += 1
 
-    def _leaving(self, fields: Fields, at: float) -> None:
-        self.lanes.leaving(str(fields["worker"]))
+    _on_worker_killed = _on_worker_lost
 
-    def _scaled(self, fields: Fields, at: float) -> None:
-        """The highest slots leave when there are to be fewer workers."""
+    def _on_worker_leaving(self, fields: Fields, at: float) -> None:
+        self.lanes.mark_leaving(str(fields["worker"]))
+
+    def _on_job_scaled(self, fields: Fields, at: float) -> None:
+        """When the job shrinks, its highest slots leave."""
         workers = int(_number(fields, "workers"))
         self.facts = {**self.facts, "workers": workers}
         for span in self.lanes.living():
             if parse_ref(span.ref)[1] >= workers:
-                self.lanes.leaving(span.ref)
+                self.lanes.mark_leaving(span.ref)
 
-    def _quarantined(self, fields: Fields, at: float) -> None:
+    def _on_worker_quarantined(self, fields: Fields, at: float) -> None:
         slot = fields.get("slot")
         found = int(slot) if slot is not None else parse_ref(str(fields["worker"]))[1]
-        self.lanes.quarantined(found, str(fields.get("why", "")))
+        self.lanes.quarantine(found, str(fields.get("why", "")))
 
     # Results. ------------------------------------------------------------------------------------------------------
 
-    def _certified(self, fields: Fields, at: float) -> None:
+    def _on_epoch_certified(self, fields: Fields, at: float) -> None:
         self.certificates[int(_number(fields, "epoch"))] = dict(fields)
         while len(self.certificates) > MAX_KEPT:
             del self.certificates[min(self.certificates)]
 
-    def _evaluated(self, fields: Fields, at: float) -> None:
+    def _on_evaluation_done(self, fields: Fields, at: float) -> None:
         metrics = json.loads(str(fields.get("metrics") or "{}"))
         found = {"step": int(_number(fields, "step")), "at": round(at, 3), "loss": finite(_number(fields, "loss")),
                  "metrics": {name: finite(float(value)) for name, value in metrics.items()},
@@ -262,40 +250,40 @@ class Board:
         if found["best"]:
             self.best = found
 
-    def _saved(self, fields: Fields, at: float) -> None:
+    def _on_checkpoint_saved(self, fields: Fields, at: float) -> None:
         self.checkpoint = {"step": int(_number(fields, "step")), "at": round(at, 3)}
         self.checkpoints += 1
 
-    def _suspected(self, fields: Fields, at: float) -> None:
+    def _on_record_suspected(self, fields: Fields, at: float) -> None:
         if len(self.suspected) < MAX_KEPT:
             self.suspected[int(_number(fields, "record"))] = str(fields.get("why", ""))
 
-    def _set_aside(self, fields: Fields, at: float) -> None:
+    def _on_record_set_aside(self, fields: Fields, at: float) -> None:
         record = int(_number(fields, "record"))
         self.suspected.pop(record, None)
         where, why = str(fields.get("where", "")), str(fields.get("why", ""))
         self.set_aside[record] = f"{where}: {why}" if where else why
 
-    def _finished(self, fields: Fields, at: float) -> None:
-        self.lanes.ended(at, "finished")
+    def _on_job_finished(self, fields: Fields, at: float) -> None:
+        self.lanes.end_all(at, "finished")
         self.phase = "finished"
 
-    def _failed(self, fields: Fields, at: float) -> None:
-        self.lanes.ended(at, "stopped")
+    def _on_job_failed(self, fields: Fields, at: float) -> None:
+        self.lanes.end_all(at, "stopped")
         self.phase, self.why, self.hint = "failed", str(fields.get("why", "")), str(fields.get("hint", ""))
 
-    def _stopping(self, fields: Fields, at: float) -> None:
-        self.lanes.ended(at, "stopped")
+    def _on_job_stopping(self, fields: Fields, at: float) -> None:
+        self.lanes.end_all(at, "stopped")
         if not self.ended:
             self.phase, self.why = "stopped", str(fields.get("why", ""))
 
-    def _launcher_ended(self, fields: Fields, at: float) -> None:
-        (self._failed if fields.get("outcome") == "failed" else self._stopping)(fields, at)
+    def _on_launcher_ended(self, fields: Fields, at: float) -> None:
+        (self._on_job_failed if fields.get("outcome") == "failed" else self._on_job_stopping)(fields, at)
 
-    # For whoever looks. ----------------------------------------------------------------------------------------------
+    # Output. ---------------------------------------------------------------------------------------------------------
 
     def state(self, now: float) -> dict[str, Any]:
-        """All of it as plain values that JSON can hold."""
+        """Everything as plain JSON values."""
         records_per_s, steps_per_s = (0.0, 0.0) if self.ended else self.recent.rates(now)
         left = max(self.total - self.step, 0)
         return {
@@ -309,7 +297,7 @@ class Board:
             "shares": self.shares[:64], "redone": self.redone,
             "series": {"width": self.series.width, **self.series.columns()},
             "lanes": self.lanes.rows(), "num_lanes": len(self.lanes.by_slot),
-            "regroups": list(self.regroups), "num_regroups": self.regroups_seen, "deaths": dict(self.deaths),
+            "regroups": list(self.regroups), "num_regroups": self.num_regroups, "deaths": dict(self.deaths),
             "gaps": {"count": self.gaps_s.count, "total_s": round(self.gaps_s.total, 4)},
             "evaluations": self.evaluations, "best": self.best,
             "certificates": [self.certificates[epoch] for epoch in sorted(self.certificates)],
@@ -317,16 +305,10 @@ class Board:
             "suspected": [[record, why] for record, why in self.suspected.items()],
             "set_aside": [[record, why] for record, why in list(self.set_aside.items())[:MAX_KEPT]],
             "num_set_aside": len(self.set_aside),
-            "events": list(self.said),
+            "events": list(self.lines),
         }  # fmt: skip
 
 
 def _number(fields: Fields, name: str) -> float:
     value = fields.get(name)
     return math.nan if name == "loss" and value is None else float(value or 0)
-
-
-def _listed(text: Field) -> list[Any]:
-    """A list that travels in a field as JSON text."""
-    found = json.loads(text) if isinstance(text, str) and text else []
-    return found if isinstance(found, list) else []

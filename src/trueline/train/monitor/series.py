@@ -3,7 +3,7 @@
     width 1   0 1 2 3 … 511            full: pairs merge, width 2
     width 2   0-1 2-3 … 510-511 512-513 …
 
-Knows nothing of workers, files or clocks; times are handed in, in seconds.
+Pure: times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 CAPACITY = 512
 PHASES = ("data", "compute", "wait", "commit")
 WINDOW_S = 10.0
-"""What "now" means for a rate."""
+"""Over how long a rate is measured."""
 
 
 class Point(NamedTuple):
-    """One step, or several neighbours merged: sums, and the extremes of the loss. A tuple, for there are many."""
+    """One step, or merged neighbours: sums, and the extremes of the loss. A tuple, since there are many."""
 
     step: int
     at: float
@@ -63,7 +63,7 @@ class Series:
         self.points: list[Point] = []
 
     def add(self, point: Point) -> None:
-        """Takes the next step. One that was there already begins the curve anew from there: the job went back."""
+        """Adds the next step; one that is there already replaces it and all later ones: the job went back."""
         if self.points and point.step < self.points[-1].step + self.points[-1].num:
             self.rewind(point.step)
         point = point._replace(low=point.loss, high=point.loss)
@@ -76,7 +76,7 @@ class Series:
             self._halve()
 
     def rewind(self, steps: int) -> None:
-        """Forgets what lies at or behind step `steps`; a point that straddles it goes whole."""
+        """Drops the points from step `steps` on; one that straddles it goes whole."""
         while self.points and self.points[-1].step + self.points[-1].num > steps:
             self.points.pop()
 
@@ -91,7 +91,7 @@ class Series:
         self.points = merged
 
     def columns(self) -> dict[str, list[float | int | None]]:
-        """The curve by columns: means a step, records a second, milliseconds a step; None where a loss is no number."""
+        """By column: mean loss, records a second, milliseconds a step; None where the loss is not finite."""
         points = self.points
         return {
             "step": [point.step + point.num - 1 for point in points],
@@ -106,7 +106,7 @@ class Series:
 
 
 def finite(value: float) -> float | None:
-    """`value` in six digits, or None for what JSON has no word for.
+    """`value` in six digits, or None for NaN and infinity, which JSON lacks.
 
     >>> finite(0.12345678), finite(float("nan")), finite(float("inf"))
     (0.123457, None, None)
@@ -140,8 +140,8 @@ class Recent:
         return (self._records - records) / seconds, (self._steps - steps) / seconds
 
 
-class Histogram:
-    """Counts by upper bound, as Prometheus counts."""
+class CumulativeHistogram:
+    """Counts by upper bound, as in Prometheus."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.cells, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -157,7 +157,7 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Values up to each bound.
 
-        >>> gaps = Histogram((0.1, 1.0)); gaps.add(0.1); gaps.add(7.0); gaps.cumulative()
+        >>> gaps = CumulativeHistogram((0.1, 1.0)); gaps.add(0.1); gaps.add(7.0); gaps.cumulative()
         [('0.1', 1), ('1.0', 1), ('+Inf', 2)]
         """
         names = (*map(repr, self.bounds), "+Inf")

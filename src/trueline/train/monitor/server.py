@@ -1,13 +1,12 @@
-"""The live page of a job: what its board shows, on a loopback address that answers only who has the token.
+"""The live page of a job, on a loopback address, for clients that have its token.
 
-    master ──hear──▶ Page ──▶ Board ──▶ /          the page itself: one file, nothing is fetched from elsewhere
-                                        /events    its state, pushed once a second and at the end
-                                        /state     the same, once
-                                        /metrics   for Prometheus
+    master ──add_event──▶ Page ──▶ JobView ──▶ /          the page itself: one file, nothing is fetched from elsewhere
+                                               /events    its state, pushed once a second and at the end
+                                               /state     the same, once
+                                               /metrics   for Prometheus
 
-The token reads and cannot change anything: it is derived from the job's secret and is not the secret. Whatever is
-wrong with the page, the job goes on. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also
-of one that has ended.
+The token can only read: it is derived from the job's secret and is not the secret. A page that fails does not stop the
+job. `python -m trueline.train.monitor.server JOB` shows the folder of any job, also of one that has ended.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -35,7 +35,7 @@ from trueline import events, files
 from trueline.errors import PortInUse, StorageError, UsageError
 from trueline.train.job_dir import JobDir, parse_events
 from trueline.train.monitor import prometheus
-from trueline.train.monitor.job_view import Board, Fields
+from trueline.train.monitor.job_view import Fields, JobView
 from trueline.web import sockets
 from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request, Response, query_of
@@ -47,7 +47,7 @@ CLOSE_S = 1.0
 TAIL_BYTES = 1 << 16
 _TEXT = b"text/plain; charset=utf-8"
 SLICE_BYTES = 1 << 14
-"""Of the past, read in one go: a millisecond or two."""
+"""Bytes of past events that are read at once, in a millisecond or two."""
 _HTML = Path(__file__).with_name("page.html")
 _STATE = b'<script type="application/json" id="state">'
 _FACTS = ("name", "recipe", "epochs", "global_batch", "workers", "min_workers", "seed", "bitwise", "precision",
@@ -55,31 +55,31 @@ _FACTS = ("name", "recipe", "epochs", "global_batch", "workers", "min_workers", 
 
 
 def token_of(secret: str) -> str:
-    """The page's token of a job with this secret: nobody can find the secret from it."""
+    """The page's token: it does not give away the job's secret."""
     return hmac.new(secret.encode(), b"trueline page", hashlib.sha256).hexdigest()[:32]
 
 
-def still(board: Board, now: float) -> bytes:
-    """The page as a file that needs no server: it shows `board` as it is."""
-    state = msgspec.json.encode(board.state(now)).replace(b"<", b"\\u003c")
+def render_file(view: JobView, now: float) -> bytes:
+    """The page as a file that needs no server and shows `view` as it is."""
+    state = msgspec.json.encode(view.state(now)).replace(b"<", b"\\u003c")
     return _HTML.read_bytes().replace(_STATE, _STATE + state)
 
 
 class Page:
-    """A job's board and the server that shows it. Made before the job's next event, so that none is missed.
+    """A job's view and the server that shows it. Make it before the job's next event, so that none is missed.
 
-    `share` is the part of a processor that reading the past may take; a long one is seconds of work.
+    `share`: the part of a processor that reading past events may take; a long past is seconds of work.
     """
 
     def __init__(self, job_dir: Path, token: str, *, share: float = 1.0) -> None:
         self.job_dir, self.token, self.url, self.share = job_dir, token, "", share
         self._folder = JobDir(job_dir)
-        self.board = Board(_facts(self._folder))
+        self.view = JobView(_facts(self._folder))
         master = self._folder.read_master()
         self.last_url = "" if master is None else master.page
-        """Where an earlier life of the master had it; empty: nowhere."""
-        self._log, self._last_port = self._folder.events, _port_of(self.last_url)
-        self._past = _size(self._log)
+        """URL of the page that an earlier master had; empty: there was none. Open tabs find the new page there."""
+        self._log, self._last_port = self._folder.events, urlsplit(self.last_url).port or 0
+        self._past = _size_of_lines(self._log)
         self._early: list[tuple[str, Fields, float]] | None = []
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
@@ -88,23 +88,24 @@ class Page:
         self._server: HttpServer | None = None
         self._listening: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
-        self._encoded: tuple[float, bytes] = (0.0, b"")
+        self._last_state: tuple[float, bytes] = (0.0, b"")
 
-    def hear(self, name: str, fields: Fields, at: float) -> None:
-        """Takes in an event; what happens while the past is still being read waits its turn."""
+    def add_event(self, name: str, fields: Fields, at: float) -> None:
+        """Enters an event, after the past ones when these are still being read."""
         if self._early is not None:
             self._early.append((name, fields, at))
             return
-        self.board.hear(name, fields, at)
-        if self.board.ended and not self._ended.is_set():
+        self.view.apply(name, fields, at)
+        if self.view.ended and not self._ended.is_set():
             self._ended.set()
-            self._write(self._folder.page, still(self.board, time.time()))  # stays when the job has ended
-        elif not self.board.ended:
+            self._write(self._folder.page, render_file(self.view, time.time()))  # stays when the job has ended
+        elif not self.view.ended:
             self._ended.clear()
 
     async def open(self, port: int = 0, say: Callable[..., None] = events.emit) -> str:
-        """Opens the page on 127.0.0.1 and returns its address; reads the past in the background. On port 0, and when
-        `port` is in use (which `say` is told), it is where it was before, or anywhere. A job goes on without one, too.
+        """Serves the page on 127.0.0.1 and returns its URL; reads past events in the background.
+
+        On port 0, and when `port` is in use (reported to `say`), the page takes the last port, or any.
         """
         self._tasks = [asyncio.ensure_future(self._replay())]
         for choice in dict.fromkeys((port or self._last_port, self._last_port, 0)):
@@ -123,7 +124,7 @@ class Page:
         self._listening = await loop.create_server(self._server, sock=listener)
         self._sweep()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={self.token}"
-        self._write(self._folder.page_token, self.token.encode())  # for those who scrape
+        self._write(self._folder.page_token, self.token.encode())  # for scrapers
 
     def _sweep(self) -> None:
         if self._server is not None:
@@ -132,13 +133,13 @@ class Page:
 
     @property
     def reading(self) -> bool:
-        """Whether the past is still being read: the board does not know all of it."""
+        """Whether past events are still being read, so that the view lacks some."""
         return self._early is not None
 
     async def close(self) -> None:
-        """Shows the last state to everybody who looks, then closes; nobody waits when nobody looks."""
+        """Sends viewers the last state, then closes."""
         self._closing.set()
-        if self._early is not None:  # the page that stays tells the whole story, if that is soon told
+        if self._early is not None:  # the file of the page gets the whole story, if that is soon read
             self._tasks = self._tasks or [asyncio.ensure_future(self._replay())]
             await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
         if self._viewers:
@@ -154,8 +155,9 @@ class Page:
         self._folder.page_token.unlink(missing_ok=True)
 
     async def _replay(self) -> None:
-        """What was written before this page was made, in slices, so that the job's decisions need not wait. No further:
-        what comes after it is heard. Between them the processor is the training's, for as long as `share` says.
+        """Reads the events that were written before this page was made; later ones come through `add_event`.
+
+        It reads in slices with pauses between, so that the job's decisions need not wait and training gets its share.
         """
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             torn = b""
@@ -163,23 +165,23 @@ class Page:
                 began = time.monotonic()
                 *lines, torn = (torn + piece).split(b"\n")
                 for event in parse_events(lines):
-                    self.board.hear(*event)
+                    self.view.apply(*event)
                 took_s = time.monotonic() - began
                 await asyncio.sleep(0 if self._closing.is_set() else took_s * (1 / self.share - 1))
         early, self._early = self._early or [], None
         for name, fields, at in early:
-            self.hear(name, fields, at)
+            self.add_event(name, fields, at)
 
     async def follow(self) -> None:
-        """Shows what another process appends to the job's events, for ever."""
+        """Shows what another process appends to the job's events, without end."""
         await self._tasks[0]
         with self._log.open("rb") as log:
             log.seek(self._past)
             while True:
-                await asyncio.sleep(INTERVAL_S / 2)  # the pace of looking at a file that somebody else appends to
+                await asyncio.sleep(INTERVAL_S / 2)  # another process appends to the file
                 while (line := log.readline()).endswith(b"\n"):
                     for event in parse_events([line]):
-                        self.board.hear(*event)
+                        self.view.apply(*event)
                 log.seek(-len(line), os.SEEK_CUR)
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -188,15 +190,15 @@ class Page:
         except StorageError as error:
             events.emit("page.failed", why=error.message)
 
-    def encoded(self) -> bytes:
-        """The state as JSON; those who look in the same second share it."""
+    def encode_state(self) -> bytes:
+        """The state as JSON; viewers share one for half a second."""
         now = time.time()
-        if not 0 <= now - self._encoded[0] < INTERVAL_S / 2 or self.board.ended:
-            self._encoded = (now, msgspec.json.encode(self.board.state(now)))
-        return self._encoded[1]
+        if not 0 <= now - self._last_state[0] < INTERVAL_S / 2 or self.view.ended:
+            self._last_state = (now, msgspec.json.encode(self.view.state(now)))
+        return self._last_state[1]
 
     def stream(self) -> StreamedBody:
-        """Server-sent events: the state every second while the job runs, at once when it ends."""
+        """Server-sent events: the state every second while the job runs, and at once when it ends."""
 
         def stop() -> None:
             viewer.cancel()
@@ -210,18 +212,20 @@ class Page:
     async def _push(self, pieces: StreamedBody) -> None:
         seen = -1
         while True:
-            changed, seen = self.board.changes != seen, self.board.changes
-            pieces.add(b"data: " + self.encoded() + b"\n\n" if changed or not self.board.ended else b": still here\n\n")
+            changed, seen = self.view.changes != seen, self.view.changes
+            pieces.add(
+                b"data: " + self.encode_state() + b"\n\n" if changed or not self.view.ended else b": still here\n\n"
+            )
             if self._closing.is_set():
                 pieces.end()
                 return
-            waited = self._closing if self._ended.is_set() else self._ended
+            next_change = self._closing if self._ended.is_set() else self._ended
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waited.wait(), INTERVAL_S)
+                await asyncio.wait_for(next_change.wait(), INTERVAL_S)
 
 
-def _size(log: Path) -> int:
-    """Of the whole lines of `log`: the last one may be in the making, or torn."""
+def _size_of_lines(log: Path) -> int:
+    """Bytes of the whole lines of `log`; the last line may be incomplete."""
     if not log.exists():
         return 0
     with log.open("rb") as file:
@@ -267,19 +271,19 @@ class _App:
             return self.refuse(request.path, 404, "this page has /, /state, /events and /metrics")
         if request.method not in ("GET", "HEAD"):
             return self._plain(405, "this page is read with GET", b"allow: GET, HEAD\r\n")
-        if not self._allowed(request):
+        if not self._has_token(request):
             why = "the token is missing or wrong. The page's address, with its token, is in the job's master.json."
             return self._plain(401, why, b"www-authenticate: Bearer\r\n")
         return answer()
 
     def refuse(self, path: str, status: int, message: str) -> Response:
-        """The answer for a request that could not be received."""
+        """The response to a request that could not be received."""
         return self._plain(status, message)
 
     def _plain(self, status: int, message: str, headers: bytes = b"") -> Response:
         return Response(status, f"{status}: {message}\n".encode(), _TEXT, self._headers + headers)
 
-    def _allowed(self, request: Request) -> bool:
+    def _has_token(self, request: Request) -> bool:
         bearer = request.headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         given = query_of(request.target).get("token", "").encode() or bearer
         return hmac.compare_digest(given, self._page.token.encode())
@@ -288,16 +292,16 @@ class _App:
         return Response(200, self._html, b"text/html; charset=utf-8", self._headers)
 
     def _state(self) -> Response:
-        return Response(200, self._page.encoded(), headers=self._headers)
+        return Response(200, self._page.encode_state(), headers=self._headers)
 
     def _stream(self) -> Response:
         return Response(200, b"", b"text/event-stream; charset=utf-8", self._headers, pieces=self._page.stream())
 
     def _scrape(self) -> Response:
-        if self._page.reading:  # a part of the counts would look like another job's
+        if self._page.reading:  # incomplete counts would look like another job's
             return self._plain(503, "the job's past is still being read")
         content_type = prometheus.CONTENT_TYPE.encode()
-        return Response(200, prometheus.page(self._page.board, time.time()), content_type, self._headers)
+        return Response(200, prometheus.render(self._page.view, time.time()), content_type, self._headers)
 
 
 def _policy(html: bytes) -> str:
@@ -305,12 +309,6 @@ def _policy(html: bytes) -> str:
     scripts = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one).digest()).decode()}'" for one in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-def _port_of(url: str) -> int:
-    """0: none."""
-    found = re.match(r"http://127\.0\.0\.1:(\d+)/", url)
-    return int(found[1]) if found else 0
 
 
 async def _show(job_dir: Path, port: int) -> None:

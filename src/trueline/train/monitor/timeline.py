@@ -1,10 +1,10 @@
-"""Workers over time: one lane for each slot, one span for each life in it. What the page's strip of members shows.
+"""Workers over time, as the page shows them: one lane for each slot, one span for each life in it.
 
     slot 0  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━▶        a life: started ─▶ ready ─▶ ended (died, left, finished)
     slot 1  ━━━━━━━━✕  ──━━━━━━━━━━━━━━━▶        ✕ a death; ── started and not ready yet
 
-Pure, and bounded: a lane that has seen many lives merges the two neighbours that take the least room in the picture
-and counts their deaths. A worker's death may be told twice (given up, then seen to end); it counts once.
+Pure, and bounded: a lane of many lives merges the two neighbours that take the least room in the picture and counts
+their deaths. A worker's death may be reported twice (given up, then seen to end); it counts once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span:
     deaths: int = 0
 
     def row(self) -> list[str | float | int | None]:
-        """What goes to the page: ref, start, ready, end, how, deaths, why."""
+        """For the page: ref, start, ready, end, how, deaths, why."""
         times = (self.start, self.ready, self.end)
         return [self.ref, *(None if at is None else round(at, 3) for at in times), self.how, self.deaths, self.why]
 
@@ -54,10 +54,10 @@ class Lane:
             closed = self.spans[:-1]
             extents = [(b.end or b.start) - a.start for a, b in itertools.pairwise(closed)]
             at = extents.index(min(extents))
-            self.spans[at : at + 2] = [_merged(self.spans[at], self.spans[at + 1])]
+            self.spans[at : at + 2] = [_merge(self.spans[at], self.spans[at + 1])]
 
 
-def _merged(a: Span, b: Span) -> Span:
+def _merge(a: Span, b: Span) -> Span:
     return Span(
         ref=b.ref, start=a.start, ready=a.ready if a.ready is not None else b.ready, end=b.end, how=b.how, why=b.why,
         deaths=a.deaths + b.deaths,
@@ -71,32 +71,32 @@ class Lanes:
         self.by_slot: dict[int, Lane] = {}
         self._leaving = 0
 
-    def started(self, ref: str, at: float, last: float) -> None:
-        """A new life; one in the same slot that nobody saw end had ended by `last`."""
+    def start(self, ref: str, at: float, last: float) -> None:
+        """Begins a life; the one before in the same slot, if its end was not seen, ended by `last`."""
         lane = self._lane(ref)
         span = lane.alive
         if lane.spans and parse_ref(ref)[2] <= parse_ref(lane.spans[-1].ref)[2]:
-            return  # known, or it has a successor already
+            return  # known already, or followed by another
         if span is not None:
-            self._close(span, last, "unseen", "nobody saw its end")
+            self._close(span, last, "unseen", "its end was not seen")
         lane.add(Span(ref=ref, start=at))
 
-    def ready(self, ref: str, at: float) -> None:
+    def mark_ready(self, ref: str, at: float) -> None:
         span = self._living(ref)
         if span is None:
-            self.started(ref, at, at)
+            self.start(ref, at, at)
             span = self._living(ref)
         if span is not None and span.ready is None:
             span.ready = at
 
-    def leaving(self, ref: str) -> None:
+    def mark_leaving(self, ref: str) -> None:
         span = self._living(ref)
         if span is not None and not span.leaving:
             span.leaving = True
             self._leaving += 1
 
-    def died(self, ref: str, at: float, why: str) -> bool:
-        """True when this is a death that was not known yet."""
+    def record_death(self, ref: str, at: float, why: str) -> bool:
+        """Returns whether this death is new."""
         span = self._living(ref)
         if span is None:
             return False
@@ -104,31 +104,29 @@ class Lanes:
         span.deaths += 1
         return True
 
-    def left(self, ref: str, at: float) -> None:
+    def record_departure(self, ref: str, at: float) -> None:
         span = self._living(ref)
         if span is not None:
             self._close(span, at, "left", "left as planned")
 
-    def viewed(self, at: float, members: frozenset[str] | None = None) -> None:
-        """A new view: who was leaving has left; with `members`, so have all that were ready and are not in it."""
-        if not self._leaving and members is None:
-            return
-        for span in self.living():
-            if span.leaving or (members is not None and span.ready is not None and span.ref not in members):
+    def apply_view(self, at: float) -> None:
+        """Ends the lives of workers that were leaving."""
+        for span in self.living() if self._leaving else ():
+            if span.leaving:
                 self._close(span, at, "left", "left as planned")
 
-    def ended(self, at: float, how: End) -> None:
+    def end_all(self, at: float, how: End) -> None:
         for span in self.living():
             self._close(span, at, how, "")
 
-    def quarantined(self, slot: int, why: str) -> None:
+    def quarantine(self, slot: int, why: str) -> None:
         self.by_slot.setdefault(slot, Lane()).quarantined = why or "it kept dying"
 
     def living(self) -> list[Span]:
         return [lane.alive for lane in self.by_slot.values() if lane.alive is not None]
 
     def rows(self) -> list[dict[str, object]]:
-        """What goes to the page, the lowest slots first."""
+        """For the page, the lowest slots first."""
         shown = sorted(self.by_slot)[:MAX_LANES]
         return [
             {"slot": slot, "quarantined": lane.quarantined, "spans": [span.row() for span in lane.spans]}
