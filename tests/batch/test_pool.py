@@ -94,7 +94,9 @@ def test_sigkills_from_outside_change_no_byte(trained, tmp_path, monkeypatch):
 
     def kill(name, fields):
         if name == "prediction.advanced" and len(killed) < 4:
-            (agent,) = (child for child in psutil.Process().children() if "trueline.engine.agent" in child.cmdline())
+            (agent,) = (
+                child for child in psutil.Process().children() if "trueline.engine.local.agent" in child.cmdline()
+            )
             for worker in agent.children()[:1]:
                 worker.kill()
                 killed.append(worker.pid)

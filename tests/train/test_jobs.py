@@ -199,7 +199,7 @@ def test_the_agents_death_costs_no_step_and_a_replacement_can_still_start(tmp_pa
         running = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
         (agent,) = [
             process for process in running
-            if "trueline.engine.agent" in process.info["cmdline"] and process.ppid() == os.getpid()
+            if "trueline.engine.local.agent" in process.info["cmdline"] and process.ppid() == os.getpid()
         ]  # fmt: skip
         agent.kill()
 

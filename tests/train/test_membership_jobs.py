@@ -58,7 +58,7 @@ def test_a_worker_that_dies_after_its_agent_was_restarted_is_noticed_at_once(tmp
                 pids[fields["worker"]] = fields["pid"]
         if name == "step.applied" and fields["step"] == 10 and not agents:
             (agent,) = [
-                process for process in psutil.Process().children() if "trueline.engine.agent" in process.cmdline()
+                process for process in psutil.Process().children() if "trueline.engine.local.agent" in process.cmdline()
             ]  # fmt: skip
             agents.append(agent.pid)
             agent.kill()

@@ -31,7 +31,7 @@ import msgspec
 from trueline import errors, events
 from trueline.batch.chunks import MAX_TRIES, Chunk, Chunks
 from trueline.engine.contract import ProcessSpec, Seen, parse_ref
-from trueline.engine.local import LocalEngine, start_agent
+from trueline.engine.local.client import LocalEngine, start_agent
 from trueline.recipe.contract import Mode, Recipe
 from trueline.train.launch.launcher import libraries_of
 

@@ -231,7 +231,7 @@ class Victim:
         return self._signal(master, signal.SIGCONT)
 
     def _do_agent(self, strike: Strike) -> bool:
-        return self._signal(self._child("trueline.engine.agent"), signal.SIGKILL)
+        return self._signal(self._child("trueline.engine.local.agent"), signal.SIGKILL)
 
     def _do_zygote(self, strike: Strike) -> bool:
         return self._signal(self._child("trueline.train.master.failover"), signal.SIGKILL)

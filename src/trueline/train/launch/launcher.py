@@ -33,7 +33,7 @@ import grpc
 import msgspec
 
 from trueline import errors, events, files
-from trueline.engine.local import start_agent
+from trueline.engine.local.client import start_agent
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from trueline import errors
-from trueline.engine.local import LocalEngine
+from trueline.engine.local.client import LocalEngine
 from trueline.train.job_dir import JobDir, Outcome
 from trueline.train.launch.jobs import last_view
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from trueline.engine import child, lifeline
+from trueline.engine.local import child, lifeline
 
 START = b"start "
 

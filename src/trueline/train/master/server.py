@@ -19,9 +19,9 @@ import grpc
 import msgspec
 
 from trueline import clock
-from trueline.engine import lifeline
 from trueline.engine.contract import Engine
-from trueline.engine.local import LocalEngine
+from trueline.engine.local import lifeline
+from trueline.engine.local.client import LocalEngine
 from trueline.errors import StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord

@@ -13,10 +13,10 @@ import pytest
 
 from conformance.engine import *  # noqa: F403  the shared tests
 from conformance.engine import spec, until
-from trueline.engine import lifeline
-from trueline.engine.agent import Agent, exited, lost
 from trueline.engine.contract import Kind, Seen
-from trueline.engine.local import LocalEngine, start_agent
+from trueline.engine.local import lifeline
+from trueline.engine.local.agent import Agent, exited, lost
+from trueline.engine.local.client import LocalEngine, start_agent
 from worlds import TESTS
 from worlds.waiting import until_ended
 
@@ -137,7 +137,7 @@ def test_what_ended_while_no_agent_was_there_is_reported_and_a_reused_pid_is_lef
 
 
 def test_importing_the_engine_loads_no_torch():
-    code = "import sys, trueline.engine.agent, trueline.engine.local; sys.exit('torch' in sys.modules)"
+    code = "import sys, trueline.engine.local.agent, trueline.engine.local.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -158,7 +158,9 @@ def agent(monkeypatch):
         found = Agent(f"{scratch}/a")
         found.sent, found.waited = [], []
         monkeypatch.setattr(found, "_signal", lambda seen, number: found.sent.append((seen.ref, number)))
-        monkeypatch.setattr("trueline.engine.agent.os.waitpid", lambda pid, how: found.waited.append(pid) or (0, 0))
+        monkeypatch.setattr(
+            "trueline.engine.local.agent.os.waitpid", lambda pid, how: found.waited.append(pid) or (0, 0)
+        )
         yield found
         for connection in (found.listener, found.wake, found.waker):
             connection.close()
@@ -171,7 +173,7 @@ def started(ref, pid):
 
 def test_a_second_order_to_end_gives_a_process_no_more_time(agent, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("trueline.engine.agent.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trueline.engine.local.agent.time.monotonic", lambda: now[0])
     agent.seen["w"] = started("w", 11)
     agent._kill("w", 5.0)
     now[0] = 104.0
@@ -187,7 +189,7 @@ def test_a_second_order_to_end_gives_a_process_no_more_time(agent, monkeypatch):
 def test_an_exit_is_that_of_the_living_process_though_a_dead_one_had_its_pid(agent, monkeypatch):
     agent.seen = {"old": exited("old", 11, 0), "new": started("new", 11)}
     ends = iter([(11, 3 << 8), (0, 0)])
-    monkeypatch.setattr("trueline.engine.agent.os.waitpid", lambda pid, how: next(ends))
+    monkeypatch.setattr("trueline.engine.local.agent.os.waitpid", lambda pid, how: next(ends))
     agent._reap()
     assert (agent.seen["old"].code, agent.seen["new"].code, agent.seen["new"].alive) == (0, 3, False)
 

@@ -1,4 +1,4 @@
-"""The engine of one machine: an asyncio client of the agent (`engine/agent.py`), which forks the processes.
+"""The engine of one machine: an asyncio client of the agent (`engine/local/agent.py`), which forks the processes.
 
 Several clients may be connected, and a client that comes back (a restarted master) finds what runs by `list`.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from trueline.engine import lifeline
 from trueline.engine.contract import ProcessSpec, Seen
+from trueline.engine.local import lifeline
 
 
 class LocalEngine:
@@ -85,7 +85,7 @@ def start_agent(path: Path, *, preload: Sequence[str], life: int, log: Path) -> 
     }
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "trueline.engine.agent", str(path), *preload],
+            [sys.executable, "-m", "trueline.engine.local.agent", str(path), *preload],
             env=env,
             pass_fds=(life,),
             stdin=subprocess.DEVNULL,

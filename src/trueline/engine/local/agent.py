@@ -1,10 +1,10 @@
 """The agent of the local engine: a zygote that has torch imported and forks a process whenever it is asked.
 
-A fresh interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds, so
-a replacement steps in at once. The agent is the parent of what it forks, so it sees every exit with its code; it
-speaks newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. An agent that
-follows one that died adopts its processes (`engine/orphans.py`). It keeps one thread only and never starts gRPC or a
-tensor operation: both break in a forked child.
+A fresh interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds, so a
+replacement steps in at once. The agent is the parent of what it forks, so it sees every exit with its code; it speaks
+newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. An agent that
+follows one that died adopts its processes (`engine/local/orphans.py`). It keeps one thread only and never starts gRPC
+or a tensor operation: both break in a forked child.
 
 Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
 Replies are one line each; after "watch", one line for every process known and for every change.
@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-from trueline.engine import child, lifeline, orphans
 from trueline.engine.contract import Kind, ProcessSpec, Seen
+from trueline.engine.local import child, lifeline, orphans
 
 
 class AgentRequest(msgspec.Struct, kw_only=True):
@@ -253,7 +253,8 @@ def _take_over(spec: ProcessSpec) -> None:
 
 
 def main() -> None:
-    """`python -m trueline.engine.agent SOCKET [MODULE ...]`: imports the modules, serves until the lifeline ends."""
+    """`python -m trueline.engine.local.agent SOCKET [MODULE ...]`: imports the modules, serves until the lifeline
+    ends."""
     path, *modules = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(path)
