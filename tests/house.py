@@ -25,7 +25,9 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_PARAMETERS = 8
 MAX_PROTOCOL_METHODS = 4
-WIDE_PROTOCOLS: Mapping[str, str] = {}
+WIDE_PROTOCOLS: Mapping[str, str] = {
+    "Engine": "add, kill, watch, list and capacity are what every engine has; each is one call of its API",
+}
 """Protocols of more methods, and why."""
 PARTICIPLES = frozenset(
     """

@@ -31,7 +31,8 @@ import msgspec
 from trueline import errors, events
 from trueline.batch.chunks import MAX_TRIES, Chunk, Chunks
 from trueline.engine.contract import ProcessSpec, Seen, parse_ref
-from trueline.engine.local.client import LocalEngine, start_agent
+from trueline.engine.local.client import start_agent
+from trueline.engine.open import open_engine
 from trueline.recipe.contract import Mode, Recipe
 from trueline.train.launch.launcher import libraries_of
 
@@ -163,7 +164,7 @@ class _Pool:
         self.work, self.scratch, self.advanced = work, scratch, advanced
         self.chunks = Chunks(num_records=work.num_records, size=work.batch, replied=set(work.done))
         self.workers = min(workers, self.chunks.total - len(work.done))
-        self.engine = LocalEngine(str(scratch / "agent"))
+        self.engine = open_engine(str(scratch / "agent"))
         self.replies: dict[int, Reply] = {}
         self.lines: dict[str, asyncio.StreamWriter] = {}
         self.trying: dict[str, int] = {}

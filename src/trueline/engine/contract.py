@@ -1,9 +1,8 @@
-"""The Engine: start a process of a role, kill it, watch exits. Everything elastic is above it.
+"""The Engine: starts processes, kills them, reports exits. Everything elastic is built above it.
 
-Laws, one conformance test each (`tests/conformance/engine.py`): an engine never restarts anything; `add` and
-`kill` are idempotent; an incarnation ends with exactly one EXITED or LOST; `list` is enough for a restarted master to
-adopt what runs; the log of a dead process stays readable. An engine's events are hints: the master's own lease
-decides who is alive.
+Laws, one conformance test each (`tests/conformance/engine.py`): an engine never restarts anything; `add` and `kill` are
+idempotent; an incarnation ends with exactly one EXITED or LOST; with `list` a restarted master adopts what runs; the
+log of a dead process stays readable. An engine's reports are hints: the master's lease decides who is alive.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to start. `ref` follows from role, slot and incarnation, so asking twice starts one."""
+    """A process to start. `ref` follows from role, slot and incarnation, so adding it twice starts one."""
 
     role: str
     slot: int
@@ -25,7 +24,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     entry: str
     """`module:function`, called without arguments; what it returns is the exit code (None: 0)."""
     log: str
-    """File that takes the process's stdout and stderr; it outlives the process."""
+    """File for the process's stdout and stderr; it outlives the process."""
     env: dict[str, str] = {}
 
     @property
@@ -42,7 +41,7 @@ def make_ref(role: str, slot: int, incarnation: int) -> str:
 
 
 def parse_ref(ref: str) -> tuple[str, int, int]:
-    """The parts of a ref. Raises ValueError when it is none.
+    """Role, slot and incarnation. Raises ValueError for anything but a ref.
 
     >>> parse_ref("worker-2.0")
     ('worker', 2, 0)
@@ -61,11 +60,11 @@ class Kind(StrEnum):
     STARTED = "started"
     EXITED = "exited"
     LOST = "lost"
-    """It has ended and nobody knows how, or the engine has lost sight of it (its incarnation fences it)."""
+    """Its exit code is unknown, or the engine has lost contact with it (its incarnation fences it)."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine saw of one process. `reason` is in words, e.g. `killed by SIGKILL` or `exit code 1`."""
+    """An engine's report of a process. `reason` is for people: `killed by SIGKILL`, `exit code 1`."""
 
     ref: str
     kind: Kind
@@ -80,7 +79,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """It ended by itself and not well: by an exit code, or by a signal that a process brings upon itself."""
+        """Whether it failed by itself: an exit code other than 0, or a signal of `CRASHES`."""
         return bool(self.code) or self.signal in CRASHES
 
 
@@ -92,11 +91,11 @@ class Engine(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[Seen]:
-        """What is known of every process, then every change. Ends when the engine is gone."""
+        """Yields the last report of every known process, then every change. Ends when the engine is gone."""
         ...
 
     async def list(self) -> list[Seen]: ...
 
     async def capacity(self) -> int | None:
-        """For how many workers there is room, those that run included; None: unknown."""
+        """How many workers there is room for, including those that run; None: unknown."""
         ...

@@ -14,8 +14,8 @@ import pytest
 from conformance.engine import *  # noqa: F403  the shared tests
 from conformance.engine import spec, until
 from trueline.engine.contract import Kind, Seen
-from trueline.engine.local import lifeline
-from trueline.engine.local.agent import Agent, exited, lost
+from trueline.engine.local import process
+from trueline.engine.local.agent import Agent, describe_exit, describe_loss
 from trueline.engine.local.client import LocalEngine, start_agent
 from worlds import TESTS
 from worlds.waiting import until_ended
@@ -115,7 +115,7 @@ def test_an_agent_that_was_restarted_sees_and_kills_what_the_former_one_has_fork
         agent.wait()
         return ended
 
-    assert "had died before" in after_the_agents_death(tmp_path, monkeypatch, act).reason
+    assert "its agent had died" in after_the_agents_death(tmp_path, monkeypatch, act).reason
 
 
 def test_what_ended_while_no_agent_was_there_is_reported_and_a_reused_pid_is_left_alone(tmp_path, monkeypatch):
@@ -146,15 +146,15 @@ def test_importing_the_engine_loads_no_torch():
     [(0, False), (3, True), (-signal.SIGSEGV, True), (-signal.SIGKILL, False), (-signal.SIGTERM, False)],
 )
 def test_who_ends_badly_by_itself_is_told_from_who_was_killed(code, failed):
-    assert exited("worker-0.0", 7, code).failed is failed
-    assert not lost("worker-0.0", 7).failed  # nobody knows
+    assert describe_exit("worker-0.0", 7, code).failed is failed
+    assert not describe_loss("worker-0.0", 7).failed  # nobody knows
 
 
 @pytest.fixture
 def agent(monkeypatch):
     """An agent in this process; `agent.sent`: the signals that it has sent, `agent.waited`: whom it has waited for."""
     with tempfile.TemporaryDirectory(prefix="tl-") as scratch:
-        monkeypatch.delenv(lifeline.VARIABLE, raising=False)
+        monkeypatch.delenv(process.LIFELINE, raising=False)
         found = Agent(f"{scratch}/a")
         found.sent, found.waited = [], []
         monkeypatch.setattr(found, "_signal", lambda seen, number: found.sent.append((seen.ref, number)))
@@ -178,16 +178,16 @@ def test_a_second_order_to_end_gives_a_process_no_more_time(agent, monkeypatch):
     agent._kill("w", 5.0)
     now[0] = 104.0
     agent._kill("w", 5.0)
-    agent._overdue(104.9)
+    agent._kill_overdue(104.9)
     assert agent.sent == [("w", signal.SIGTERM)] * 2
-    agent._overdue(105.0)
+    agent._kill_overdue(105.0)
     assert agent.sent[2:] == [("w", signal.SIGKILL)]
-    agent._overdue(999.0)
+    agent._kill_overdue(999.0)
     assert len(agent.sent) == 3
 
 
 def test_an_exit_is_that_of_the_living_process_though_a_dead_one_had_its_pid(agent, monkeypatch):
-    agent.seen = {"old": exited("old", 11, 0), "new": started("new", 11)}
+    agent.seen = {"old": describe_exit("old", 11, 0), "new": started("new", 11)}
     ends = iter([(11, 3 << 8), (0, 0)])
     monkeypatch.setattr("trueline.engine.local.agent.os.waitpid", lambda pid, how: next(ends))
     agent._reap()
@@ -195,7 +195,7 @@ def test_an_exit_is_that_of_the_living_process_though_a_dead_one_had_its_pid(age
 
 
 def test_an_agent_that_ends_kills_what_runs_and_waits_for_it(agent):
-    agent.seen = {"dead": exited("dead", 10, 0), "one": started("one", 11), "other": started("other", 12)}
+    agent.seen = {"dead": describe_exit("dead", 10, 0), "one": started("one", 11), "other": started("other", 12)}
     agent.end()
     assert agent.sent == [("one", signal.SIGKILL), ("other", signal.SIGKILL)]
     assert agent.waited == [11, 12]

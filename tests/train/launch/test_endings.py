@@ -226,7 +226,7 @@ class Agent:
 def let_end(job_dir, monkeypatch, *answers):
     journal_of(job_dir, ("VIEW", VIEW))
     agent = Agent(*answers)
-    monkeypatch.setattr(shutdown, "LocalEngine", agent)
+    monkeypatch.setattr(shutdown, "open_engine", agent)
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(sleep=lambda _: None))
     shutdown.let_scripts_end(job_dir, job_dir / "agent")
     return agent

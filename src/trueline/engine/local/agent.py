@@ -1,13 +1,13 @@
-"""The agent of the local engine: a zygote that has torch imported and forks a process whenever it is asked.
+"""The agent of the local engine: a zygote that has torch imported and forks a process on request.
 
-A fresh interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds, so a
-replacement steps in at once. The agent is the parent of what it forks, so it sees every exit with its code; it speaks
-newline-delimited JSON on a Unix socket, so that a restarted master finds the same processes again. An agent that
-follows one that died adopts its processes (`engine/local/orphans.py`). It keeps one thread only and never starts gRPC
-or a tensor operation: both break in a forked child.
+A new interpreter with torch takes one to three seconds to start, a fork of this one about twenty milliseconds. The
+agent is the parent of what it forks, so it sees every exit with its code. It speaks newline-delimited JSON on a Unix
+socket, so that a restarted master finds the same processes again. A new agent adopts the processes of one that died
+(`engine/local/orphans.py`). It has one thread, and never starts gRPC or a tensor operation: both break in a forked
+child.
 
 Requests: {"op": "add", "spec": {..}}, {"op": "kill", "ref": .., "grace_s": ..}, {"op": "list"}, {"op": "watch"}.
-Replies are one line each; after "watch", one line for every process known and for every change.
+Each reply is one line. "watch" replies with a line for every known process and for every later change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from trueline.engine.contract import Kind, ProcessSpec, Seen
-from trueline.engine.local import child, lifeline, orphans
+from trueline.engine.local import orphans, process
 
 
 class AgentRequest(msgspec.Struct, kw_only=True):
@@ -44,7 +44,7 @@ class Agent:
         self.seen: dict[str, Seen] = {}
         self.births = Path(f"{path}.born")
         self.adopted: dict[str, int] = {}
-        """Pidfds of the processes that a former agent has forked."""
+        """Pidfds of processes that a former agent forked."""
         self.deadlines: dict[str, float] = {}
         self.watchers: set[socket.socket] = set()
         self.buffers: dict[socket.socket, bytes] = {}
@@ -57,27 +57,27 @@ class Agent:
         self.waker.setblocking(False)
         self.wake.setblocking(False)
         self.selector.register(self.wake, selectors.EVENT_READ)
-        self.life = int(os.environ.get(lifeline.VARIABLE, "-1"))
+        self.life = int(os.environ.get(process.LIFELINE, "-1"))
         if self.life >= 0:
-            lifeline.wake_at_end(self.life)
+            process.wake_at_end(self.life)
             self.selector.register(self.life, selectors.EVENT_READ)
-        for born in orphans.recorded(self.births):
-            self._adopt(born)
+        for birth in orphans.read_births(self.births):
+            self._adopt(birth)
 
-    def _adopt(self, born: orphans.Born) -> None:
-        handle = orphans.adopt(born)
+    def _adopt(self, birth: orphans.Birth) -> None:
+        handle = orphans.adopt(birth)
         if handle is None:
-            self.seen[born.ref] = lost(born.ref, born.pid)
+            self.seen[birth.ref] = describe_loss(birth.ref, birth.pid)
             return
-        self.seen[born.ref] = Seen(ref=born.ref, kind=Kind.STARTED, pid=born.pid)
-        self.adopted[born.ref] = handle
-        self.selector.register(handle, selectors.EVENT_READ, born.ref)
+        self.seen[birth.ref] = Seen(ref=birth.ref, kind=Kind.STARTED, pid=birth.pid)
+        self.adopted[birth.ref] = handle
+        self.selector.register(handle, selectors.EVENT_READ, birth.ref)
 
     def run(self) -> None:
         signal.set_wakeup_fd(self.waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
-            for key, _ in self.selector.select(self._patience()):
+            for key, _ in self.selector.select(self._timeout_s()):
                 if key.fileobj is self.listener:
                     self._accept()
                 elif key.fileobj is self.wake:
@@ -85,13 +85,13 @@ class Agent:
                 elif key.fileobj == self.life:
                     return
                 elif key.data is not None:
-                    self._bury(key.data)
+                    self._report_orphan_end(key.data)
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
             self._reap()
-            self._overdue(time.monotonic())
+            self._kill_overdue(time.monotonic())
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         if not self.deadlines:
             return None
         return max(0.0, min(self.deadlines.values()) - time.monotonic())
@@ -124,7 +124,7 @@ class Agent:
     def _send(self, connection: socket.socket, message: object) -> None:
         try:
             connection.sendall(msgspec.json.encode(message) + b"\n")
-        except OSError:  # the reader is gone or does not read: it reconnects and asks again
+        except OSError:  # a client that is gone or does not read; it can reconnect
             self._drop(connection)
 
     def _answer(self, connection: socket.socket, request: AgentRequest) -> None:
@@ -151,20 +151,20 @@ class Agent:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            child.ends_with(lambda: self._become(spec))
-        orphans.record(self.births, spec.ref, pid)
+            process.run_child(lambda: self._run_process(spec))
+        orphans.record_birth(self.births, spec.ref, pid)
         self._publish(Seen(ref=spec.ref, kind=Kind.STARTED, pid=pid))
 
-    def _become(self, spec: ProcessSpec) -> int | None:
-        """The child's whole life; returns its exit code."""
-        self._let_go()
-        orphans.record(self.births, spec.ref, os.getpid())
-        _take_over(spec)
+    def _run_process(self, spec: ProcessSpec) -> int | None:
+        """Runs the child process; returns its exit code."""
+        self._close_inherited()
+        orphans.record_birth(self.births, spec.ref, os.getpid())
+        _set_up_process(spec)
         module, _, function = spec.entry.partition(":")
         code: int | None = getattr(importlib.import_module(module), function)()
         return code
 
-    def _let_go(self) -> None:
+    def _close_inherited(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -188,13 +188,13 @@ class Agent:
         else:
             os.kill(seen.pid, number)
 
-    def _overdue(self, now: float) -> None:
+    def _kill_overdue(self, now: float) -> None:
         for ref in [ref for ref, at in self.deadlines.items() if at <= now]:
             del self.deadlines[ref]
             self._kill(ref, 0.0)
 
     def end(self) -> None:
-        """Kills what still runs and waits for it, so that nobody is left when the agent has gone."""
+        """Kills all processes that still run, and waits for their ends."""
         for seen in self.seen.values():
             if seen.alive:
                 self._signal(seen, signal.SIGKILL)
@@ -204,13 +204,13 @@ class Agent:
             elif seen.alive:
                 os.waitpid(seen.pid, 0)
 
-    def _bury(self, ref: str) -> None:
-        """An adopted process has ended; only its parent would learn how."""
+    def _report_orphan_end(self, ref: str) -> None:
+        """An adopted process has ended; only its parent could read its exit code."""
         handle = self.adopted.pop(ref)
         self.selector.unregister(handle)
         os.close(handle)
         self.deadlines.pop(ref, None)
-        self._publish(lost(ref, self.seen[ref].pid))
+        self._publish(describe_loss(ref, self.seen[ref].pid))
 
     def _reap(self) -> None:
         while True:
@@ -223,22 +223,24 @@ class Agent:
             ref = next((seen.ref for seen in self.seen.values() if seen.pid == pid and seen.alive), None)
             if ref is not None:
                 self.deadlines.pop(ref, None)
-                self._publish(exited(ref, pid, os.waitstatus_to_exitcode(status)))
+                self._publish(describe_exit(ref, pid, os.waitstatus_to_exitcode(status)))
 
 
-def exited(ref: str, pid: int, code: int) -> Seen:
-    """What to say of an exit; `code` is negative for a signal, as in subprocess."""
+def describe_exit(ref: str, pid: int, code: int) -> Seen:
+    """The report of an exit; `code` is negative for a signal, as in subprocess."""
     if code < 0:
         name = signal.Signals(-code).name
         return Seen(ref=ref, kind=Kind.EXITED, pid=pid, signal=-code, reason=f"killed by {name}")
     return Seen(ref=ref, kind=Kind.EXITED, pid=pid, code=code, reason=f"exit code {code}")
 
 
-def lost(ref: str, pid: int) -> Seen:
-    return Seen(ref=ref, kind=Kind.LOST, pid=pid, reason="ended; the agent that would know how had died before")
+def describe_loss(ref: str, pid: int) -> Seen:
+    return Seen(
+        ref=ref, kind=Kind.LOST, pid=pid, reason="ended after its agent had died, so that its exit code is unknown"
+    )
 
 
-def _take_over(spec: ProcessSpec) -> None:
+def _set_up_process(spec: ProcessSpec) -> None:
     os.setsid()
     Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -249,7 +251,7 @@ def _take_over(spec: ProcessSpec) -> None:
     os.close(log)
     os.close(null)
     os.environ.update(spec.env)
-    lifeline.watch_in_thread()
+    process.watch_lifeline()
 
 
 def main() -> None:
@@ -258,19 +260,19 @@ def main() -> None:
     path, *modules = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = Agent(path)
-    gc.disable()  # a quarter of the imports' time would go into looking through what they leave for good
+    gc.disable()  # it would take a quarter of the imports' time
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError:
-            traceback.print_exc()  # whoever needs it meets the same error, where it can be told
-    gc.freeze()  # nor do those who are forked look through it, or have pages of their own of it
+            traceback.print_exc()  # the process that needs it raises the same error, where it is reported
+    gc.freeze()  # children neither scan these objects nor copy their pages
     gc.enable()
     agent.run()
     Path(path).unlink(missing_ok=True)
     agent.end()
     agent.births.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the launcher's folder, when it could not clean up itself
+    with contextlib.suppress(OSError):  # the launcher's folder, if the launcher could not remove it
         os.rmdir(Path(path).parent)
 
 

@@ -1,6 +1,6 @@
 """The engine of one machine: an asyncio client of the agent (`engine/local/agent.py`), which forks the processes.
 
-Several clients may be connected, and a client that comes back (a restarted master) finds what runs by `list`.
+Several clients may be connected. A restarted master finds running processes by `list`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 import msgspec
 
 from trueline.engine.contract import ProcessSpec, Seen
-from trueline.engine.local import lifeline
+from trueline.engine.local import process
 
 
 class LocalEngine:
-    """Talks to the agent that listens on the Unix socket `path`. Raises OSError when no agent does."""
+    """A client of the agent that listens on the Unix socket `path`. Its calls raise OSError when no agent answers."""
 
     def __init__(self, path: str, *, patience_s: float = 60.0) -> None:
         self.path = path
         self.patience_s = patience_s
-        """How long to wait for an agent that is still importing torch."""
+        """How long to wait for the socket: the agent imports torch first."""
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         deadline = asyncio.get_running_loop().time() + self.patience_s
@@ -36,7 +36,7 @@ class LocalEngine:
                     raise
                 await asyncio.sleep(0.02)
 
-    async def _ask(self, *requests: dict[str, object]) -> list[bytes]:
+    async def _request(self, *requests: dict[str, object]) -> list[bytes]:
         reader, writer = await self._connect()
         try:
             for request in requests:
@@ -51,13 +51,13 @@ class LocalEngine:
 
     async def add(self, specs: Sequence[ProcessSpec]) -> None:
         if specs:
-            await self._ask(*({"op": "add", "spec": spec} for spec in specs))
+            await self._request(*({"op": "add", "spec": spec} for spec in specs))
 
     async def kill(self, ref: str, *, grace_s: float = 0.0) -> None:
-        await self._ask({"op": "kill", "ref": ref, "grace_s": grace_s})
+        await self._request({"op": "kill", "ref": ref, "grace_s": grace_s})
 
     async def list(self) -> list[Seen]:
-        (reply,) = await self._ask({"op": "list"})
+        (reply,) = await self._request({"op": "list"})
         return msgspec.json.decode(reply, type=list[Seen])
 
     async def capacity(self) -> int | None:
@@ -76,10 +76,10 @@ class LocalEngine:
 
 
 def start_agent(path: Path, *, preload: Sequence[str], life: int, log: Path) -> subprocess.Popen[bytes]:
-    """Starts the agent process on the socket `path`. `life` is the reading end of the launcher's lifeline pipe."""
+    """Starts an agent on the socket `path` that imports the modules `preload`. `life`: the lifeline's reading end."""
     env = {
         **os.environ,
-        lifeline.VARIABLE: str(life),
+        process.LIFELINE: str(life),
         "PYTHONUNBUFFERED": "1",
         "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
     }

@@ -1,9 +1,8 @@
-"""Processes that outlived the agent that forked them: how the next agent finds them, sees them end, and kills them.
+"""Processes that outlived their agent: the next agent finds them, watches them and kills them.
 
-The agent writes ref, pid and start time of every process into a file beside its socket; the process does the same
-before it does anything else, since either may be killed right after the fork. A pid alone may be somebody else's by
-now; pid and start time together are one process (proc(5), field 22 of /proc/PID/stat), and a pidfd (pidfd_open(2))
-that was opened before they were compared stays that process's for ever.
+Agent and process both append ref, pid and start time to a file beside the agent's socket, since either may be killed
+right after the fork. Pids are reused, but pid and start time identify a process (proc(5), field 22 of /proc/PID/stat).
+A pidfd (pidfd_open(2)) that was opened before that comparison refers to this process for good.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pathlib import Path
 import msgspec
 
 
-class Born(msgspec.Struct, frozen=True):
+class Birth(msgspec.Struct, frozen=True):
     ref: str
     pid: int
     started: int
     """Clock ticks since the machine's boot."""
 
 
-def started(pid: int) -> int | None:
-    """When the process began; None when it is gone."""
+def read_start(pid: int) -> int | None:
+    """The process's start time in clock ticks since boot; None when it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -33,10 +32,10 @@ def started(pid: int) -> int | None:
     return int(stat.rpartition(b")")[2].split()[19])
 
 
-def record(path: Path, ref: str, pid: int) -> None:
-    """Writes a process into `path`; a line is one write, so processes do not tear each other's."""
-    line = msgspec.json.encode(Born(ref, pid, started(pid) or 0)) + b"\n"
-    with contextlib.suppress(OSError):  # a full disk: should the agent die as well, the master's lease has to do
+def record_birth(path: Path, ref: str, pid: int) -> None:
+    """Appends a process to `path`. A line is one write, so concurrent writers do not interleave."""
+    line = msgspec.json.encode(Birth(ref, pid, read_start(pid) or 0)) + b"\n"
+    with contextlib.suppress(OSError):  # a full disk: if the agent dies too, the master's lease remains
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(handle, line)
@@ -44,23 +43,23 @@ def record(path: Path, ref: str, pid: int) -> None:
             os.close(handle)
 
 
-def recorded(path: Path) -> list[Born]:
-    """What former agents have forked; a line that a full disk tore is passed over."""
-    found: dict[str, Born] = {}
+def read_births(path: Path) -> list[Birth]:
+    """The processes that former agents forked; skips a line that a full disk tore."""
+    births: dict[str, Birth] = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(msgspec.DecodeError):
-            born = msgspec.json.decode(line, type=Born)
-            found[born.ref] = born
-    return list(found.values())
+            birth = msgspec.json.decode(line, type=Birth)
+            births[birth.ref] = birth
+    return list(births.values())
 
 
-def adopt(born: Born) -> int | None:
-    """A pidfd of the process, readable when it has ended; None when it has ended already."""
+def adopt(birth: Birth) -> int | None:
+    """Opens a pidfd of the process, readable when it ends; None when it has ended already."""
     try:
-        handle = os.pidfd_open(born.pid)
+        handle = os.pidfd_open(birth.pid)
     except OSError:
         return None
-    if started(born.pid) == born.started and not select.select([handle], [], [], 0)[0]:
+    if read_start(birth.pid) == birth.started and not select.select([handle], [], [], 0)[0]:
         return handle
     os.close(handle)
     return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from trueline import errors
-from trueline.engine.local.client import LocalEngine
+from trueline.engine.open import open_engine
 from trueline.train.job_dir import JobDir, Outcome
 from trueline.train.launch.jobs import last_view
 
@@ -81,7 +81,7 @@ def let_scripts_end(job_dir: Path, agent: Path) -> None:
 
     Newcomers that wait for a view, now in vain, do not count. Raises TrainError when one ends badly.
     """
-    engine, trained = LocalEngine(str(agent)), last_view(job_dir)
+    engine, trained = open_engine(str(agent)), last_view(job_dir)
     waited = {seen.ref for seen in asyncio.run(engine.list()) if seen.alive and seen.ref in trained}
     while True:
         found = [seen for seen in asyncio.run(engine.list()) if seen.ref in waited]

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from trueline.engine.local import child, lifeline
+from trueline.engine.local.process import LIFELINE, run_child, wake_at_end
 
 START = b"start "
 
@@ -58,7 +58,7 @@ class Succession:
                 [sys.executable, "-m", "trueline.train.master.failover", *self.arguments],
                 env={
                     **os.environ,
-                    lifeline.VARIABLE: str(self.life),
+                    LIFELINE: str(self.life),
                     "GRPC_VERBOSITY": "NONE",
                     "OPENBLAS_NUM_THREADS": "1",  # it would start threads at its import, before the fork
                 },
@@ -101,16 +101,16 @@ class Succession:
 def main() -> None:
     """`python -m trueline.train.master.failover MASTER'S ARGUMENTS`: the zygote."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    life = int(os.environ[lifeline.VARIABLE])
-    lifeline.wake_at_end(life)
+    life = int(os.environ[LIFELINE])
+    wake_at_end(life)
     importlib.import_module("trueline.train.master.server")
     own_life, own_end = os.pipe()
-    os.environ[lifeline.VARIABLE] = str(own_life)
+    os.environ[LIFELINE] = str(own_life)
     while (arguments := _asked(life)) is not None:
         pid = os.fork()
         if pid == 0:
             os.close(own_end)
-            child.ends_with(partial(_become, [*sys.argv[1:], *arguments]))
+            run_child(partial(_become, [*sys.argv[1:], *arguments]))
         code = _ended(pid, life)
         if code is None:
             break

@@ -20,8 +20,8 @@ import msgspec
 
 from trueline import clock
 from trueline.engine.contract import Engine
-from trueline.engine.local import lifeline
-from trueline.engine.local.client import LocalEngine
+from trueline.engine.local.process import watch_lifeline
+from trueline.engine.open import open_engine
 from trueline.errors import StorageError
 from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
@@ -92,9 +92,9 @@ def main() -> None:
     parser.add_argument("--page-port", type=int, default=0, help="of the live page; 0: any")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lifeline.watch_in_thread()
+    watch_lifeline()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.exit(asyncio.run(run(arguments.job_dir, LocalEngine(arguments.agent), arguments.port, arguments.page_port)))
+    sys.exit(asyncio.run(run(arguments.job_dir, open_engine(arguments.agent), arguments.port, arguments.page_port)))
 
 
 if __name__ == "__main__":
