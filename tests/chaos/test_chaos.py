@@ -20,7 +20,7 @@ from trueline.cli.jobs import chaos as verb
 from trueline.train import faults
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.service import Door
+from trueline.train.master.service import SecretInterceptor
 from trueline.train.settings import Fault, JobSettings
 from worlds import TESTS
 
@@ -163,7 +163,7 @@ def test_a_caller_that_is_gone_before_its_answer_does_not_end_the_job():
         raise grpc.aio.InternalError("Failed execute_batch")
 
     with pytest.raises(grpc.aio.InternalError):
-        asyncio.run(Door("secret", crashed.append)._guarded(gone)(None, None))
+        asyncio.run(SecretInterceptor("secret", crashed.append)._guard(gone)(None, None))
     assert crashed == []
 
 

@@ -13,8 +13,8 @@ from trueline.errors import UsageError
 from trueline.train import api, settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch import overrides
-from trueline.train.master.journal import Journal, apply
-from trueline.train.master.progress import Account
+from trueline.train.master.journal import Journal, apply_row
+from trueline.train.master.progress import JobProgress
 from trueline.train.membership.state import State
 from trueline.train.settings import JobSettings, parse_workers
 
@@ -106,9 +106,9 @@ def saved(job_dir, *steps):
 
 def known(job_dir):
     """What a master of the job finds in its journal."""
-    state, account, journal = State(workers=3), Account(), Journal(job_dir / "journal.sqlite")
+    state, account, journal = State(workers=3), JobProgress(), Journal(job_dir / "journal.sqlite")
     for kind, body in journal.rows():
-        apply(state, kind, body, 0.0)
+        apply_row(state, kind, body, 0.0)
         account.apply(kind, body)
     journal.close()
     return state, account

@@ -12,7 +12,7 @@ import numpy as np
 
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.service import Door, Service
+from trueline.train.master.service import MasterService, SecretInterceptor
 from trueline.train.membership import events as h
 from trueline.train.settings import JobSettings
 from trueline.train.step import ledger
@@ -51,7 +51,7 @@ class NoEngine:
 
 
 def said(master):
-    return [(event.name, json.loads(event.fields)) for event in master.teller.said]
+    return [(event.name, json.loads(event.fields)) for event in master.publisher.recent]
 
 
 def rows(master):
@@ -69,8 +69,8 @@ def master_of(job_dir, job=JOB, *, journal=Journal, engine=None):
 async def _listening(job, job_dir):
     """A master with an engine that starts nothing, and its address."""
     master = Master(job, job_dir, Journal(job_dir / "log"), NoEngine(), "secret", asyncio.get_running_loop().time)
-    server = grpc.aio.server(interceptors=[Door("secret", master.crashed)])
-    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    server = grpc.aio.server(interceptors=[SecretInterceptor("secret", master.fail_unexpectedly)])
+    pb_grpc.add_MasterServicer_to_server(MasterService(master), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await master.adopt()
@@ -109,29 +109,29 @@ def served(job, job_dir):
 def at_work(master, *, steps=0):
     """Two workers in one group that have applied `steps` steps and have reported them."""
     if not master.state.pending:
-        master.happen(h.Begin())
-    master.account.accept(RECORDS, STEPS, 0)
+        master.handle(h.Begin())
+    master.progress.accept_facts(RECORDS, STEPS, 0)
     for ref in (A, B):
-        master.happen(h.Ready(ref, f"{ref}:1"))
+        master.handle(h.Ready(ref, f"{ref}:1"))
     for ref in (A, B):
-        master.happen(h.Entered(ref, master.state.generation, -1))
+        master.handle(h.Entered(ref, master.state.generation, -1))
     applied = [pb.Applied(step=step, generation=1, records=4, digest=step, workers=2) for step in range(steps)]
-    master.enter(pb.Progress(ref=A, generation=1, step=steps, applied=applied))
+    master.record_progress(pb.Progress(ref=A, generation=1, step=steps, applied=applied))
     for ref in (A, B):
-        master.happen(h.Heard(ref, steps))
+        master.handle(h.Heard(ref, steps))
 
 
 def finish(master, *, certificate=CERTIFICATE, checkpoint_step=STEPS):
     """Brings the job to its end; returns what the two workers are answered."""
     at_work(master, steps=STEPS)
     if certificate is not None:
-        master.enter(pb.Progress(ref=A, certificates=[certificate]))
+        master.record_progress(pb.Progress(ref=A, certificates=[certificate]))
     if checkpoint_step is not None:
-        master.happen(h.Saved(A, checkpoint_step, f"/job/step-{checkpoint_step}"))
+        master.handle(h.Saved(A, checkpoint_step, f"/job/step-{checkpoint_step}"))
     futures = {ref: asyncio.get_running_loop().create_future() for ref in (A, B)}
     master.finishing.update(futures)
     for ref in (A, B):
-        master.happen(h.Done(ref, master.state.generation))
+        master.handle(h.Done(ref, master.state.generation))
     return futures
 
 

@@ -28,7 +28,7 @@ from trueline.train.launch import overrides as settled
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.launch.overrides import Wanted
 from trueline.train.master.journal import Journal
-from trueline.train.master.status import said_of
+from trueline.train.master.status import format_set_aside
 from trueline.train.settings import Fault, JobSettings, parse_workers
 
 USUAL_WORKERS = 3
@@ -75,7 +75,7 @@ class Summary:
             f"{counted(facts['workers_started'], 'worker')} started, {counted(facts['generations'], 'generation')}",
             f"{self._claim()} ({self._evidence()})",
         ]
-        lines += map(said_of, facts.get("set_aside") or ())
+        lines += map(format_set_aside, facts.get("set_aside") or ())
         lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in facts.get("quarantined") or ()]
         if facts.get("best"):
             lines.append(self._best(facts["best"]))

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from trueline.train import settings
-from trueline.train.master.failover import Succession
+from trueline.train.master.failover import MasterProcess
 from worlds.waiting import until, until_ended
 
 
@@ -25,7 +25,7 @@ class Line:
         (self.folder / "secret").write_text("secret")
         self.life, self.end_of_life = os.pipe()
         arguments = [str(self.folder), "--agent", str(folder / "no agent")]
-        self.masters = Succession(arguments, life=self.life, log=self.folder / "logs" / "master.log")
+        self.masters = MasterProcess(arguments, life=self.life, log=self.folder / "logs" / "master.log")
 
     def start(self, port=0):
         """The next master's process, and its port, as soon as it listens."""

@@ -9,8 +9,8 @@ import pytest
 from trueline.errors import StorageError
 from trueline.train.master import journal as journals
 from trueline.train.master import progress as accounts
-from trueline.train.master.journal import Journal, apply
-from trueline.train.master.progress import Account, Report
+from trueline.train.master.journal import Journal, apply_row
+from trueline.train.master.progress import JobProgress, ReportOutcome
 from trueline.train.membership.state import Member, State
 from trueline.wire import train_pb2 as pb
 
@@ -18,9 +18,9 @@ VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3
 
 
 def replay(journal, now=0.0):
-    state, account = State(workers=2), Account()
+    state, account = State(workers=2), JobProgress()
     for kind, body in journal.rows():
-        apply(state, kind, body, now)
+        apply_row(state, kind, body, now)
         account.apply(kind, body)
     return state, account
 
@@ -59,7 +59,7 @@ def test_a_truncation_takes_back_what_the_survivors_never_applied(tmp_path):
 
 def history(seed):
     """The rows of a job with deaths, checkpoints, late reports and states that were lost, as a master writes them."""
-    dice, account, step = random.Random(seed), Account(), 0
+    dice, account, step = random.Random(seed), JobProgress(), 0
     for generation in range(1, dice.randint(2, 13)):
         members = ["worker-0.0", f"worker-1.{generation}"][: dice.randint(1, 2)]
         view = {"generation": generation, "members": members, "cut_below": generation - dice.randint(0, 1),
@@ -75,7 +75,7 @@ def history(seed):
         for _ in range(dice.choice([0, 1, 7, 30])):
             late = generation - (dice.random() < 0.1)
             one = pb.Applied(step=step, generation=late, records=8, digest=step * 7, workers=2, gap_ms=gap_ms)
-            yield from account.report(pb.Progress(ref="worker-0.0", applied=[one])).rows
+            yield from account.enter_report(pb.Progress(ref="worker-0.0", applied=[one])).rows
             step, gap_ms = step + 1, 0.0
             if dice.random() < 0.1:
                 yield "CKPT", {"step": step, "path": f"/{step}"}
@@ -92,11 +92,11 @@ def test_a_master_that_comes_back_to_a_long_job_reads_its_last_steps_and_knows_a
     journal = Journal(tmp_path / "log")
     for row in history(seed):
         journal.append(row)
-    state, account = State(workers=2), Account()
+    state, account = State(workers=2), JobProgress()
     with sqlite3.connect(tmp_path / "log") as log:
         everything = [(kind, json.loads(body)) for kind, body in log.execute("SELECT kind, body FROM log ORDER BY seq")]
     for kind, body in everything:
-        apply(state, kind, body, 1.0)
+        apply_row(state, kind, body, 1.0)
         account.apply(kind, body)
     read = list(journal.rows())
     assert [row for row in read if row[0] != "COMMIT"] == [row for row in everything if row[0] != "COMMIT"]
@@ -121,30 +121,32 @@ def progress(*steps, digest=5):
 
 
 def test_a_step_that_several_workers_report_is_logged_once():
-    account = Account([])
-    assert [body["step"] for _, body in account.report(progress(0, 1)).rows] == [0, 1]
-    assert account.report(progress(0, 1)) == Report()
-    assert [body["step"] for _, body in account.report(progress(1, 2)).rows] == [2]
+    account = JobProgress([])
+    assert [body["step"] for _, body in account.enter_report(progress(0, 1)).rows] == [0, 1]
+    assert account.enter_report(progress(0, 1)) == ReportOutcome()
+    assert [body["step"] for _, body in account.enter_report(progress(1, 2)).rows] == [2]
 
 
 def test_two_workers_that_report_different_records_for_a_step_raise_the_alarm():
-    account = Account([])
-    account.report(progress(0))
-    assert account.report(progress(0, digest=6)).fault == "two workers report different records for step 0"
+    account = JobProgress([])
+    account.enter_report(progress(0))
+    assert account.enter_report(progress(0, digest=6)).fault == "two workers report different records for step 0"
 
 
 def test_workers_that_see_different_data_are_found_out():
-    account = Account([])
-    assert account.accept(100, 10, 0)[0] == ""
-    assert account.accept(101, 11, 0)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
+    account = JobProgress([])
+    assert account.accept_facts(100, 10, 0)[0] == ""
+    assert account.accept_facts(101, 11, 0)[0] == "a worker sees 101 records (11 steps), the others 100 (10 steps)"
 
 
 def test_workers_that_cut_steps_differently_are_found_out_before_they_train():
-    account = Account([])
-    ((kind, facts),) = account.accept(100, 10, 8)[1]
-    for known in (account, Account([(kind, facts)])):
-        assert known.accept(100, 10, 8) == ("", [])
-        assert known.accept(100, 10, 0)[0].startswith("a worker takes steps whole, the others in shards of 8 records")
+    account = JobProgress([])
+    ((kind, facts),) = account.accept_facts(100, 10, 8)[1]
+    for known in (account, JobProgress([(kind, facts)])):
+        assert known.accept_facts(100, 10, 8) == ("", [])
+        assert known.accept_facts(100, 10, 0)[0].startswith(
+            "a worker takes steps whole, the others in shards of 8 records"
+        )
 
 
 def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_and_in_quarantine(tmp_path):
@@ -228,7 +230,7 @@ def applied_to(*rows, now=5.0):
     """The state of a master that comes back at `now` and finds these rows."""
     state = State(workers=2)
     for kind, body in rows:
-        apply(state, kind, body, now)
+        apply_row(state, kind, body, now)
     return state
 
 
@@ -312,7 +314,7 @@ def test_the_members_of_a_view_stay_the_same_through_its_steps():
     state = applied_to(("VIEW", VIEW))
     state.members["worker-0.0"].steps = 9
     for generation in (2, 3):
-        apply(state, "COMMIT", commit(0, generation=generation), 8.0)
+        apply_row(state, "COMMIT", commit(0, generation=generation), 8.0)
     assert [(ref, member.steps, member.seen_at) for ref, member in state.members.items()] == [
         ("worker-0.0", 9, 5.0), ("worker-1.1", 0, 5.0),
     ]  # fmt: skip

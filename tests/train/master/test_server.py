@@ -11,7 +11,7 @@ import pytest
 from trueline.errors import StorageError
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.status import status
+from trueline.train.master.status import describe_job
 from trueline.train.membership import events as h
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
@@ -85,8 +85,8 @@ def test_another_number_of_workers_outlives_the_master_and_ends_with_the_launch(
 def test_the_status_tells_of_the_whole_job(job, tmp_path):
     async def scenario():
         async with serving(job, tmp_path) as (master, stub):
-            master.happen(h.Ready("worker-0.0", "a:1"))
-            master.account.accept(8, 2, 0)
+            master.handle(h.Ready("worker-0.0", "a:1"))
+            master.progress.accept_facts(8, 2, 0)
             report = pb.Progress(ref="worker-0.0", step=-1, phase="regrouping", phase_s=1.5)
             await stub.Report(report, metadata=SECRET)
             found = await stub.Status(pb.Cursor(), metadata=SECRET)
@@ -115,8 +115,8 @@ def test_an_exception_that_nobody_expected_ends_the_job_with_its_traceback_in_th
         master.state.members["worker-0.0"] = h.Gone("worker-0.0", "no member at all")
 
     def in_the_handler(master):
-        master.happen(h.Ready("worker-0.0", "a:1"))
-        master.account.report = lambda *_: {}["nothing"]
+        master.handle(h.Ready("worker-0.0", "a:1"))
+        master.progress.enter_report = lambda *_: {}["nothing"]
 
     for break_it, what in ((in_the_core, "AttributeError"), (in_the_handler, "KeyError: 'nothing'")):
         (name, fields), killed = asyncio.run(scenario(break_it))
@@ -131,18 +131,18 @@ def test_events_are_appended_to_a_file_and_a_full_disk_costs_lines_only(job, tmp
     async def scenario():
         heard = []
         async with serving(job, tmp_path) as (master, _):
-            master.teller.hook = lambda *event: heard.append(event)
+            master.publisher.hook = lambda *event: heard.append(event)
             file = tmp_path / "events.jsonl"
-            master.teller.close()
+            master.publisher.close()
             file.unlink(missing_ok=True)
             file.symlink_to("/dev/full")
-            master.say("step.applied", step=1, loss=0.5)
+            master.emit("step.applied", step=1, loss=0.5)
             file.unlink()
             file.write_text('{"torn": ')  # by a master that was killed within a line
-            master.say("step.applied", step=2)
-            master.say("step.applied", step=3)
-            master.teller.hook = lambda *_: 1 / 0
-            master.say("step.applied", step=4)
+            master.emit("step.applied", step=2)
+            master.emit("step.applied", step=3)
+            master.publisher.hook = lambda *_: 1 / 0
+            master.emit("step.applied", step=4)
             return heard, [json.loads(line) for line in file.read_text().splitlines()[1:]], said(master)
 
     heard, lines, told = asyncio.run(scenario())
@@ -160,13 +160,13 @@ def test_whoever_follows_late_gets_the_newest_events_in_order(job, tmp_path, mon
     async def scenario():
         async with serving(job, tmp_path) as (master, stub):
             for step in range(20):
-                master.say("step.applied", step=step)
+                master.emit("step.applied", step=step)
             follow = stub.Follow(pb.Cursor(after=0), metadata=SECRET)
             found = [event.seq for event in (await follow.read()).events]
-            master.say("step.applied", step=20)
+            master.emit("step.applied", step=20)
             found += [event.seq for event in (await follow.read()).events]
             follow.cancel()
-            return found, master.teller.seq
+            return found, master.publisher.seq
 
     found, newest = asyncio.run(scenario())
     assert found == list(range(newest - 5, newest + 1))
@@ -176,10 +176,10 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
     async def scenario():
         async with serving(job, tmp_path) as (master, _):
             for slot in range(2):
-                master.happen(h.Ready(f"worker-{slot}.0", "x:1"))
+                master.handle(h.Ready(f"worker-{slot}.0", "x:1"))
             before = master.state.generation
             for slot in range(2):
-                master._gone(h.Gone(f"worker-{slot}.0", "killed by SIGKILL"))
+                master._note_death(h.Gone(f"worker-{slot}.0", "killed by SIGKILL"))
             await asyncio.sleep(0)
             return before, master.state.generation
 
@@ -189,7 +189,7 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
 
 def test_status_needs_no_worker(job, tmp_path):
     master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
-    assert status(job, master.state, master.account, now=0.0, uptime_s=0.0)["members"] == []
+    assert describe_job(job, master.state, master.progress, now=0.0, uptime_s=0.0)["members"] == []
     master.journal.close()
 
 
@@ -206,17 +206,17 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
             async def train(records: int) -> None:  # in a millisecond by the master's clock
                 nonlocal at
                 at += 0.001
-                master.account.applied += records
+                master.progress.records_applied += records
                 await asyncio.sleep(0)
 
-            scaling = master.keep(master.run_scaling())
+            scaling = master.spawn(master.run_scaling())
             for slot in range(2):
                 ref = f"worker-{slot}.0"
                 while ref not in master.state.pending:  # until the scaling has asked for it
                     await train(100)
-                master.happen(h.Ready(ref, "x:1"))
+                master.handle(h.Ready(ref, "x:1"))
                 for member in master.state.view:
-                    master.happen(h.Entered(member, master.state.generation, 0))
+                    master.handle(h.Entered(member, master.state.generation, 0))
             for _ in range(50):
                 await train(1000)
             scaling.cancel()
@@ -267,7 +267,7 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
         at_work(master, steps=1)
         master.job = msgspec.structs.replace(master.job, workers=6)
         prepare(master)
-        scaling = master.keep(master.run_scaling())
+        scaling = master.spawn(master.run_scaling())
         await until_async(lambda: len(looks) >= 4, "four looks")
         scaling.cancel()
         return master

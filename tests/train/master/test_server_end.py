@@ -115,7 +115,7 @@ def test_all_rows_of_a_decision_are_written_before_anything_of_it_is_shown(tmp_p
         await asyncio.gather(*master._tasks)
         entering, finishing = (asyncio.get_running_loop().create_future() for _ in range(2))
         master.entries[A], master.finishing[B] = entering, finishing
-        master.happen(h.GroupBroken(A, 1, "reset by peer"))
+        master.handle(h.GroupBroken(A, 1, "reset by peer"))
         assert (master.entries, master.finishing) == ({}, {})
         return master, [entering.result(), finishing.result()]
 
@@ -183,8 +183,8 @@ def test_a_summary_that_cannot_be_written_ends_the_job_unfinished(tmp_path, monk
 def test_a_failure_ends_the_job_for_workers_at_work_and_on_their_way_and_the_first_reason_stays(tmp_path):
     async def scenario():
         master = master_of(tmp_path)
-        master.happen(h.Begin())
-        master.happen(h.Ready(A, "a:1"))
+        master.handle(h.Begin())
+        master.handle(h.Ready(A, "a:1"))
         master.fail("data", "no such file", "look")
         master.fail("train", "killed by SIGKILL", "look")
         await asyncio.gather(*master._tasks)
@@ -204,7 +204,7 @@ def test_a_job_of_which_two_workers_report_different_records_has_failed(tmp_path
         master = master_of(tmp_path)
         at_work(master, steps=2)
         late = pb.Applied(step=0, generation=1, records=4, digest=99)
-        master.enter(pb.Progress(ref=B, applied=[late]))
+        master.record_progress(pb.Progress(ref=B, applied=[late]))
         await asyncio.gather(*master._tasks)
         return master
 
@@ -263,9 +263,9 @@ def test_what_the_engine_says_of_an_end_reaches_the_decision_and_what_it_says_of
         master = master_of(tmp_path)
         at_work(master)
         await asyncio.gather(*master._tasks)
-        master.happen(h.Scale(3, "asked for"))
+        master.handle(h.Scale(3, "asked for"))
         heard = []
-        master.happen = lambda event: (heard.append(event), master.stopped.set())
+        master.handle = lambda event: (heard.append(event), master.stopped.set())
         master.engine = Running(
             seen(A, code=0, reason="exit code 0"), seen(B, signal=11, reason="killed by SIGSEGV"),
             seen("worker-2.0", code=3, reason="exit code 3"), seen("worker-9.0", code=1),
@@ -307,9 +307,9 @@ def test_a_view_tells_its_members_all_that_they_have_to_agree_on(tmp_path):
     async def scenario():
         master = master_of(tmp_path)
         at_work(master, steps=1)
-        changed = master.changed
+        changed = master.view_changed
         master.state.set_aside, master.state.careful, master.state.died_at = {9: "odd", 4: "odd"}, True, 5
-        master.happen(h.Suspect(A, (7,), "odd"))
+        master.handle(h.Suspect(A, (7,), "odd"))
         await asyncio.gather(*master._tasks)
         return master, changed
 
@@ -318,8 +318,8 @@ def test_a_view_tells_its_members_all_that_they_have_to_agree_on(tmp_path):
     reason = f"record 7 failed at {A}"
     assert master.view == pb.View(**told, reason=reason)
     assert changed.is_set()
-    assert not master.changed.is_set()
-    assert master.account.regroups[2]["reason"] == reason
+    assert not master.view_changed.is_set()
+    assert master.progress.regroups[2]["reason"] == reason
 
 
 def test_a_group_is_let_go_with_the_state_that_counts_and_the_log_follows_it(tmp_path):
@@ -327,39 +327,39 @@ def test_a_group_is_let_go_with_the_state_that_counts_and_the_log_follows_it(tmp
         master = master_of(tmp_path)
         at_work(master, steps=2)
         master.state.members[B].state = "b:2"
-        master.happen(h.GroupBroken(A, 1, "reset by peer"))
+        master.handle(h.GroupBroken(A, 1, "reset by peer"))
         futures = {ref: asyncio.get_running_loop().create_future() for ref in (A, B)}
         master.entries.update(futures)
-        master.happen(h.Entered(A, 2, 3, 10.0))
-        master.happen(h.Entered(B, 2, 4, 20.0))
+        master.handle(h.Entered(A, 2, 3, 10.0))
+        master.handle(h.Entered(B, 2, 4, 20.0))
         return master, [future.result() for future in futures.values()]
 
     master, answers = asyncio.run(scenario())
     plan = pb.Plan(source=1, steps=[3, 4], store=f"{A}:1", state="b:2", rates=[10.0, 20.0])
     assert answers == [plan, plan]
-    assert master.account.logged == 4, "its last steps are nobody's to report"
+    assert master.progress.logged == 4, "its last steps are nobody's to report"
 
 
 def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(tmp_path):
     async def scenario():
         master = master_of(tmp_path)
         at_work(master, steps=2)
-        master.happen(h.Saved(A, 1, "/job/step-1"))
+        master.handle(h.Saved(A, 1, "/job/step-1"))
         again = ("worker-0.1", "worker-1.1")
-        master.happen(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
-        master.happen(h.Tick())
+        master.handle(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
+        master.handle(h.Tick())
         for ref in again:
-            master.happen(h.Ready(ref, f"{ref}:1"))
+            master.handle(h.Ready(ref, f"{ref}:1"))
         futures = {ref: asyncio.get_running_loop().create_future() for ref in again}
         master.entries.update(futures)
         for ref in again:
-            master.happen(h.Entered(ref, master.state.generation, -1))
+            master.handle(h.Entered(ref, master.state.generation, -1))
         await asyncio.gather(*master._tasks)
         return master, futures[again[1]].result()
 
     master, plan = asyncio.run(scenario())
     assert (plan.checkpoint, list(plan.steps), plan.source) == ("/job/step-1", [-1, -1], 0)
-    assert master.account.logged == 1
+    assert master.progress.logged == 1
     assert [body for kind, body in rows(master) if kind == "TRUNCATE"] == [{"steps": 1}]
     assert [name for name, _ in said(master)][-3:] == ["log.truncated", "job.restored", "group.released"]
 
@@ -375,7 +375,7 @@ def test_the_rules_of_membership_are_those_of_the_settings(tmp_path):
 def test_a_start_that_was_taken_back_before_the_engine_heard_it_is_not_ordered(tmp_path):
     async def scenario():
         master = master_of(tmp_path)
-        master.happen(h.Begin())
+        master.handle(h.Begin())
         del master.state.pending[B]
         await asyncio.gather(*master._tasks)
         return master.engine.started
@@ -389,9 +389,9 @@ def test_who_is_given_up_is_killed(tmp_path):
         at_work(master)
         master.state.ticked_at, now = 1000.0, 1000.25
         master.now = lambda: now
-        master.happen(h.Heard(A, 0))
+        master.handle(h.Heard(A, 0))
         master.state.silence_s = 0.0
-        master.happen(h.Tick())
+        master.handle(h.Tick())
         await asyncio.gather(*master._tasks)
         return master
 

@@ -51,7 +51,7 @@ def test_a_worker_that_was_given_up_is_fenced_at_every_call_and_leaves_no_trace(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await getattr(stub, name)(calls(STRANGER)[name], metadata=SECRET, timeout=WAIT_S)
         assert [event for event, _ in said(master)[before[0] :] if event != "worker.fenced"] == []
-        assert (master.account.logged, master.state.generation, master.state.phase) == (0, before[1], "running")
+        assert (master.progress.logged, master.state.generation, master.state.phase) == (0, before[1], "running")
         assert (master.state.checkpoint, master.state.suspects, master.save_from) == ("", {}, 0)
         return refused.value
 
@@ -84,7 +84,7 @@ def test_without_the_jobs_secret_nothing_is_answered(tmp_path, metadata):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call
             codes.append(refused.value.code())
-        return codes, master.account.logged, master.stopped.is_set()
+        return codes, master.progress.logged, master.stopped.is_set()
 
     assert scene(tmp_path, act) == ([grpc.StatusCode.UNAUTHENTICATED] * 3, 0, False)
 
@@ -113,7 +113,7 @@ def test_what_a_worker_reports_is_entered_counted_and_acknowledged(tmp_path):
 
 def test_who_enters_brings_along_what_it_had_not_reported_and_its_speed(tmp_path):
     async def act(master, stub):
-        master.happen(h.GroupBroken(A, 1, "reset by peer"))
+        master.handle(h.GroupBroken(A, 1, "reset by peer"))
         entries = [
             pb.Entry(ref=ref, generation=2, step=step, rate=rate, progress=pb.Progress(ref=ref, applied=[STEP]))
             for ref, step, rate in ((A, 1, 10.0), (B, 0, 30.0))
@@ -121,7 +121,7 @@ def test_who_enters_brings_along_what_it_had_not_reported_and_its_speed(tmp_path
         first, second = await asyncio.gather(*(stub.Enter(entry, metadata=SECRET, timeout=WAIT_S) for entry in entries))
         assert first == second
         logged = [event for event, _ in said(master) if event == "step.applied"]
-        return list(first.steps), first.source, list(first.rates), logged, master.account.logged
+        return list(first.steps), first.source, list(first.rates), logged, master.progress.logged
 
     assert scene(tmp_path, act) == ([1, 0], 0, [10.0, 30.0], ["step.applied"], 1)
 
@@ -185,7 +185,7 @@ def test_who_watches_gets_the_view_in_force_and_each_new_one_once(tmp_path):
         watching = stub.Watch(HELLO, metadata=SECRET, timeout=WAIT_S)
         generations = [(await watching.read()).generation]
         for generation in (1, 2):
-            master.happen(h.GroupBroken(A, generation, "reset by peer"))
+            master.handle(h.GroupBroken(A, generation, "reset by peer"))
             generations.append((await watching.read()).generation)
         watching.cancel()
         return generations, master.state.members[A].state

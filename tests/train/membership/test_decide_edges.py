@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from trueline.train.master.journal import apply
+from trueline.train.master.journal import apply_row
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership import health, poison
@@ -86,7 +86,7 @@ def test_a_master_that_comes_back_waits_for_who_runs_and_replaces_who_does_not()
 def came_back(*members: str) -> World:
     """A master that finds a view in its log and its members alive."""
     world = World()
-    apply(world.state, "VIEW", {"generation": 4, "members": list(members), "cut_below": 4}, 0.0)
+    apply_row(world.state, "VIEW", {"generation": 4, "members": list(members), "cut_below": 4}, 0.0)
     return world.happen(h.Begin(frozenset(members), launch=False))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trueline.engine.contract import make_ref, parse_ref
-from trueline.train.master.journal import apply
+from trueline.train.master.journal import apply_row
 from trueline.train.membership import decide as m
 from trueline.train.membership import events as h
 from trueline.train.membership.state import Member, Policy, State
@@ -313,7 +313,7 @@ class Job(RuleBasedStateMachine):
         generation = self.state.generation
         self.state = State(workers=self.policy.workers)
         for kind, body in self.journal:
-            apply(self.state, kind, body, self.now)
+            apply_row(self.state, kind, body, self.now)
         assert self.state.generation == generation
         assert (self.state.workers, self.state.quarantined, self.state.set_aside, self.state.rotation) == told
         alive = frozenset(ref for ref, worker in self.workers.items() if worker.doing != "dead")

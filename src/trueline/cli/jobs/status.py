@@ -40,7 +40,7 @@ def command(job: str, as_json: bool) -> None:
 
 def text_of(facts: dict[str, Any], now: float) -> str:
     """The facts for people."""
-    from trueline.train.master.status import said_of
+    from trueline.train.master.status import format_set_aside
 
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""
@@ -51,7 +51,7 @@ def text_of(facts: dict[str, Any], now: float) -> str:
         lines.append(f"page: {facts['page']}")
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
     lines += [f"quarantined: worker {one['slot']}: {one['why']}" for one in live.get("quarantined", ())]
-    lines += map(said_of, live.get("set_aside", ()))
+    lines += map(format_set_aside, live.get("set_aside", ()))
     members = live.get("members")
     if members:
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")

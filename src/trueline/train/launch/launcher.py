@@ -39,7 +39,7 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import shutdown
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
-from trueline.train.master.failover import Succession
+from trueline.train.master.failover import MasterProcess
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -62,7 +62,7 @@ class LocalJob:
         self.folder = JobDir(job_dir)
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
-        self.master: Succession | None = None
+        self.master: MasterProcess | None = None
         self.restarts = 0
         self._port = 0
         self._said: queue.Queue[pb.Events] = queue.Queue()
@@ -156,7 +156,7 @@ class LocalJob:
     def _start_master(self) -> None:
         if self.master is None:
             arguments = [str(self.job_dir), "--agent", str(self.socket), "--page-port", str(self.settings.page_port)]
-            self.master = Succession(arguments, life=self.life, log=self.folder.log("master"))
+            self.master = MasterProcess(arguments, life=self.life, log=self.folder.log("master"))
         self.master.start("--port", str(self._port))
 
     def _address(self) -> str:

@@ -1,8 +1,8 @@
 """What connects a worker to its master: views come in, progress goes out, and the master may be away for a while.
 
-A `Link` has three sides: `Membership`, `Reporter` and `Blame`. `MasterLink` (`grpc_client.py`) connects to a master,
-`LocalLink` (`local_client.py`) stands in for one where a process trains alone. Training needs the master only when the
-membership changes, so every call waits for one that is being restarted. Each implementation passes
+A `Link` has three sides: `Membership`, `ProgressReporter` and `BlameReporter`. `MasterLink` (`grpc_client.py`) connects
+to a master, `LocalLink` (`local_client.py`) stands in for one where a process trains alone. Training needs the master
+only when the membership changes, so every call waits for one that is being restarted. Each implementation passes
 `tests/conformance/link.py`.
 """
 
@@ -75,7 +75,7 @@ class Membership(Protocol):
         ...
 
 
-class Reporter(Protocol):
+class ProgressReporter(Protocol):
     """Reports what this worker does."""
 
     ref: str
@@ -100,7 +100,7 @@ class Reporter(Protocol):
         ...
 
 
-class Blame(Protocol):
+class BlameReporter(Protocol):
     """Names what made this worker fail: a record, the group, or the whole job."""
 
     def suspect(self, step: int, record: int, why: str, where: str) -> None:
@@ -120,7 +120,7 @@ class Blame(Protocol):
         ...
 
 
-class Link(Membership, Reporter, Blame, Protocol):
+class Link(Membership, ProgressReporter, BlameReporter, Protocol):
     def leave(self) -> None:
         """Announces a departure; it takes effect between two steps."""
         ...

@@ -31,7 +31,7 @@ from trueline.engine.local.process import LIFELINE, run_child, wake_at_end
 START = b"start "
 
 
-class Succession:
+class MasterProcess:
     """The launcher's side: at most one master at a time. `life` is the reading end of the launcher's lifeline pipe."""
 
     def __init__(self, arguments: Sequence[str], *, life: int, log: Path) -> None:
@@ -106,12 +106,12 @@ def main() -> None:
     importlib.import_module("trueline.train.master.server")
     own_life, own_end = os.pipe()
     os.environ[LIFELINE] = str(own_life)
-    while (arguments := _asked(life)) is not None:
+    while (arguments := _read_request(life)) is not None:
         pid = os.fork()
         if pid == 0:
             os.close(own_end)
-            run_child(partial(_become, [*sys.argv[1:], *arguments]))
-        code = _ended(pid, life)
+            run_child(partial(_run_master, [*sys.argv[1:], *arguments]))
+        code = _wait_for_exit(pid, life)
         if code is None:
             break
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; the lifeline says so next
@@ -121,7 +121,7 @@ def main() -> None:
         os.waitpid(-1, 0)
 
 
-def _asked(life: int) -> list[str] | None:
+def _read_request(life: int) -> list[str] | None:
     """The arguments of the next master; None when there is to be none."""
     select.select([0, life], [], [])
     line = os.read(0, 65536) if select.select([0], [], [], 0)[0] else b""
@@ -130,7 +130,7 @@ def _asked(life: int) -> list[str] | None:
     return [word.decode() for word in line[len(START) :].rstrip(b"\n").split(b"\0")]
 
 
-def _ended(pid: int, life: int) -> int | None:
+def _wait_for_exit(pid: int, life: int) -> int | None:
     """Waits for the end of the master `pid`; None when the lifeline ended before."""
     handle = os.pidfd_open(pid)
     try:
@@ -141,7 +141,7 @@ def _ended(pid: int, life: int) -> int | None:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _become(arguments: list[str]) -> int | None:
+def _run_master(arguments: list[str]) -> int | None:
     """The master's whole life."""
     os.setsid()
     os.dup2(2, 1)  # both go to its log

@@ -56,7 +56,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
                 "INSERT INTO log (kind, body) VALUES (?, ?)",
-                [(kind, _text(body) if kind == "COMMIT" else json.dumps(body)) for kind, body in rows],
+                [(kind, _encode_body(body) if kind == "COMMIT" else json.dumps(body)) for kind, body in rows],
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -81,12 +81,12 @@ class Journal:
         self._db.close()
 
 
-def _text(body: dict[str, Any]) -> str:
+def _encode_body(body: dict[str, Any]) -> str:
     """As json.dumps in a fraction of its time, for the rows that come with every step: their numbers are finite."""
     return msgspec.json.encode(body).decode()
 
 
-def apply(state: State, kind: str, body: dict[str, Any], now: float) -> None:
+def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None:
     """Brings `state` to where it was when the row was written.
 
     Workers of the last view are taken to live until the engine or their silence says otherwise; a view stays in force,

@@ -19,9 +19,9 @@ from trueline import clock, events, files
 from trueline.engine.contract import Engine, ProcessSpec
 from trueline.errors import StorageError
 from trueline.train.job_dir import JobDir
-from trueline.train.master.journal import Journal, Row, apply
-from trueline.train.master.progress import Account
-from trueline.train.master.publisher import Teller
+from trueline.train.master.journal import Journal, Row, apply_row
+from trueline.train.master.progress import JobProgress
+from trueline.train.master.publisher import EventPublisher
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.autoscale import Bounds, Scaling, decide
@@ -39,7 +39,7 @@ _HINTS = {
     "state_lost": "begin again, with more workers or with --checkpoint-every, so that a state survives",
     "poison": "look at these records and at the code that reads them; --set-aside says how many may fail",
 }
-_TOLD = {
+_EVENT_OF_ROW = {
     "SCALE": "job.scaled",
     "QUARANTINE": "worker.quarantined",
     "SUSPECT": "record.suspected",
@@ -68,37 +68,37 @@ class Master:
             tick_s=TICK_S,
         )
         self.born = now()
-        self.state, self.account = State(workers=self.policy.workers), Account()
+        self.state, self.progress = State(workers=self.policy.workers), JobProgress()
         for kind, body in journal.rows():
-            apply(self.state, kind, body, self.born)
-            self.account.apply(kind, body)
+            apply_row(self.state, kind, body, self.born)
+            self.progress.apply(kind, body)
         self.address = ""
         self.view = pb.View(generation=0)
         self.entries: dict[str, asyncio.Future[pb.Plan]] = {}
         self.finishing: dict[str, asyncio.Future[pb.Plan]] = {}
-        self.changed = asyncio.Event()
+        self.view_changed = asyncio.Event()
         """Set when there is a new view; the next one gets a new event."""
-        self.teller = Teller(self.folder.events)
+        self.publisher = EventPublisher(self.folder.events)
         self._scaling = Scaling()
-        self._lost: dict[str, h.Gone] = {}
+        self._deaths: dict[str, h.Gone] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0
         """An operator asks for a checkpoint of so many steps or more; 0: nobody."""
         self.stopped = asyncio.Event()
         self.failed = False
         if self.state.generation:
-            self.view = self._as_view("the master is back")
+            self.view = self._make_view("the master is back")
 
     # Decisions and what they cause. ------------------------------------------------------------------------------
 
-    def happen(self, event: h.Event) -> bool:
+    def handle(self, event: h.Event) -> bool:
         """Decides on `event` and acts; False when its sender is fenced."""
         try:
             return self._carry_out(members.decide(self.state, event, self.now(), self.policy))
         except StorageError as error:
             self.fail(error.code, error.message, error.hint)
         except Exception as error:  # noqa: BLE001  a state that nobody can trust any more
-            self.crashed(error)
+            self.fail_unexpectedly(error)
         return True
 
     def _carry_out(self, actions: list[h.Action]) -> bool:
@@ -112,32 +112,34 @@ class Master:
         for action in actions:
             self._act(action)
         if specs:
-            self.keep(self._order(lambda: self.engine.add([spec for spec in specs if spec.ref in self.state.pending])))
+            self.spawn(
+                self._send_order(lambda: self.engine.add([spec for spec in specs if spec.ref in self.state.pending]))
+            )
         return not any(isinstance(action, h.Fence) for action in actions)
 
     def _act(self, action: h.Action) -> None:
         match action:
             case h.Log(kind, body):
-                if kind in _TOLD:
-                    self.say(_TOLD[kind], **body)
+                if kind in _EVENT_OF_ROW:
+                    self.emit(_EVENT_OF_ROW[kind], **body)
             case h.Start():
-                self.say("worker.started", worker=action.ref)
+                self.emit("worker.started", worker=action.ref)
             case h.Kill(ref, why):
-                self.say("worker.killed", worker=ref, why=why)
-                self.keep(self._order(lambda: self.engine.kill(ref)))
+                self.emit("worker.killed", worker=ref, why=why)
+                self.spawn(self._send_order(lambda: self.engine.kill(ref)))
             case h.Publish(reason):
-                self._publish(reason)
+                self._publish_view(reason)
             case h.Release():
                 self._release(action)
             case h.Truncate(steps):
-                self.account.truncate(steps)
-                self.say("log.truncated", steps=steps, why="the survivors had applied no more")
+                self.progress.truncate(steps)
+                self.emit("log.truncated", steps=steps, why="the survivors had applied no more")
             case h.Finish():
                 self._conclude()
             case h.FailJob(code, why):
                 self.fail(code, why, _HINTS[code])
             case h.Fence(ref):
-                self.say("worker.fenced", worker=ref)
+                self.emit("worker.fenced", worker=ref)
 
     def _spec(self, start: h.Start) -> ProcessSpec:
         env = {
@@ -152,7 +154,7 @@ class Master:
             log=str(self.folder.log(start.ref)), env=env,
         )  # fmt: skip
 
-    def _as_view(self, reason: str) -> pb.View:
+    def _make_view(self, reason: str) -> pb.View:
         state = self.state
         return pb.View(
             generation=state.generation,
@@ -164,18 +166,18 @@ class Master:
             careful=state.careful,
         )
 
-    def _publish(self, reason: str) -> None:
-        self.view = self._as_view(reason)
-        _answer(self.entries, pb.Plan(superseded=True))
-        _answer(self.finishing, pb.Plan(superseded=True))
-        self.changed.set()
-        self.changed = asyncio.Event()
-        self.account.regrouping(self.state.generation, reason)
-        self.say("view.published", generation=self.state.generation, workers=len(self.state.view), why=reason)
+    def _publish_view(self, reason: str) -> None:
+        self.view = self._make_view(reason)
+        _resolve(self.entries, pb.Plan(superseded=True))
+        _resolve(self.finishing, pb.Plan(superseded=True))
+        self.view_changed.set()
+        self.view_changed = asyncio.Event()
+        self.progress.begin_regroup(self.state.generation, reason)
+        self.emit("view.published", generation=self.state.generation, workers=len(self.state.view), why=reason)
 
     def _release(self, release: h.Release) -> None:
         most = max(release.steps)
-        self.account.reconstruct(max(most, 0))
+        self.progress.reconstruct(max(most, 0))
         plan = pb.Plan(
             source=release.source,
             steps=release.steps,
@@ -184,24 +186,24 @@ class Master:
             rates=release.rates,
             state=release.state,
         )
-        _answer(self.entries, plan)
+        _resolve(self.entries, plan)
         if release.checkpoint:
-            self.say("job.restored", checkpoint=release.checkpoint, step=self.state.committed)
-        self.say("group.released", generation=self.view.generation, workers=len(release.steps), steps=most)
+            self.emit("job.restored", checkpoint=release.checkpoint, step=self.state.committed)
+        self.emit("group.released", generation=self.view.generation, workers=len(release.steps), steps=most)
 
     def _conclude(self) -> None:
-        state, last = self.state, self.account.last_step
-        faults = self.account.faults(self.job, state.set_aside)
+        state, last = self.state, self.progress.last_step
+        faults = self.progress.find_faults(self.job, state.set_aside)
         if state.checkpoint_step != last:
             faults.append(f"the last checkpoint is of step {state.checkpoint_step}, not {last}")
         if faults:
             self.fail("records_miscounted", "; ".join(faults), "please report this with the job's folder")
             return
-        summary = self.account.summary(self.job, state)
+        summary = self.progress.summarize(self.job, state)
         self.log(("END", {"summary": summary}))
         files.write_atomic(self.folder.summary, json.dumps(summary, indent=1).encode())
-        _answer(self.finishing, pb.Plan(finished=True))
-        self.say("job.finished", steps=state.committed, summary=json.dumps(summary))
+        _resolve(self.finishing, pb.Plan(finished=True))
+        self.emit("job.finished", steps=state.committed, summary=json.dumps(summary))
 
     def fail(self, code: str, why: str, hint: str) -> None:
         """Ends the job for everybody; only the first reason counts."""
@@ -211,10 +213,10 @@ class Master:
         with contextlib.suppress(StorageError):  # what is to be told may be that the disk is full
             self.journal.append(("FAIL", {"code": code, "why": why}))
         for ref in (*self.state.members, *self.state.pending):
-            self.keep(self.engine.kill(ref))
-        self.say("job.failed", code=code, why=why, hint=hint)
+            self.spawn(self.engine.kill(ref))
+        self.emit("job.failed", code=code, why=why, hint=hint)
 
-    def crashed(self, error: Exception) -> None:
+    def fail_unexpectedly(self, error: Exception) -> None:
         """Ends the job for an exception that nobody expected; the traceback goes to the log."""
         logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
         why = f"the master met an unexpected {type(error).__name__}: {error}"
@@ -227,36 +229,36 @@ class Master:
         except StorageError as error:
             self.fail(error.code, error.message, "free some space, then go on with --resume")
 
-    def say(self, name: str, **fields: events.Field) -> None:
+    def emit(self, name: str, **fields: events.Field) -> None:
         """Reports to the log and to everybody who follows."""
-        self.teller.say(name, fields)
+        self.publisher.publish(name, fields)
 
-    def enter(self, progress: pb.Progress) -> int:
+    def record_progress(self, progress: pb.Progress) -> int:
         """Enters a worker's report into the account; returns the steps in the log."""
-        report = self.account.report(progress, self.now())
+        report = self.progress.enter_report(progress, self.now())
         self.log(*report.rows)
         if report.fault:
             self.fail("records_miscounted", report.fault, "please report this with the job's folder")
-        self.teller.say_all(report.told)
-        return self.account.logged
+        self.publisher.publish_all(report.events)
+        return self.progress.logged
 
-    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` beside everything else."""
-        task = asyncio.ensure_future(self._watched(work))
+        task = asyncio.ensure_future(self._guard(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Awaits `work` of the master's own; what goes wrong ends the job, but for an engine that is away."""
         try:
             await work
         except OSError as error:
             events.emit("engine.unreachable", why=str(error))
         except Exception as error:  # noqa: BLE001  nobody else would see it: the job would stand still
-            self.crashed(error)
+            self.fail_unexpectedly(error)
 
-    async def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _send_order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Gives an order to the engine until it is taken: an agent may die while it hears it. Twice does no harm."""
         while not self.stopped.is_set():
             try:
@@ -274,38 +276,38 @@ class Master:
             with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases have to do
                 async for seen in self.engine.watch():
                     if seen.alive:
-                        self.say("worker.running", worker=seen.ref, pid=seen.pid)
+                        self.emit("worker.running", worker=seen.ref, pid=seen.pid)
                     else:
-                        self._gone(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
+                        self._note_death(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
             await asyncio.sleep(TICK_S)
 
-    def _gone(self, gone: h.Gone) -> None:
+    def _note_death(self, gone: h.Gone) -> None:
         """Deaths that are noticed in the same turn of the loop are decided on together."""
         if gone.ref not in self.state.members and gone.ref not in self.state.pending:
             return
-        if not self._lost:
-            asyncio.get_running_loop().call_soon(self._bury)
-        self._lost[gone.ref] = gone
+        if not self._deaths:
+            asyncio.get_running_loop().call_soon(self._handle_deaths)
+        self._deaths[gone.ref] = gone
 
-    def _bury(self) -> None:
-        lost, self._lost = self._lost, {}
+    def _handle_deaths(self) -> None:
+        lost, self._deaths = self._deaths, {}
         if self.state.phase == "running":
             for gone in lost.values():
-                self.say("worker.lost", worker=gone.ref, why=gone.why)
-        self.happen(h.Lost(tuple(lost.values())))
+                self.emit("worker.lost", worker=gone.ref, why=gone.why)
+        self.handle(h.Lost(tuple(lost.values())))
 
     async def adopt(self, *, launch: bool = True) -> None:
         """Finds out from the engine who runs. `launch`: the launcher starts or resumes the job, not only its master."""
         alive = {seen.ref for seen in await self.engine.list() if seen.alive}
         if alive and self.state.phase == "running":
             for ref in self.state.members.keys() - alive:
-                self.say("worker.lost", worker=ref, why="died while the master was away")
-        self.happen(h.Begin(frozenset(alive), launch))
+                self.emit("worker.lost", worker=ref, why="died while the master was away")
+        self.handle(h.Begin(frozenset(alive), launch))
 
     async def run_clock(self) -> None:
         while not self.stopped.is_set():
             await asyncio.sleep(TICK_S)
-            self.happen(h.Tick())
+            self.handle(h.Tick())
 
     async def run_scaling(self) -> None:
         """Follows throughput and room, while exactly the workers that are wanted are at work."""
@@ -318,14 +320,14 @@ class Master:
             if state.phase != "running" or not state.released or state.finishing or len(state.view) != state.wanted:
                 continue
             bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=room)
-            wanted, why = decide(self._scaling, len(state.view), self.account.applied, self.now(), bounds)
+            wanted, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
             if why:
-                self.happen(h.Scale(wanted + state.workers - state.wanted, why))
+                self.handle(h.Scale(wanted + state.workers - state.wanted, why))
 
     # For operators. ----------------------------------------------------------------------------------------------
 
     async def stop(self, why: str, grace_s: float) -> None:
-        self.say("job.stopping", why=why)
+        self.emit("job.stopping", why=why)
         self.state.phase = "finished" if self.state.phase == "finished" else "failed"
         with contextlib.suppress(OSError):  # the agent is gone, and its children with it
             for seen in await self.engine.list():
@@ -334,7 +336,7 @@ class Master:
         self.stopped.set()
 
 
-def _answer(waiting: dict[str, asyncio.Future[pb.Plan]], plan: pb.Plan) -> None:
+def _resolve(waiting: dict[str, asyncio.Future[pb.Plan]], plan: pb.Plan) -> None:
     for future in waiting.values():
         if not future.done():
             future.set_result(plan)

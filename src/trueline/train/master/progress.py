@@ -32,15 +32,15 @@ _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
 
 @dataclass(slots=True)
-class Report:
+class ReportOutcome:
     """What a worker's report brought: rows for the journal, events to tell, and the fault in words (empty: none)."""
 
     rows: list[Row] = field(default_factory=list)
-    told: list[tuple[str, dict[str, Field]]] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Field]]] = field(default_factory=list)
     fault: str = ""
 
 
-class Account:
+class JobProgress:
     """Replayed from the journal's rows, so that a restarted master goes on where the last one was."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
@@ -61,7 +61,7 @@ class Account:
         self.regroups: dict[int, dict[str, Any]] = {}
         self._formed: set[int] = set()
         """Generations of which a step is in the log."""
-        self.applied = 0
+        self.records_applied = 0
         """Records of all steps that were reported to this master, steps done again included."""
         self.reading_s = self.steps_s = 0.0
         """What the worker that reports spent in the steps reported to this master: on reading, and in all."""
@@ -79,10 +79,10 @@ class Account:
             case "COMMIT":
                 self.logged, self.loss = body["step"] + 1, body["loss"]
                 self._remember(body["step"], body["digest"])
-                self._gap(body)
+                self._update_gap(body)
             case "FORMED":
                 self._formed.add(body["generation"])
-                self._gap(body)
+                self._update_gap(body)
             case "TRUNCATE":
                 self.truncate(body["steps"])
             case "EPOCH":
@@ -90,9 +90,9 @@ class Account:
             case "EVAL":
                 self.evaluations[body["step"]] = body
             case "VIEW":
-                self.regrouping(body["generation"], body["reason"])
+                self.begin_regroup(body["generation"], body["reason"])
 
-    def accept(
+    def accept_facts(
         self, num_records: int, total_steps: int, shard_records: int, blocks: tuple[int, ...] = ()
     ) -> tuple[str, list[Row]]:
         """Checks a worker's view of data and model against the others'.
@@ -113,14 +113,14 @@ class Account:
             seen = f"{num_records} records ({total_steps} steps)"
             return f"a worker sees {seen}, the others {self.num_records} ({self.total_steps} steps)", []
         if shard_records != self.shard_records:
-            cut = f"{_shards(shard_records)}, the others {_shards(self.shard_records)}"
+            cut = f"{_describe_shards(shard_records)}, the others {_describe_shards(self.shard_records)}"
             return f"a worker takes steps {cut}: its model differs or its trial of a forward failed", []
         if blocks != self.blocks:
             seen = f"{len(blocks)} blocks, the others {len(self.blocks)}"
             return f"a worker finds the records in other blocks ({seen}): its files are others, or written anew", []
         return "", []
 
-    def regrouping(self, generation: int, reason: str) -> None:
+    def begin_regroup(self, generation: int, reason: str) -> None:
         self.regroups[generation] = {"generation": generation, "reason": reason, "gap_ms": 0.0, "workers": 0}
 
     def truncate(self, steps: int) -> None:
@@ -134,9 +134,9 @@ class Account:
         """The surviving state has applied `steps` steps, though nobody is left to report the last of them."""
         self.logged = max(self.logged, steps)
 
-    def report(self, progress: pb.Progress, now: float = 0.0) -> Report:
+    def enter_report(self, progress: pb.Progress, now: float = 0.0) -> ReportOutcome:
         """Enters what is new in a worker's report."""
-        found = Report()
+        found = ReportOutcome()
         for applied in progress.applied:
             self._enter_step(applied, found, now)
         for signed in progress.certificates:
@@ -146,25 +146,25 @@ class Account:
                 self.certificates[signed.epoch] = certificate
                 found.rows.append(("EPOCH", certificate))
                 aside = {name: json.dumps(certificate[name]) for name in _NAMED if name in certificate}
-                found.told.append(("epoch.certified", {**certificate, "set_aside": "[]", **aside}))
+                found.events.append(("epoch.certified", {**certificate, "set_aside": "[]", **aside}))
         for evaluated in progress.evaluations:
             evaluation = {name: getattr(evaluated, name) for name in _EVALUATED}
             if evaluated.step not in self.evaluations:
                 self.evaluations[evaluated.step] = evaluation
                 found.rows.append(("EVAL", evaluation))
-                found.told.append(("evaluation.done", evaluation))
+                found.events.append(("evaluation.done", evaluation))
         return found
 
-    def _enter_step(self, applied: pb.Applied, found: Report, now: float) -> None:
+    def _enter_step(self, applied: pb.Applied, found: ReportOutcome, now: float) -> None:
         body = {name: getattr(applied, name) for name in _COMMIT}
-        self._gap(body)
+        self._update_gap(body)
         if applied.step != self.logged:
             if self.digests.get(applied.step, applied.digest) != applied.digest:
                 found.fault = f"two workers report different records for step {applied.step}"
             return
         self.logged, self.loss = applied.step + 1, applied.loss
         self._remember(applied.step, applied.digest)
-        self.applied += applied.records
+        self.records_applied += applied.records
         self.recent.append((now, applied.records))
         if applied.rates:
             self.rates = (applied.generation, tuple(applied.rates))
@@ -179,13 +179,13 @@ class Account:
         told: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
         if applied.shares:  # they are others than before
             told["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
-        found.told.append(("step.applied", told))
+        found.events.append(("step.applied", told))
 
     def _remember(self, step: int, digest: int) -> None:
         self.digests[step] = digest
         self.digests.pop(step - REMEMBERED, None)
 
-    def _gap(self, body: dict[str, Any]) -> None:
+    def _update_gap(self, body: dict[str, Any]) -> None:
         regroup = self.regroups.get(body["generation"])
         if regroup is not None and body["gap_ms"] > regroup["gap_ms"]:
             regroup["gap_ms"] = body["gap_ms"]
@@ -207,7 +207,7 @@ class Account:
         stops = [step for step, evaluation in self.evaluations.items() if evaluation["stop"]]
         return min(stops, default=self.total_steps)
 
-    def faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
+    def find_faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
         """What is wrong with the job's epochs: nothing, when every record was applied exactly once in each.
 
         An epoch in which training was stopped early has the records of the steps up to there.
@@ -221,13 +221,13 @@ class Account:
                 continue
             steps = min(epoch_steps, self.last_step - epoch * epoch_steps)
             out = sorted(set(certificate.get("set_aside", ())))
-            planned = planned_records(job, self.num_records, self.blocks, epoch=epoch, steps=steps, named=out)
+            planned = plan_records(job, self.num_records, self.blocks, epoch=epoch, steps=steps, named=out)
             drawn = self.blocks == DRAWN
-            wrong = certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside, drawn=drawn)
+            wrong = find_certificate_faults(certificate, steps=steps, planned=planned, set_aside=set_aside, drawn=drawn)
             found += [f"epoch {epoch}: {fault}" for fault in wrong]
         return found
 
-    def summary(self, job: JobSettings, state: State) -> dict[str, Any]:
+    def summarize(self, job: JobSettings, state: State) -> dict[str, Any]:
         """The job in numbers, for people and for the bundle's lineage."""
         # A gap is what the workers lost to a regroup; views that led to no step of their own have none.
         regroups = [regroup for regroup in self.regroups.values() if regroup["workers"]]
@@ -242,8 +242,8 @@ class Account:
             "regroups": regroups,
             "certificates": [self.certificates[epoch] for epoch in sorted(self.certificates)],
             "checkpoint": state.checkpoint,
-            "evaluations": self.evaluated(),
-            "best": self.best(),
+            "evaluations": self.list_evaluations(),
+            "best": self.find_best(),
             "reading_s": self.reading_s,
             "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
@@ -251,18 +251,18 @@ class Account:
             "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
         }
 
-    def evaluated(self) -> list[dict[str, Any]]:
+    def list_evaluations(self) -> list[dict[str, Any]]:
         """The evaluations in the order of their steps, metrics as numbers."""
         found = [self.evaluations[step] for step in sorted(self.evaluations)]
         return [{**body, "metrics": json.loads(body["metrics"] or "{}")} for body in found]
 
-    def best(self) -> dict[str, Any] | None:
-        best = [evaluation for evaluation in self.evaluated() if evaluation["best"]]
+    def find_best(self) -> dict[str, Any] | None:
+        best = [evaluation for evaluation in self.list_evaluations() if evaluation["best"]]
         return {name: best[-1][name] for name in ("step", "loss", "metrics")} if best else None
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRecords:
     """The records that an epoch, or its first steps, were to apply."""
 
     records: int
@@ -272,7 +272,7 @@ class Planned:
     """Which of those that a certificate names as left out are among them."""
 
 
-def planned_records(
+def plan_records(
     job: JobSettings,
     num_records: int,
     blocks: Sequence[int] = (),
@@ -280,24 +280,24 @@ def planned_records(
     epoch: int,
     steps: int,
     named: Sequence[int] = (),
-) -> Planned:
+) -> PlannedRecords:
     count = min(steps * job.global_batch, num_records)
     if count == num_records:
-        return Planned(num_records, ledger.digest_of_all(num_records), True, tuple(named))
+        return PlannedRecords(num_records, ledger.digest_of_all(num_records), True, tuple(named))
     digest, out, way = 0, list[int](), order_of(num_records, blocks, seed=job.seed)
     for start in range(0, count, 1 << 20):
         positions = np.arange(start, min(start + (1 << 20), count))
         ids = way.at(positions, epoch=epoch)
         digest += ledger.digest(ids)
         out += ids[np.isin(ids, named)].tolist() if named else []
-    return Planned(count, digest % (1 << ledger.DIGEST_BITS), False, tuple(sorted(out)))
+    return PlannedRecords(count, digest % (1 << ledger.DIGEST_BITS), False, tuple(sorted(out)))
 
 
-def certificate_faults(
+def find_certificate_faults(
     certificate: dict[str, Any],
     *,
     steps: int,
-    planned: Planned,
+    planned: PlannedRecords,
     set_aside: Collection[int] = (),
     drawn: bool = False,
 ) -> list[str]:
@@ -330,5 +330,5 @@ def certificate_faults(
     return faults
 
 
-def _shards(records: int) -> str:
+def _describe_shards(records: int) -> str:
     return f"in shards of {records} records" if records else "whole"

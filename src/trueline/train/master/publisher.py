@@ -27,13 +27,13 @@ KEPT = 20_000
 """Events that somebody who begins to follow can still get."""
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
-Said = tuple[str, dict[str, Field]]
+NamedEvent = tuple[str, dict[str, Field]]
 """An event's name and fields."""
 _FREQUENT = {"step.applied"}
 """Not in the process's own log, line by line: they stand in JOB/events.jsonl and in the journal."""
 
 
-def encoded(fields: dict[str, Field]) -> bytes:
+def encode_fields(fields: dict[str, Field]) -> bytes:
     """`fields` as JSON; numbers that are not finite as json writes them, which msgspec would make null.
 
     >>> encoded({"step": 3, "loss": 0.5}), encoded({"loss": math.nan})
@@ -44,7 +44,7 @@ def encoded(fields: dict[str, Field]) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _opened(path: Path) -> int:
+def _open_log(path: Path) -> int:
     """A descriptor at the beginning of a line, the last: whoever wrote before may have died within one."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(file).st_size
@@ -53,38 +53,38 @@ def _opened(path: Path) -> int:
     return file
 
 
-class Teller:
+class EventPublisher:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hook: Hook | None = None
-        self.said: deque[pb.Event] = deque(maxlen=KEPT)
+        self.recent: deque[pb.Event] = deque(maxlen=KEPT)
         self.seq = 0
         self._file = -1
         self._news = asyncio.Event()
 
-    def say(self, name: str, fields: dict[str, Field]) -> None:
+    def publish(self, name: str, fields: dict[str, Field]) -> None:
         """Tells of one event."""
-        self.say_all([(name, fields)])
+        self.publish_all([(name, fields)])
 
-    def say_all(self, told: Sequence[Said]) -> None:
+    def publish_all(self, told: Sequence[NamedEvent]) -> None:
         """Tells of events that became known together; a report brings some ten steps, and each costs the training."""
         if not told:
             return
         at, lines = time.time(), list[bytes]()
         for name, fields in told:
             self.seq += 1
-            text = encoded(fields)
+            text = encode_fields(fields)
             if name not in _FREQUENT:
                 events.emit(name, **fields)
-            self.said.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
+            self.recent.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
             lines.append(b'{"at":%.3f,"seq":%d,"name":"%s","fields":%s}\n' % (at, self.seq, name.encode(), text))
         self._write(b"".join(lines))
         news, self._news = self._news, asyncio.Event()
         news.set()
         for name, fields in told:
-            self._show(name, fields, at)
+            self._call_hook(name, fields, at)
 
-    def _show(self, name: str, fields: dict[str, Field], at: float) -> None:
+    def _call_hook(self, name: str, fields: dict[str, Field], at: float) -> None:
         if self.hook is None:
             return
         try:
@@ -96,7 +96,7 @@ class Teller:
     def _write(self, lines: bytes) -> None:
         try:
             if self._file < 0:
-                self._file = _opened(self.path)
+                self._file = _open_log(self.path)
             whole = os.write(self._file, lines) == len(lines)
         except OSError:
             whole = False
@@ -113,9 +113,9 @@ class Teller:
         while True:
             news = self._news
             while after < self.seq:
-                first = self.seq - len(self.said)
+                first = self.seq - len(self.recent)
                 start = max(after, first) - first
-                bundle = list(islice(self.said, start, start + BUNDLE))
+                bundle = list(islice(self.recent, start, start + BUNDLE))
                 after = first + start + len(bundle)
                 yield pb.Events(events=bundle)
             await news.wait()

@@ -27,7 +27,7 @@ from trueline.train import settings
 from trueline.train.job_dir import JobDir, MasterRecord
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.service import Door, Service
+from trueline.train.master.service import MasterService, SecretInterceptor
 from trueline.train.monitor import server as page
 from trueline.wire import train_pb2_grpc as pb_grpc
 
@@ -46,24 +46,24 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     journal = Journal(folder.journal)
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
-    master.teller.hook = live.add_event
+    master.publisher.hook = live.add_event
     launch = folder.read_master() is None  # the launcher has removed that of an earlier launch
     options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
                ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
-    server = grpc.aio.server(interceptors=[Door(secret, master.crashed)], options=options)
-    pb_grpc.add_MasterServicer_to_server(Service(master), server)
+    server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=options)
+    pb_grpc.add_MasterServicer_to_server(MasterService(master), server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     master.address = f"127.0.0.1:{bound}"
     await server.start()
     where = MasterRecord(address=master.address, pid=os.getpid(), page=live.last_url)
     folder.write_master(where)
     await master.adopt(launch=launch)
-    background = [master.keep(master.run_engine()), master.keep(master.run_clock())]
+    background = [master.spawn(master.run_engine()), master.spawn(master.run_clock())]
     if job.autoscale:
-        background.append(master.keep(master.run_scaling()))
+        background.append(master.spawn(master.run_scaling()))
 
     async def show() -> None:
-        folder.write_master(msgspec.structs.replace(where, page=await live.open(page_port, master.say)))
+        folder.write_master(msgspec.structs.replace(where, page=await live.open(page_port, master.emit)))
 
     async def show_later() -> None:
         await asyncio.sleep(PAGE_S)
@@ -73,14 +73,14 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     if launch:
         await show()
     else:
-        background.append(master.keep(show_later()))
+        background.append(master.spawn(show_later()))
     await master.stopped.wait()
     for task in background:
         task.cancel()
     await live.close()
     await server.stop(0.2)
     journal.close()
-    master.teller.close()
+    master.publisher.close()
     return 0
 
 

@@ -16,29 +16,29 @@ import grpc
 
 from trueline.train import settings
 from trueline.train.master.master import Master
-from trueline.train.master.status import status
+from trueline.train.master.status import describe_job
 from trueline.train.membership import events as h
 from trueline.train.membership.decide import scale_fault
 from trueline.train.settings import beyond
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
-CALLERS = (grpc.aio.AbortError, grpc.aio.InternalError)
+CALL_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
 """What ends a call and no more: it was refused, or its caller is gone before the answer, as fenced workers are."""
 Context = Any
 """grpc.aio.ServicerContext; its stubs are generic in ways that say nothing here."""
 
 
-class Service(pb_grpc.MasterServicer):
+class MasterService(pb_grpc.MasterServicer):
     def __init__(self, master: Master) -> None:
         self.master = master
 
-    async def _let_in(self, known: bool, ref: str, context: Context) -> None:
+    async def _require(self, known: bool, ref: str, context: Context) -> None:
         if not known:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {ref} is not of this job any more")
 
-    async def _tell(self, event: h.Told, context: Context) -> None:
-        await self._let_in(self.master.happen(event), event.ref, context)
+    async def _handle(self, event: h.Told, context: Context) -> None:
+        await self._require(self.master.handle(event), event.ref, context)
 
     # Workers. --------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class Service(pb_grpc.MasterServicer):
         if master.job.script and not master.job.epochs:
             master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
         newcomer = request.ref not in master.state.members
-        fault, rows = master.account.accept(
+        fault, rows = master.progress.accept_facts(
             request.num_records, request.total_steps, request.shard_records, tuple(request.blocks)
         )
         master.log(*rows)
@@ -56,13 +56,13 @@ class Service(pb_grpc.MasterServicer):
         if rows:
             why = f"the job has {request.total_steps} steps"
             for missed in beyond(master.job.faults, request.total_steps):
-                master.say("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
-        await self._tell(h.Ready(request.ref, request.store, request.state), context)
+                master.emit("fault.unreachable", step=missed.step, slot=missed.slot, why=why)
+        await self._handle(h.Ready(request.ref, request.store, request.state), context)
         if newcomer:
-            master.say("worker.joined", worker=request.ref, total_steps=request.total_steps)
+            master.emit("worker.joined", worker=request.ref, total_steps=request.total_steps)
         sent = 0
         while True:
-            changed = master.changed
+            changed = master.view_changed
             if master.view.generation > sent:
                 sent = master.view.generation
                 yield master.view
@@ -71,7 +71,7 @@ class Service(pb_grpc.MasterServicer):
 
     async def Enter(self, request: pb.Entry, context: Context) -> pb.Plan:
         if request.HasField("progress") and request.ref in self.master.state.members:
-            self.master.enter(request.progress)
+            self.master.record_progress(request.progress)
         happened = h.Entered(request.ref, request.generation, request.step, request.rate)
         return await self._wait(self.master.entries, happened, request, context)
 
@@ -87,43 +87,43 @@ class Service(pb_grpc.MasterServicer):
         if request.generation != self.master.state.generation:
             return pb.Plan(superseded=True)
         future = waiting[request.ref] = asyncio.get_running_loop().create_future()
-        await self._tell(happened, context)
+        await self._handle(happened, context)
         plan: pb.Plan = await future
         return plan
 
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
-        await self._tell(h.Heard(request.ref, request.step, request.phase, request.phase_s), context)
-        committed = self.master.enter(request)
+        await self._handle(h.Heard(request.ref, request.step, request.phase, request.phase_s), context)
+        committed = self.master.record_progress(request)
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
-        await self._tell(h.Leaving(request.ref), context)
-        self.master.say("worker.leaving", worker=request.ref)
+        await self._handle(h.Leaving(request.ref), context)
+        self.master.emit("worker.leaving", worker=request.ref)
         return pb.Ack()
 
     async def Broken(self, request: pb.Fault, context: Context) -> pb.Ack:
-        await self._tell(h.GroupBroken(request.ref, request.generation, request.what), context)
+        await self._handle(h.GroupBroken(request.ref, request.generation, request.what), context)
         return pb.Ack()
 
     async def Fail(self, request: pb.Fault, context: Context) -> pb.Ack:
         state = self.master.state
-        await self._let_in(request.ref in state.members or request.ref in state.pending, request.ref, context)
+        await self._require(request.ref in state.members or request.ref in state.pending, request.ref, context)
         code, _, why = request.what.partition("|")
         self.master.fail(code, f"{request.ref}: {why}", request.detail)
         return pb.Ack()
 
     async def Saved(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
-        await self._tell(h.Saved(request.ref, request.step, request.path, request.digest), context)
+        await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
         if request.step >= self.master.save_from:
             self.master.save_from = 0
         return pb.Ack()
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
-        await self._tell(h.Suspect(request.ref, tuple(request.records), request.why, request.where), context)
+        await self._handle(h.Suspect(request.ref, tuple(request.records), request.why, request.where), context)
         return pb.Ack()
 
     async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
-        await self._tell(h.Trying(request.ref, request.record, request.where), context)
+        await self._handle(h.Trying(request.ref, request.record, request.where), context)
         return pb.Ack()
 
     # Launchers and operators. ----------------------------------------------------------------------------------------
@@ -132,21 +132,23 @@ class Service(pb_grpc.MasterServicer):
         fault = scale_fault(request.workers, self.master.policy)
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
-        self.master.happen(h.Scale(request.workers, request.why or "asked for"))
-        return pb.Ack(committed=self.master.account.logged)
+        self.master.handle(h.Scale(request.workers, request.why or "asked for"))
+        return pb.Ack(committed=self.master.progress.logged)
 
     async def Save(self, request: pb.Cursor, context: Context) -> pb.Ack:
-        committed = self.master.account.logged
+        committed = self.master.progress.logged
         self.master.save_from = max(committed, 1)
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
         master = self.master
-        facts = status(master.job, master.state, master.account, now=master.now(), uptime_s=master.now() - master.born)
+        facts = describe_job(
+            master.job, master.state, master.progress, now=master.now(), uptime_s=master.now() - master.born
+        )
         return pb.JobStatus(json=json.dumps(facts))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
-        async for event in self.master.teller.follow(request.after):
+        async for event in self.master.publisher.follow(request.after):
             yield event
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
@@ -154,7 +156,7 @@ class Service(pb_grpc.MasterServicer):
         return pb.Ack()
 
 
-class Once:
+class CachedSerializer:
     """Serializes a message that goes to everybody once: a view of ten thousand workers goes to ten thousand."""
 
     def __init__(self, serialize: Callable[[Any], bytes]) -> None:
@@ -166,13 +168,13 @@ class Once:
         return self._data
 
 
-class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Answers nobody without the job's secret, and hands exceptions that nobody expected to `crashed`."""
 
     def __init__(self, secret: str, crashed: Callable[[Exception], None]) -> None:
         self._wanted = f"Bearer {secret}".encode()
         self._crashed = crashed
-        self._serializers: dict[str, Once] = {}
+        self._serializers: dict[str, CachedSerializer] = {}
         self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     async def _refuse(self, request: object, context: Context) -> None:
@@ -187,16 +189,16 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler: Any = await continuation(details)
         if handler is None:
             return None
-        once = self._serializers.setdefault(details.method, Once(handler.response_serializer))
+        once = self._serializers.setdefault(details.method, CachedSerializer(handler.response_serializer))
         if handler.response_streaming:
-            return handler._replace(unary_stream=self._guarded_stream(handler.unary_stream), response_serializer=once)
-        return handler._replace(unary_unary=self._guarded(handler.unary_unary), response_serializer=once)
+            return handler._replace(unary_stream=self._guard_stream(handler.unary_stream), response_serializer=once)
+        return handler._replace(unary_unary=self._guard(handler.unary_unary), response_serializer=once)
 
-    def _guarded(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _guard(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
             try:
                 return await method(request, context)
-            except CALLERS:
+            except CALL_ENDED:
                 raise
             except Exception as error:
                 self._crashed(error)
@@ -204,12 +206,12 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return call
 
-    def _guarded_stream(self, method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def _guard_stream(self, method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
                 async for message in method(request, context):
                     yield message
-            except CALLERS:
+            except CALL_ENDED:
                 raise
             except Exception as error:
                 self._crashed(error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueline.train.master.progress import Account
+from trueline.train.master.progress import JobProgress
 from trueline.train.membership.state import State
 from trueline.train.settings import JobSettings
 
 
-def status(job: JobSettings, state: State, account: Account, *, now: float, uptime_s: float) -> dict[str, Any]:
+def describe_job(
+    job: JobSettings, state: State, account: JobProgress, *, now: float, uptime_s: float
+) -> dict[str, Any]:
     """`since` is for how many seconds a member has been in its phase, `rate` the records a second it computes."""
     generation, rates = account.rates
     known = rates if generation == state.generation and len(rates) == len(state.view) else ()
@@ -24,7 +26,7 @@ def status(job: JobSettings, state: State, account: Account, *, now: float, upti
         }
         for member in state.members.values()
     ]
-    evaluations = account.evaluated()
+    evaluations = account.list_evaluations()
     epoch_steps = max(1, account.total_steps // max(1, job.epochs))
     return {
         "name": job.name,
@@ -43,16 +45,16 @@ def status(job: JobSettings, state: State, account: Account, *, now: float, upti
         "records_per_s": round(account.records_per_s(now), 1),
         "checkpoint": state.checkpoint,
         "checkpoint_step": state.checkpoint_step,
-        "evaluations": {"last": evaluations[-1] if evaluations else None, "best": account.best()},
+        "evaluations": {"last": evaluations[-1] if evaluations else None, "best": account.find_best()},
         "uptime_s": round(uptime_s, 1),
     }
 
 
-def said_of(aside: dict[str, Any]) -> str:
+def format_set_aside(aside: dict[str, Any]) -> str:
     """A record that was set aside, in a line.
 
-    >>> said_of({"record": 17, "where": "record 5 of b.parquet#1, part 2 of 2", "why": "worker-0.0: OSError: torn"})
-    'set aside: record 17 (record 5 of b.parquet#1, part 2 of 2): worker-0.0: OSError: torn'
+    >>> format_set_aside({"record": 17, "where": "record 5 of b.parquet#1", "why": "worker-0.0: OSError: torn"})
+    'set aside: record 17 (record 5 of b.parquet#1): worker-0.0: OSError: torn'
     """
     where = f" ({aside['where']})" if aside.get("where") else ""
     return f"set aside: record {aside['record']}{where}: {aside['why']}"

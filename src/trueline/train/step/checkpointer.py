@@ -26,7 +26,7 @@ from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
-from trueline.train.link.contract import Reporter
+from trueline.train.link.contract import ProgressReporter
 from trueline.train.settings import Fault, JobSettings
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
@@ -70,7 +70,7 @@ class Keeper:
         )  # fmt: skip
 
     def after_step(
-        self, replica: Replica, link: Reporter, *, ends_epoch: bool, best: bool = False, due: bool = False
+        self, replica: Replica, link: ProgressReporter, *, ends_epoch: bool, best: bool = False, due: bool = False
     ) -> None:
         """Writes a checkpoint when one is due after the step just applied.
 
@@ -94,7 +94,7 @@ class Keeper:
         self._writers = [thread for thread in self._writers if thread.is_alive()]
         return len(self._writers)
 
-    def _begin(self, replica: Replica, link: Reporter) -> None:
+    def _begin(self, replica: Replica, link: ProgressReporter) -> None:
         self._begun = replica.ledger.steps
         copied = self._copies.take(replica.state())
         before = self._writers[-1] if self._writers else None
@@ -102,7 +102,7 @@ class Keeper:
         self._writers.append(writer)
         writer.start()
 
-    def _run(self, before: threading.Thread | None, copied: Copied, link: Reporter) -> None:
+    def _run(self, before: threading.Thread | None, copied: Copied, link: ProgressReporter) -> None:
         if before is not None:
             before.join()
         with contextlib.suppress(OSError, AttributeError):  # where threads have no priority of their own
@@ -122,7 +122,7 @@ class Keeper:
         self._failure = error
         events.emit("checkpoint.failed", step=step, why=error.message)
 
-    def _write(self, state: dict[str, Any], link: Reporter) -> None:
+    def _write(self, state: dict[str, Any], link: ProgressReporter) -> None:
         ledger = state["ledger"]
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
@@ -135,7 +135,7 @@ class Keeper:
         except StorageError as error:  # the checkpoint is there; what is too many goes with the next one
             events.emit("checkpoint.not_pruned", step=step, why=error.message)
 
-    def _sealing(self, step: int, link: Reporter) -> None:
+    def _sealing(self, step: int, link: ProgressReporter) -> None:
         if self._faults:
             Faults(self._faults, link.ref).at("saving", step)
 
@@ -143,7 +143,7 @@ class Keeper:
         for writer in self._writers:
             writer.join()
 
-    def complete(self, replica: Replica, link: Reporter) -> None:
+    def complete(self, replica: Replica, link: ProgressReporter) -> None:
         """Returns when the state of the last step is on the disk, whoever was to write it and died.
 
         Raises StorageError.

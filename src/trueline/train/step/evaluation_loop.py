@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueline.train.link.contract import Reporter
+from trueline.train.link.contract import ProgressReporter
 from trueline.train.step.checkpointer import Keeper
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.plan import JobPlan
@@ -19,9 +19,14 @@ class Evaluations:
     """What a `Validation` asks for, if the job has one."""
 
     def __init__(
-        self, validation: Validation | None, plan: JobPlan, replica: Replica, group: WorkerGroup, link: Reporter,
+        self,
+        validation: Validation | None,
+        plan: JobPlan,
+        replica: Replica,
+        group: WorkerGroup,
+        link: ProgressReporter,
         keeper: Keeper | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._validation, self._plan, self._replica = validation, plan, replica
         self._group, self._link, self._keeper = group, link, keeper
         self._measured_at = -1

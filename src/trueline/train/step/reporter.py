@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trueline.train.link.contract import Reporter, StepReport
+from trueline.train.link.contract import ProgressReporter, StepReport
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
@@ -16,7 +16,7 @@ from trueline.wire import train_pb2 as pb
 
 @dataclass(slots=True)
 class StepReporter:
-    link: Reporter
+    link: ProgressReporter
     group: WorkerGroup
     pace: Pace
     plan: JobPlan
