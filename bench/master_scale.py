@@ -25,7 +25,7 @@ from trueline.engine.contract import make_ref
 from trueline.train import settings as job_settings
 from trueline.train.membership import decide
 from trueline.train.membership import events as h
-from trueline.train.membership.state import Policy, State
+from trueline.train.membership.state import MembershipPolicy, State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -182,7 +182,7 @@ async def _measure(fleet: Fleet, master: psutil.Process, beat_s: float) -> dict[
 
 def core(count: int) -> dict[str, float]:
     """The decisions alone."""
-    state, policy = State(workers=count), Policy(workers=count, lease_s=LONG_S)
+    state, policy = State(workers=count), MembershipPolicy(workers=count, lease_s=LONG_S)
     refs = [make_ref("worker", slot, 0) for slot in range(count)]
     decide.decide(state, h.Begin(), 0.0, policy)
     for ref in refs:
@@ -194,10 +194,10 @@ def core(count: int) -> dict[str, float]:
     assert state.released
     began = time.perf_counter()
     for ref in refs:
-        decide.decide(state, h.Heard(ref, 1, "waiting", 0.1), 1.0, policy)
+        decide.decide(state, h.Heartbeat(ref, 1, "waiting", 0.1), 1.0, policy)
     heard_s = time.perf_counter() - began
     began = time.perf_counter()
-    decide.decide(state, h.Gone(refs[-1], "killed"), 1.0, policy)
+    decide.decide(state, h.Death(refs[-1], "killed"), 1.0, policy)
     for ref in refs[:-1]:
         decide.decide(state, h.Entered(ref, 2, 1), 1.0, policy)
     assert state.released

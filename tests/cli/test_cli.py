@@ -234,11 +234,11 @@ def test_train_passes_its_flags_and_says_the_summary_as_text_or_json(
 
 def test_the_options_of_train_are_settings_of_a_job() -> None:
     from trueline.cli.line.train import command
-    from trueline.train.launch.overrides import Wanted
+    from trueline.train.launch.overrides import Overrides
 
     ours = {"recipe", "workers", "job_dir", "resume", "detach", "kills", "debug", "as_json", "quiet"}
     ours |= {"mlflow", "tracking_uri"}
-    assert {param.name for param in command.params} - ours == set(Wanted.__annotations__)
+    assert {param.name for param in command.params} - ours == set(Overrides.__annotations__)
 
 
 @pytest.mark.usefixtures("launched")
@@ -246,7 +246,7 @@ def test_run_and_resume_pass_what_follows_to_whom_it_belongs(monkeypatch: pytest
     seen = called(monkeypatch, "trueline.train.api.prepare_script", Path("j"))
     assert app.run(["run", "loop.py", "--workers", "2", "-q", "--", "--lr", "0.1"]) == 0
     assert (seen["args"], seen["workers"]) == (("loop.py", ("--lr", "0.1")), "2")
-    monkeypatch.setattr("trueline.train.launch.jobs.find", Path)
+    monkeypatch.setattr("trueline.train.launch.jobs.find_job", Path)
     seen = called(monkeypatch, "trueline.train.api.prepare_resume", Path("j"))
     assert app.run(["resume", "digits-1", "--keep", "2", "-q"]) == 0
     assert (seen["args"], seen["keep"], seen["workers"]) == ((Path("digits-1"),), 2, None)
@@ -255,7 +255,7 @@ def test_run_and_resume_pass_what_follows_to_whom_it_belongs(monkeypatch: pytest
 def test_scale_and_status_say_what_the_master_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trueline.train.launch.jobs.find", Path)
+    monkeypatch.setattr("trueline.train.launch.jobs.find_job", Path)
     seen = called(monkeypatch, "trueline.train.launch.jobs.scale", None)
     assert app.run(["scale", "digits-1", "5"]) == 0
     assert seen["args"] == (Path("digits-1"), 5)

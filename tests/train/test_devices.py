@@ -12,7 +12,7 @@ from trueline.errors import TrainError, UsageError
 from trueline.train import devices
 from trueline.train.api import prepare
 from trueline.train.elastic import Elastic
-from trueline.train.launch.overrides import applied
+from trueline.train.launch.overrides import apply_overrides
 from trueline.train.settings import JobSettings, device_kind, load
 from worlds import TESTS
 
@@ -33,7 +33,7 @@ def two_devices(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("wanted", ["tpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", ""])
 def test_a_name_that_is_no_device_is_refused_before_a_job_begins(wanted):
     with pytest.raises(UsageError, match=rf"device is '{wanted}'") as raised:
-        applied(JOB, {"device": wanted}, cores=2)
+        apply_overrides(JOB, {"device": wanted}, cores=2)
     assert "cuda:N" in raised.value.hint
     with pytest.raises(UsageError):
         device_kind(wanted)
@@ -42,10 +42,10 @@ def test_a_name_that_is_no_device_is_refused_before_a_job_begins(wanted):
 @pytest.mark.parametrize("wanted", ["mpi", "glo", "a:", ":b", "a b:c"])
 def test_a_backend_that_is_none_or_cannot_lose_a_worker_is_refused_by_name_before_a_job_begins(wanted):
     with pytest.raises(UsageError, match=rf"backend is '{wanted}'") as raised:
-        applied(JOB, {"backend": wanted}, cores=2)
+        apply_overrides(JOB, {"backend": wanted}, cores=2)
     assert "gloo" in raised.value.hint
     for known in ("gloo", "nccl", "ours.planes:connect"):
-        assert applied(JOB, {"backend": known}, cores=2).backend == known
+        assert apply_overrides(JOB, {"backend": known}, cores=2).backend == known
 
 
 @pytest.mark.parametrize("wanted", ["mpi", "glo"])
@@ -90,50 +90,50 @@ def test_a_recipe_is_evaluated_and_predicts_on_the_device_that_it_asks_for(tmp_p
 
 
 def test_workers_share_out_the_devices_of_a_machine_by_their_slots(two_devices, monkeypatch):
-    assert [devices.chosen("auto", slot).index for slot in range(4)] == [0, 1, 0, 1]
-    assert devices.chosen("cuda:1", 0) == torch.device("cuda", 1)
-    assert devices.chosen("cpu", 1) == torch.device("cpu")
+    assert [devices.choose("auto", slot).index for slot in range(4)] == [0, 1, 0, 1]
+    assert devices.choose("cuda:1", 0) == torch.device("cuda", 1)
+    assert devices.choose("cpu", 1) == torch.device("cpu")
     assert two_devices == [0, 1, 0, 1, 1]
     monkeypatch.setenv("TRUELINE_REF", "worker-3.7")
-    assert devices.mine("auto").index == 1
+    assert devices.choose_own("auto").index == 1
 
 
 def test_a_device_that_a_machine_does_not_have_is_named_with_what_it_has(two_devices, monkeypatch):
     with pytest.raises(UsageError, match=r"'cuda:2'.*finds 2 CUDA devices"):
-        devices.chosen("cuda:2", 0)
+        devices.choose("cuda:2", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match=r"'cuda'.*finds no CUDA device"):
-        devices.chosen("cuda", 0)
-    assert devices.chosen("auto", 0) == torch.device("cpu")
+        devices.choose("cuda", 0)
+    assert devices.choose("auto", 0) == torch.device("cpu")
 
 
 def test_bit_for_bit_asks_a_device_for_algorithms_that_repeat(two_devices, monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, warn_only: asked.append((mode, warn_only)))
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    devices.mine("cpu", repeatable=True)
+    devices.choose_own("cpu", repeatable=True)
     assert asked == []
-    devices.mine("cuda", repeatable=True)
+    devices.choose_own("cuda", repeatable=True)
     assert asked == [(True, True)]
 
 
 def test_batches_are_placed_whatever_they_are_nested_in():
     one = torch.ones(2)
-    found = devices.placed({"a": (one, [one, None]), "b": "text", "n": 3}, META)
+    found = devices.place({"a": (one, [one, None]), "b": "text", "n": 3}, META)
     assert [found["a"][0].device, found["a"][1][0].device] == [META, META]
     assert (found["a"][1][1], found["b"], found["n"]) == (None, "text", 3)
     pair = torch.nn.utils.rnn.PackedSequence(one, torch.ones(2, dtype=torch.int64))
-    assert devices.placed(pair, META).data.device == META
+    assert devices.place(pair, META).data.device == META
     batch = Batch(one, one)
-    assert devices.placed_batch(batch, torch.device("cpu")) is batch
-    assert devices.placed_batch(batch, META).labels.device == META
+    assert devices.place_batch(batch, torch.device("cpu")) is batch
+    assert devices.place_batch(batch, META).labels.device == META
 
 
 def test_the_way_to_cuda_leads_through_pinned_memory_and_waits_for_nothing(monkeypatch):
     went = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: went.append("pinned") or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: went.append((str(device), how)) or self)
-    devices.placed({"a": torch.ones(2)}, torch.device("cuda", 1))
+    devices.place({"a": torch.ones(2)}, torch.device("cuda", 1))
     assert went == ["pinned", ("cuda:1", {"non_blocking": True})]
 
 
@@ -147,7 +147,7 @@ def test_a_reader_places_what_it_reads_also_record_by_record(draws):
             return torch.rand(3) if draws else torch.full((3,), float(index)), index
 
     source = as_source(Records(), mode="training", feed=None, recipe="job")
-    reader = SeededReader(source, 0, lambda batch: devices.placed_batch(batch, META))
+    reader = SeededReader(source, 0, lambda batch: devices.place_batch(batch, META))
     found = reader.read(np.array([3, 1]), epoch=0)
     assert reader.drawing is draws
     assert (found.inputs.device, found.inputs.shape) == (META, (2, 3))

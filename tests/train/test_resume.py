@@ -40,9 +40,9 @@ LEAST = {"epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s"
 @pytest.mark.parametrize("name", LEAST)
 def test_each_setting_has_a_least_value_that_it_may_have(name):
     least = LEAST[name]
-    assert getattr(overrides.applied(JOB, {name: least}, cores=4), name) == least
+    assert getattr(overrides.apply_overrides(JOB, {name: least}, cores=4), name) == least
     with pytest.raises(UsageError, match=f"{name} is {least - 1}.*, expected at least {least}"):
-        overrides.applied(JOB, {name: least - 1}, cores=4)
+        overrides.apply_overrides(JOB, {name: least - 1}, cores=4)
 
 
 def test_settings_that_cannot_be_are_refused_in_words():
@@ -52,15 +52,15 @@ def test_settings_that_cannot_be_are_refused_in_words():
         ("seed", "x", "wrong kind"), ("colour", 1, "no setting 'colour'"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=words):
-            overrides.applied(JOB, {name: value}, cores=4)
-    assert overrides.applied(JOB, {"page_port": 65535, "ema": 0.999, "seed": None}, cores=4).seed == 1
+            overrides.apply_overrides(JOB, {name: value}, cores=4)
+    assert overrides.apply_overrides(JOB, {"page_port": 65535, "ema": 0.999, "seed": None}, cores=4).seed == 1
     for monitor in ("loss", "-loss", "f1", "-f1"):
-        assert overrides.applied(JOB, {"monitor": monitor}, cores=4, metrics={"f1": None}).monitor == monitor
+        assert overrides.apply_overrides(JOB, {"monitor": monitor}, cores=4, metrics={"f1": None}).monitor == monitor
 
 
 @pytest.mark.parametrize(("cores", "bitwise", "threads"), [(8, False, 2), (2, False, 1), (8, True, 1), (3, False, 1)])
 def test_workers_share_the_cores_and_bit_for_bit_takes_one_thread(cores, bitwise, threads):
-    assert overrides.applied(JOB, {"bitwise": bitwise}, cores=cores).threads == threads
+    assert overrides.apply_overrides(JOB, {"bitwise": bitwise}, cores=cores).threads == threads
 
 
 CHANGES = {"epochs": 5, "global_batch": 9, "seed": 2, "micro_batch": 2, "shuffle": "windows", "bitwise": True,

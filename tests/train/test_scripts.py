@@ -156,7 +156,7 @@ def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
     with pytest.raises(errors.TruelineError) as caught:
         api.launch(job)
     assert words in str(caught.value)
-    assert (jobs.read(job).state == "failed") == (does != "spoil")
+    assert (jobs.read_job(job).state == "failed") == (does != "spoil")
 
 
 def test_a_script_that_says_something_else_after_a_resume_is_refused(tmp_path):

@@ -118,7 +118,7 @@ def at_work(master, *, steps=0):
     applied = [pb.Applied(step=step, generation=1, records=4, digest=step, workers=2) for step in range(steps)]
     master.record_progress(pb.Progress(ref=A, generation=1, step=steps, applied=applied))
     for ref in (A, B):
-        master.handle(h.Heard(ref, steps))
+        master.handle(h.Heartbeat(ref, steps))
 
 
 def finish(master, *, certificate=CERTIFICATE, checkpoint_step=STEPS):
@@ -131,7 +131,7 @@ def finish(master, *, certificate=CERTIFICATE, checkpoint_step=STEPS):
     futures = {ref: asyncio.get_running_loop().create_future() for ref in (A, B)}
     master.finishing.update(futures)
     for ref in (A, B):
-        master.handle(h.Done(ref, master.state.generation))
+        master.handle(h.Finished(ref, master.state.generation))
     return futures
 
 

@@ -4,14 +4,14 @@ from trueline.train.membership import decide as m
 from trueline.train.membership import events as h
 from trueline.train.membership import state
 
-POLICY = state.Policy(workers=3, min_workers=2, lease_s=10.0, gather_s=5.0, refill_s=0.0)
+POLICY = state.MembershipPolicy(workers=3, min_workers=2, lease_s=10.0, gather_s=5.0, refill_s=0.0)
 A, B, C = "worker-0.0", "worker-1.0", "worker-2.0"
 
 
 class World:
     """A state that events happen to; `actions` are those of the last event, `rows` what the journal got of them."""
 
-    def __init__(self, policy: state.Policy = POLICY) -> None:
+    def __init__(self, policy: state.MembershipPolicy = POLICY) -> None:
         self.policy, self.state, self.now = policy, state.State(workers=policy.workers), 0.0
         self.actions: tuple[h.Action, ...] = ()
         self.all: list[h.Action] = []
@@ -30,7 +30,7 @@ class World:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.25
-            self.happen(*(h.Heard(ref, -1, **heard) for ref in beating), h.Tick())
+            self.happen(*(h.Heartbeat(ref, -1, **heard) for ref in beating), h.Tick())
         return self
 
     def enter(self, **steps: int) -> "World":
@@ -46,7 +46,7 @@ class World:
 
 def running(steps: int = 5) -> World:
     world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1")).enter(a=-1, b=-1, c=-1)
-    return world.happen(*(h.Heard(ref, steps) for ref in (A, B, C)))
+    return world.happen(*(h.Heartbeat(ref, steps) for ref in (A, B, C)))
 
 
 def logged(world: World, kind: str) -> list[dict]:

@@ -119,7 +119,7 @@ def opened(work: Work) -> tuple[int, Compute]:
 
 def _opened(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[int, Compute]:
     with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
-        model = load_model(recipe, checkpoint or None).to(devices.mine(device))
+        model = load_model(recipe, checkpoint or None).to(devices.choose_own(device))
     source = recipe.source(mode)
     return source.num_records, make_measure(recipe, model, source)
 
@@ -165,7 +165,7 @@ def opened_each(work: Work) -> tuple[int, Compute]:
 def _valuing(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[int, Answer]:
     """Loss and metrics of each record."""
     with seeded(recipe.defaults.seed):
-        model = load_model(recipe, checkpoint or None).to(devices.mine(device))
+        model = load_model(recipe, checkpoint or None).to(devices.choose_own(device))
     source = recipe.source(mode)
     metrics = recipe.metrics() if recipe.metrics else {}
     for name in {"record", "loss"} & {*metrics}:
@@ -177,7 +177,7 @@ def _valuing(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[
     def answer(start: int, stop: int) -> dict[str, Array]:
         with torch.no_grad(), seeded(start):
             batch = source.read(np.arange(start, stop, dtype=np.int64))
-            records = devices.placed_batch(batch, devices.of_model(model))
+            records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)
             return {name: _values(name, one, outputs, records.labels, stop - start) for name, one in functions.items()}
 

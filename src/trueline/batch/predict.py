@@ -167,7 +167,7 @@ def _answering(recipe: Recipe, where: str, mode: Mode, device: str) -> tuple[int
     trained = checkpoint.exists(where)
     model = load_model(recipe, where if trained else None)
     if trained:
-        model = devices.facing_host(model, devices.mine(device))
+        model = devices.wrap_for_host(model, devices.choose_own(device))
     program = None if trained else open_program(open_bundle(Path(where)))
     records = recipe.source(mode)
 

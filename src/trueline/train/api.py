@@ -26,7 +26,7 @@ from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch import overrides as settled
 from trueline.train.launch.launcher import LocalJob
-from trueline.train.launch.overrides import Wanted
+from trueline.train.launch.overrides import Overrides
 from trueline.train.master.journal import Journal
 from trueline.train.master.status import format_set_aside
 from trueline.train.settings import Fault, JobSettings, parse_workers
@@ -171,7 +171,7 @@ def train(
     job_dir: str | Path | None = None,
     resume: bool = False,
     faults: Sequence[Fault] = (),
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[Overrides],
 ) -> TrainResult:
     """Trains `recipe` with elastic workers on this machine and returns its last checkpoint.
 
@@ -199,7 +199,7 @@ def prepare(
     job_dir: str | Path | None = None,
     resume: bool = False,
     faults: Sequence[Fault] = (),
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[Overrides],
 ) -> Path:
     """The folder of a job that is ready to be launched. Arguments and errors are those of `train`."""
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -209,7 +209,7 @@ def prepare(
             raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
         return prepare_resume(job_dir, recipe=found, workers=workers, faults=faults, **wanted)
     low, high = parse_workers(str(workers or USUAL_WORKERS))
-    own = settled.usual(found.defaults)
+    own = settled.defaults_of(found.defaults)
     job = JobSettings(
         name=found.name, recipe=where, recipe_digest=found.digest, workers=high, min_workers=low,
         faults=tuple(faults), **own,
@@ -217,7 +217,7 @@ def prepare(
     for fault in faults:
         if fault.slot >= high:
             raise UsageError(f"there is no worker {fault.slot} to kill: {counted(high, 'worker')}, numbered from 0")
-    return _new(settled.applied(job, wanted, cores=_cores(), metrics=_metrics(found)), job_dir)
+    return _new(settled.apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(found)), job_dir)
 
 
 def prepare_script(
@@ -226,7 +226,7 @@ def prepare_script(
     *,
     workers: str | int | None = None,
     job_dir: str | Path | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[Overrides],
 ) -> Path:
     """As `prepare`, for a Python file that loops over `trueline.Elastic` itself and decides what a step is."""
     path = Path(script).resolve()
@@ -237,7 +237,7 @@ def prepare_script(
         name=_script_name(path), recipe="", recipe_digest=files.sha256_file(path), script=(str(path), *arguments),
         workers=high, min_workers=low, epochs=0, global_batch=0, seed=0,
     )  # fmt: skip
-    return _new(settled.applied(job, wanted, cores=_cores()), job_dir)
+    return _new(settled.apply_overrides(job, wanted, cores=_cores()), job_dir)
 
 
 def _script_name(path: Path) -> str:
@@ -251,7 +251,7 @@ def prepare_resume(
     recipe: Recipe | None = None,
     workers: str | int | None = None,
     faults: Sequence[Fault] = (),
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[Overrides],
 ) -> Path:
     """The folder of an earlier job, ready to go on from its newest checkpoint with what is `wanted` otherwise.
 
@@ -266,7 +266,7 @@ def prepare_resume(
     later = msgspec.structs.replace(
         earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest
     )  # fmt: skip
-    later = settled.applied(later, wanted, cores=_cores(), metrics=_metrics(found))
+    later = settled.apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(found))
     settled.refuse_changes(earlier, later, str(folder))
     if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")

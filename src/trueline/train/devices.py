@@ -17,7 +17,7 @@ from trueline.errors import UsageError
 from trueline.train.settings import device_kind
 
 
-def chosen(wanted: str, slot: int) -> torch.device:
+def choose(wanted: str, slot: int) -> torch.device:
     """The device of worker `slot`: with `cuda` and `auto` the devices of a machine are dealt out in turn.
 
     Call it in the worker: a process that has used CUDA cannot be forked. Raises UsageError for a device that this
@@ -48,14 +48,14 @@ def slot_of(ref: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def mine(wanted: str, *, repeatable: bool = False) -> torch.device:
+def choose_own(wanted: str, *, repeatable: bool = False) -> torch.device:
     """The device of this worker; in a process that is in no job, that of a first worker.
 
     `repeatable` asks CUDA for algorithms that give the same bits every time; where it has none, torch warns.
     """
     if repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA is first used
-    device = chosen(wanted, slot_of(os.environ.get("TRUELINE_REF", "")))
+    device = choose(wanted, slot_of(os.environ.get("TRUELINE_REF", "")))
     if repeatable and device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device
@@ -71,7 +71,7 @@ def of_model(model: torch.nn.Module) -> torch.device:
     return next((value.device for value in model.parameters()), torch.device("cpu"))
 
 
-def placed(value: Any, device: torch.device) -> Any:
+def place(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`, whatever they are nested in.
 
     The way to CUDA leads through pinned memory, so that the copy goes beside what the device is computing.
@@ -84,22 +84,22 @@ def placed(value: Any, device: torch.device) -> Any:
     if callable(getattr(value, "to", None)):  # a PackedSequence, a tokenizer's BatchEncoding
         return value.to(device)
     if isinstance(value, dict):
-        return {key: placed(one, device) for key, one in value.items()}
+        return {key: place(one, device) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(placed(one, device) for one in value))
+        return type(value)(*(place(one, device) for one in value))
     if isinstance(value, tuple | list):
-        return type(value)(placed(one, device) for one in value)
+        return type(value)(place(one, device) for one in value)
     return value
 
 
-def placed_batch(batch: Batch, device: torch.device) -> Batch:
+def place_batch(batch: Batch, device: torch.device) -> Batch:
     """Inputs and labels on `device`; the batch itself when that is the CPU."""
     if device.type == "cpu":
         return batch
-    return Batch(placed(batch.inputs, device), placed(batch.labels, device))
+    return Batch(place(batch.inputs, device), place(batch.labels, device))
 
 
-def facing_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def wrap_for_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """`model` on `device`, which is called with tensors in host memory and answers with such."""
     if device.type == "cpu":
         return model
@@ -107,7 +107,7 @@ def facing_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module
 
     @functools.wraps(inside)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return placed(inside(*placed(args, device), **placed(kwargs, device)), host)
+        return place(inside(*place(args, device), **place(kwargs, device)), host)
 
     model.forward = forward
     return model

@@ -95,7 +95,7 @@ class Elastic:
             blocks=options.blocks(source),
             drawn=record_lookup(source),
         )
-        place = functools.partial(devices.placed_batch, device=devices.of_model(model))
+        place = functools.partial(devices.place_batch, device=devices.of_model(model))
         self._source, self._reader = source, make_reader(source, seed, place, readers=options.readers)
         self._tried_rate = kind.rate
         check_optimizer(model, optimizer)

@@ -28,28 +28,28 @@ class Faults:
         """Here `phase` of the step after `step` applied ones begins."""
         if not self._due:
             return
-        for number, fault in self._reached(phase, step):
+        for number, fault in self._pop_due(phase, step):
             self._strike(number, fault, step)
 
     def arm_backward(self, step: int, model: torch.nn.Module) -> None:
         """In the middle of backward: when the gradient that is ready last is, others are on their way."""
         if not self._due:
             return
-        for number, fault in self._reached("backward", step):
+        for number, fault in self._pop_due("backward", step):
             strike = _once(lambda number=number, fault=fault: self._strike(number, fault, step))  # type: ignore[misc]
             parameter = next(iter(model.parameters()))
             parameter.register_post_accumulate_grad_hook(strike)  # type: ignore[no-untyped-call]
 
-    def _reached(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
+    def _pop_due(self, phase: Phase, step: int) -> list[tuple[int, Fault]]:
         found = [due for due in self._due if due[1].phase == phase and step >= due[1].step]
         self._due = [due for due in self._due if due not in found]
         return found
 
     def _strike(self, number: int, fault: Fault, step: int) -> None:
-        if fault.incarnation >= 0 or self._claimed(number, fault, step):
+        if fault.incarnation >= 0 or self._claim(number, fault, step):
             os.kill(os.getpid(), fault.signal)
 
-    def _claimed(self, number: int, fault: Fault, step: int) -> bool:
+    def _claim(self, number: int, fault: Fault, step: int) -> bool:
         """Whether nobody in this slot has carried the fault out before; notes that this worker does."""
         folder = JobDir(Path(os.environ["TRUELINE_JOB"])).faults
         folder.mkdir(exist_ok=True)

@@ -41,21 +41,21 @@ def event(name, **fields):
 )  # fmt: skip
 def test_a_job_that_failed_ends_its_launcher_with_the_error_that_its_code_names(job_dir, code, kind):
     with pytest.raises(kind) as failed:
-        launcher.LocalJob(job_dir)._hear(event("job.failed", code=code, why="because", hint="look"))
+        launcher.LocalJob(job_dir)._handle_event(event("job.failed", code=code, why="because", hint="look"))
     assert (type(failed.value), failed.value.message, failed.value.hint) == (kind, "the job failed: because", "look")
 
 
 def test_a_job_that_is_asked_to_end_has_been_stopped(job_dir):
     with pytest.raises(errors.JobStopped, match="the job was stopped: trueline halt") as stopped:
-        launcher.LocalJob(job_dir)._hear(event("job.stopping", why="trueline halt"))
+        launcher.LocalJob(job_dir)._handle_event(event("job.stopping", why="trueline halt"))
     assert "trueline resume" in stopped.value.hint
 
 
 def test_only_the_end_of_a_job_brings_its_summary(job_dir):
     running = launcher.LocalJob(job_dir)
-    assert running._hear(event("checkpoint.saved", step=3)) is None
-    assert running._hear(event("step.applied", step=3)) is None
-    assert running._hear(event("job.finished", summary=json.dumps({"steps": 3}))) == {"steps": 3}
+    assert running._handle_event(event("checkpoint.saved", step=3)) is None
+    assert running._handle_event(event("step.applied", step=3)) is None
+    assert running._handle_event(event("job.finished", summary=json.dumps({"steps": 3}))) == {"steps": 3}
 
 
 class Dead:
@@ -91,10 +91,10 @@ def test_what_died_is_started_again(job_dir, agent, master, begun):
 
 def test_a_master_that_ended_well_was_asked_to_and_what_it_said_before_is_heard_first(job_dir):
     found = running(job_dir, master=0)
-    found._said.put(pb.Events())
+    found._events.put(pb.Events())
     found._keep_alive()
     assert found.begun == []
-    found._said.get()
+    found._events.get()
     with pytest.raises(errors.JobStopped, match="its master was asked to end"):
         found._keep_alive()
 
@@ -113,7 +113,7 @@ def test_a_job_whose_master_dies_again_and_again_fails_after_ten_restarts(job_di
 ENDS = [
     (None, "finished", ""),
     (KeyboardInterrupt(), "stopped", "Ctrl-C"),
-    (shutdown.stopped("trueline halt", "x"), "stopped", "trueline halt"),
+    (shutdown.make_stopped_error("trueline halt", "x"), "stopped", "trueline halt"),
     (errors.StateLost("the job failed: gone"), "failed", "the job failed: gone"),
     (ValueError("odd"), "failed", "ValueError: odd"),
     (SystemExit(3), "failed", "SystemExit: 3"),
@@ -123,38 +123,38 @@ ENDS = [
 @pytest.mark.parametrize(("error", "outcome", "why"), ENDS, ids=lambda value: str(value)[:20])
 def test_how_a_launch_ended_is_in_its_folder(job_dir, error, outcome, why):
     began = LaunchRecord(pid=1, started=5.0, scratch="x")
-    launcher.LocalJob(job_dir)._tell_the_end(began, error)
+    launcher.LocalJob(job_dir)._record_end(began, error)
     found = JobDir(job_dir).read_launch()
     assert (found.outcome, found.why, found.pid, found.started) == (outcome, why, 1, 5.0)
     assert found.ended > 5.0
     last = json.loads((job_dir / "events.jsonl").read_text().splitlines()[-1])
     assert (last["name"], last["fields"]) == ("launcher.ended", {"outcome": outcome, "why": why})
-    assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == (outcome, why)
+    assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == (outcome, why)
 
 
 def test_a_job_is_what_its_folder_says(job_dir):
-    assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("prepared", "never launched")
+    assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == ("prepared", "never launched")
     began = LaunchRecord(pid=1, started=5.0)
     JobDir(job_dir).write_launch(began)
-    assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("dead", "its launcher was killed")
+    assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == ("dead", "its launcher was killed")
     JobDir(job_dir).write_launch(msgspec.structs.replace(began, outcome="failed", why="odd"))
-    assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("failed", "odd")
+    assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == ("failed", "odd")
     held = JobDir(job_dir).hold()
     try:
-        assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("running", "")
+        assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == ("running", "")
         with pytest.raises(errors.UsageError, match="is running"):
             JobDir(job_dir).hold()
     finally:
         os.close(held)
     (job_dir / "summary.json").write_text("{}")
-    assert (jobs.read(job_dir).state, jobs.read(job_dir).why) == ("finished", "")
+    assert (jobs.read_job(job_dir).state, jobs.read_job(job_dir).why) == ("finished", "")
 
 
 def journal_of(job_dir, *rows):
     journal = Journal(job_dir / "journal.sqlite")
     journal.append(*rows)
     journal.close()
-    return jobs.read(job_dir)
+    return jobs.read_job(job_dir)
 
 
 def commit(step, loss=0.5):
@@ -176,7 +176,7 @@ def test_what_a_dead_job_had_done_is_in_its_journal(job_dir):
     assert jobs.last_view(job_dir) == ("worker-0.0", "worker-1.0")
     assert journal_of(job_dir, ("TRUNCATE", {"steps": 2}), ("CKPT", {"step": 1, "path": "/c"})).step == 2
     assert journal_of(job_dir, commit(2, loss=0.25)).loss == 0.25
-    assert jobs.read(job_dir).step == 3
+    assert jobs.read_job(job_dir).step == 3
     assert journal_of(job_dir, ("CKPT", {"step": 8, "path": "/d"})).step == 8
     assert journal_of(job_dir, ("CKPT", {"step": -1, "path": ""})).checkpoint == 0
 
@@ -186,10 +186,10 @@ def test_a_folder_of_jobs_says_which_one_is_meant_and_hides_none_for_a_damaged_o
         (tmp_path / name).mkdir()
         settings.save(msgspec.structs.replace(JOB, name=name), tmp_path / name)
     (tmp_path / "digits-2" / "job.json").write_text("{")
-    assert {job.name: job.state for job in jobs.every(tmp_path)} == {"digits-1": "prepared", "digits-2": "damaged"}
-    assert jobs.find("digits-1", tmp_path) == tmp_path / "digits-1"
+    assert {job.name: job.state for job in jobs.list_jobs(tmp_path)} == {"digits-1": "prepared", "digits-2": "damaged"}
+    assert jobs.find_job("digits-1", tmp_path) == tmp_path / "digits-1"
     with pytest.raises(errors.UsageError, match="there is no job 'digit-1'") as missed:
-        jobs.find("digit-1", tmp_path)
+        jobs.find_job("digit-1", tmp_path)
     assert "did you mean 'digits-" in missed.value.hint
 
 
@@ -228,7 +228,7 @@ def let_end(job_dir, monkeypatch, *answers):
     agent = Agent(*answers)
     monkeypatch.setattr(shutdown, "open_engine", agent)
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(sleep=lambda _: None))
-    shutdown.let_scripts_end(job_dir, job_dir / "agent")
+    shutdown.wait_for_scripts(job_dir, job_dir / "agent")
     return agent
 
 

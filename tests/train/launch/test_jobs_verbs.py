@@ -54,8 +54,8 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     command = [sys.executable, "-m", "trueline", "train", str(TINY), *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
     assert json.loads(told.stdout) == {"job": str(job), "pid": JobDir(job).read_launch().pid}
-    until(lambda: jobs.read(job).step > 45, "the job takes steps")
-    assert jobs.read(job).state == "running"
+    until(lambda: jobs.read_job(job).step > 45, "the job takes steps")
+    assert jobs.read_job(job).state == "running"
     assert "3 workers from now on" in said_by(capsys, "scale", job, 3)
     until(lambda: len(jobs.status(job)["members"]) == 3 and jobs.status(job)["generation"] > 1, "the job has 3 workers")
     assert "worker-2.0" in said_by(capsys, "status", job)
@@ -72,8 +72,8 @@ def test_a_detached_job_outlives_its_command_is_scaled_halted_after_a_checkpoint
     assert "Ctrl-C" not in (job / "logs" / "launcher.log").read_text()
     result = api.launch(api.prepare_resume(job, workers=2))
     assert seen_counts(result.checkpoint) == [300.0]
-    assert jobs.read(job).state == "finished"
-    assert f"job  finished  2400/2400  -        {jobs.read(job).loss:.4g}" in said_by(
+    assert jobs.read_job(job).state == "finished"
+    assert f"job  finished  2400/2400  -        {jobs.read_job(job).loss:.4g}" in said_by(
         capsys, "jobs", "--runs", tmp_path
     )
 
@@ -86,7 +86,7 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
     shell = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     signal.signal(kill, as_usual)
     try:
-        until(lambda: (job / "job.json").exists() and jobs.read(job).step > 5, "the job takes steps")
+        until(lambda: (job / "job.json").exists() and jobs.read_job(job).step > 5, "the job takes steps")
         running = family(job)
         shell.send_signal(kill)
         said = shell.communicate(timeout=100)[1]
@@ -94,19 +94,19 @@ def test_a_foreground_job_that_is_told_to_end_leaves_nothing_and_says_why(tmp_pa
         shell.kill()
     until_ended(one.pid for one in running)
     assert f"error: the job was stopped: the launcher got {kill.name}\nhint: go on with `trueline resume {job}`" in said
-    assert (jobs.read(job).state, jobs.read(job).why) == ("stopped", f"the launcher got {kill.name}")
+    assert (jobs.read_job(job).state, jobs.read_job(job).why) == ("stopped", f"the launcher got {kill.name}")
     assert not (job / "secret").exists()
 
 
 def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, capsys):
     job = api.prepare(TINY, workers=1, epochs=4000, checkpoint_every=20, job_dir=tmp_path / "job")
     pid = detach(job)
-    until(lambda: jobs.read(job).checkpoint >= 20, "the job has a checkpoint")
+    until(lambda: jobs.read_job(job).checkpoint >= 20, "the job has a checkpoint")
     running = family(job)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     until_ended(one.pid for one in running)
-    assert jobs.read(job).state == "dead"
+    assert jobs.read_job(job).state == "dead"
     assert f"go on with: trueline resume {job}" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="is not running: it is dead"):
         jobs.scale(job, 2)
@@ -196,20 +196,20 @@ def test_a_job_is_found_by_name_or_path_and_a_misspelt_one_gets_the_nearest(tmp_
     monkeypatch.chdir(tmp_path)
     job = api.prepare(TINY)
     assert job == tmp_path / "runs" / "tiny-1"
-    assert jobs.find("tiny-1") == jobs.find(job) == jobs.find("runs/tiny-1") == job
+    assert jobs.find_job("tiny-1") == jobs.find_job(job) == jobs.find_job("runs/tiny-1") == job
     with pytest.raises(errors.UsageError, match=r"no job 'tny-1' \(in runs: tiny-1\)") as caught:
-        jobs.find("tny-1")
+        jobs.find_job("tny-1")
     assert caught.value.hint == "did you mean 'tiny-1'?"
 
 
 def test_steps_that_were_taken_back_are_not_counted(tmp_path):
     job = api.prepare(TINY, job_dir=tmp_path / "job")
-    assert (jobs.read(job).state, jobs.read(job).step) == ("prepared", 0)
+    assert (jobs.read_job(job).state, jobs.read_job(job).step) == ("prepared", 0)
     journal = Journal(job / "journal.sqlite")
     journal.append(("COMMIT", {"step": 11, "loss": 0.5}), ("CKPT", {"step": 8}), ("TRUNCATE", {"steps": 9}))
-    assert (jobs.read(job).step, jobs.read(job).checkpoint, jobs.read(job).loss) == (9, 8, 0.5)
+    assert (jobs.read_job(job).step, jobs.read_job(job).checkpoint, jobs.read_job(job).loss) == (9, 8, 0.5)
     journal.append(("COMMIT", {"step": 9, "loss": 0.4}))
-    assert (jobs.read(job).step, jobs.read(job).loss) == (10, 0.4)
+    assert (jobs.read_job(job).step, jobs.read_job(job).loss) == (10, 0.4)
     journal.close()
 
 

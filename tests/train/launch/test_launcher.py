@@ -40,17 +40,17 @@ def left(tmp_path):
 
 def test_what_a_killed_launcher_left_stopped_is_ended_by_the_next_one(left):
     process, scratch = left
-    launcher._bury(LaunchRecord(pid=1, started=time.time(), scratch=str(scratch)))
+    launcher._kill_leftovers(LaunchRecord(pid=1, started=time.time(), scratch=str(scratch)))
     assert process.wait(100) == -signal.SIGKILL
     assert not scratch.exists()
 
 
 def test_what_another_launcher_has_is_left_alone(left):
     process, scratch = left
-    launcher._bury(None)
-    launcher._bury(LaunchRecord(pid=1, started=1.0))
-    launcher._bury(LaunchRecord(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
-    launcher._bury(LaunchRecord(pid=1, started=1.0, scratch=str(scratch) + "-other"))
+    launcher._kill_leftovers(None)
+    launcher._kill_leftovers(LaunchRecord(pid=1, started=1.0))
+    launcher._kill_leftovers(LaunchRecord(pid=1, started=1.0, ended=2.0, scratch=str(scratch)))
+    launcher._kill_leftovers(LaunchRecord(pid=1, started=1.0, scratch=str(scratch) + "-other"))
     assert os.waitpid(process.pid, os.WNOHANG) == (0, 0)
     assert scratch.exists()
 
@@ -82,17 +82,17 @@ def test_a_launcher_hears_of_a_successor_by_the_line_that_it_had_to_the_master_b
     following = threading.Thread(target=running._follow)
     first.server.start()
     following.start()
-    told, states = [running._said.get(timeout=WAIT_S)], queue.SimpleQueue()
+    told, states = [running._events.get(timeout=WAIT_S)], queue.SimpleQueue()
     first.server.stop(None).wait()
-    told.append(running._said.get(timeout=WAIT_S))
-    running._line.subscribe(states.put)
+    told.append(running._events.get(timeout=WAIT_S))
+    running._master_channel.subscribe(states.put)
     while states.get(timeout=WAIT_S) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
         pass  # until it has asked where nobody is
     second.server.add_insecure_port(f"127.0.0.1:{port}")
     second.server.start()
-    told.append(running._said.get(timeout=WAIT_S))
+    told.append(running._events.get(timeout=WAIT_S))
     running._closing = True
-    running._line.close()
+    running._master_channel.close()
     following.join(WAIT_S)
     assert [[event.name for event in bundle.events] for bundle in told] == [["first"], [], ["second"]]
     assert not following.is_alive()

@@ -220,7 +220,7 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code not in AWAY])
 def test_a_worker_that_the_master_refuses_ends_at_once(alone, capfd, code):
     with pytest.raises(Ended) as ended:
-        alone._fence_or_wait(Refused(code))
+        alone._end_if_fenced(Refused(code))
     assert ended.value.args == (76,)
     assert f"worker.fenced ref=worker-0.0 code={code.name}" in capfd.readouterr().err
 
@@ -241,7 +241,7 @@ def test_a_worker_whose_master_is_away_waits_for_the_next_one(alone, monkeypatch
 
 def test_a_refusal_after_the_end_of_the_line_is_none(alone):
     alone._closed = True
-    alone._fence_or_wait(Refused(grpc.StatusCode.FAILED_PRECONDITION))
+    alone._end_if_fenced(Refused(grpc.StatusCode.FAILED_PRECONDITION))
 
 
 def fenced(self, request, context):

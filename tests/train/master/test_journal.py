@@ -160,7 +160,7 @@ def test_a_master_that_comes_back_knows_what_was_asked_for_suspected_set_aside_a
     state, _ = replay(journal)
     assert (state.workers, state.quarantined, state.rotation, state.careful) == (5, {3: "died"}, 4, True)
     assert (state.suspects, state.set_aside) == ({7: {"worker-0.0": "odd"}}, {9: "a; b"})
-    assert state.reported() == [{"record": 9, "where": "record 9 of x.parquet#0", "why": "a; b"}]
+    assert state.list_set_aside() == [{"record": 9, "where": "record 9 of x.parquet#0", "why": "a; b"}]
     journal.append(("SCALE", {"workers": 4, "before": 5, "again": False, "why": "x"}))
     assert replay(journal)[0].quarantined == {3: "died"}
     journal.append(("LAUNCH", {"workers": 3}))

@@ -112,7 +112,7 @@ def test_an_exception_that_nobody_expected_ends_the_job_with_its_traceback_in_th
             return said(master)[-1], master.engine.killed
 
     def in_the_core(master):
-        master.state.members["worker-0.0"] = h.Gone("worker-0.0", "no member at all")
+        master.state.members["worker-0.0"] = h.Death("worker-0.0", "no member at all")
 
     def in_the_handler(master):
         master.handle(h.Ready("worker-0.0", "a:1"))
@@ -179,7 +179,7 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
                 master.handle(h.Ready(f"worker-{slot}.0", "x:1"))
             before = master.state.generation
             for slot in range(2):
-                master._note_death(h.Gone(f"worker-{slot}.0", "killed by SIGKILL"))
+                master._note_death(h.Death(f"worker-{slot}.0", "killed by SIGKILL"))
             await asyncio.sleep(0)
             return before, master.state.generation
 

@@ -276,10 +276,10 @@ def test_what_the_engine_says_of_an_end_reaches_the_decision_and_what_it_says_of
         return heard
 
     assert asyncio.run(scenario()) == [
-        h.Lost((
-            h.Gone(A, "exit code 0", clean=True),
-            h.Gone(B, "killed by SIGSEGV", failed=True),
-            h.Gone("worker-2.0", "exit code 3", failed=True),
+        h.Deaths((
+            h.Death(A, "exit code 0", clean=True),
+            h.Death(B, "killed by SIGSEGV", failed=True),
+            h.Death("worker-2.0", "exit code 3", failed=True),
         ))
     ]  # fmt: skip
 
@@ -346,7 +346,7 @@ def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(
         at_work(master, steps=2)
         master.handle(h.Saved(A, 1, "/job/step-1"))
         again = ("worker-0.1", "worker-1.1")
-        master.handle(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
+        master.handle(h.Deaths((h.Death(A, "killed"), h.Death(B, "killed"))))
         master.handle(h.Tick())
         for ref in again:
             master.handle(h.Ready(ref, f"{ref}:1"))
@@ -389,7 +389,7 @@ def test_who_is_given_up_is_killed(tmp_path):
         at_work(master)
         master.state.ticked_at, now = 1000.0, 1000.25
         master.now = lambda: now
-        master.handle(h.Heard(A, 0))
+        master.handle(h.Heartbeat(A, 0))
         master.state.silence_s = 0.0
         master.handle(h.Tick())
         await asyncio.gather(*master._tasks)

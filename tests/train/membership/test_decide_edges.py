@@ -8,7 +8,7 @@ from trueline.train.master.journal import apply_row
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership import health, poison
-from trueline.train.membership.state import Failures, Member, Policy, State
+from trueline.train.membership.state import Failures, Member, MembershipPolicy, State
 from worlds.membership import POLICY, A, B, C, World, logged, running
 
 D = "worker-3.0"
@@ -36,7 +36,7 @@ def entered(world: World, **steps: int) -> World:
 def test_after_the_end_of_a_job_nothing_that_happens_means_anything(phase):
     world = running()
     world.state.phase = phase
-    for event in (h.Gone(A, "killed"), h.Tick(), h.Scale(5, "x"), h.Ready("worker-9.9", "x:1"), h.Done(A, 1)):
+    for event in (h.Death(A, "killed"), h.Tick(), h.Scale(5, "x"), h.Ready("worker-9.9", "x:1"), h.Finished(A, 1)):
         world.happen(event)
         assert (world.actions, world.rows) == ((), [])
     assert (world.state.generation, world.state.workers) == (1, 3)
@@ -44,17 +44,17 @@ def test_after_the_end_of_a_job_nothing_that_happens_means_anything(phase):
 
 def test_a_job_is_finished_once_all_members_of_its_newest_view_are_done():
     world = broken(running())
-    world.happen(h.Done(A, 1), h.Done(B, 1), h.Done(C, 1))
+    world.happen(h.Finished(A, 1), h.Finished(B, 1), h.Finished(C, 1))
     assert (world.of(h.Finish), world.state.finishing, world.state.phase) == ([], False, "running")
-    entered(world, s0=5, s1=5, s2=5).happen(h.Done(A, 2), h.Done(A, 2), h.Done(B, 2))
+    entered(world, s0=5, s1=5, s2=5).happen(h.Finished(A, 2), h.Finished(A, 2), h.Finished(B, 2))
     assert world.state.phase == "running"
-    world.happen(h.Done(C, 2))
+    world.happen(h.Finished(C, 2))
     assert (world.of(h.Finish), world.state.phase) == ([h.Finish()], "finished")
 
 
 def test_who_is_not_of_the_view_has_no_word_at_the_finish():
     world = running().happen(h.Leaving(C))
-    world.happen(h.Done(C, world.state.generation))
+    world.happen(h.Finished(C, world.state.generation))
     assert not world.state.finishing
 
 
@@ -70,7 +70,7 @@ def test_a_launch_writes_its_number_of_workers_and_a_master_that_only_comes_back
 
 
 def test_a_launch_forgets_how_often_slots_died_before():
-    world = World().happen(h.Begin(), h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
+    world = World().happen(h.Begin(), h.Death(A, "exit code 1"), h.Death("worker-0.1", "exit code 1"))
     assert "worker-0.2" not in world.state.pending, "it has to wait"
     world.happen(h.Begin())
     assert "worker-0.2" in world.state.pending
@@ -114,7 +114,7 @@ def test_the_first_view_waits_from_the_first_worker_on_and_exactly_so_long():
 def test_after_all_have_died_the_next_view_waits_anew():
     world = running()
     world.now = 100.0
-    world.happen(h.Lost(tuple(h.Gone(ref, "killed") for ref in (A, B, C))))
+    world.happen(h.Deaths(tuple(h.Death(ref, "killed") for ref in (A, B, C))))
     world.happen(*ready("worker-0.1", "worker-1.1"))
     assert world.state.view == ()
     assert world.wait(5.0, "worker-0.1", "worker-1.1").state.view == ("worker-0.1", "worker-1.1")
@@ -122,7 +122,7 @@ def test_after_all_have_died_the_next_view_waits_anew():
 
 def test_fewer_than_the_minimum_begin_no_view_though_nobody_else_is_on_the_way():
     world = World(dataclasses.replace(POLICY, workers=2)).happen(h.Begin(), *ready(A))
-    world.happen(h.Gone(B, "exit code 1"), h.Gone("worker-1.1", "exit code 1"))
+    world.happen(h.Death(B, "exit code 1"), h.Death("worker-1.1", "exit code 1"))
     assert (list(world.state.pending), world.state.view) == ([], ())
     assert world.wait(0.25, A).state.view == ()
 
@@ -149,7 +149,7 @@ def test_a_view_is_written_whole():
 
 
 def test_survivors_keep_their_order_and_newcomers_come_behind_them():
-    world = running().happen(h.Gone(A, "killed")).enter(b=5, c=5).happen(*ready("worker-0.1"))
+    world = running().happen(h.Death(A, "killed")).enter(b=5, c=5).happen(*ready("worker-0.1"))
     assert world.state.view == (B, C, "worker-0.1")
     assert broken(world, ref=B).state.view == (B, C, "worker-0.1")
     assert world.state.generation == 4
@@ -198,7 +198,7 @@ def test_a_group_that_cannot_be_used_is_cut_and_said_of_no_older_or_newer_one():
 
 
 def test_while_a_view_of_just_enough_forms_newcomers_wait_for_it():
-    world = running().happen(h.Gone(C, "killed"), *ready("worker-2.1"))
+    world = running().happen(h.Death(C, "killed"), *ready("worker-2.1"))
     assert world.state.view == (A, B)
     world.enter(a=5, b=5)
     assert world.state.view == (A, B, "worker-2.1")
@@ -207,7 +207,7 @@ def test_while_a_view_of_just_enough_forms_newcomers_wait_for_it():
 def test_who_has_left_for_good_is_not_called_back_when_the_others_die():
     world = running().happen(h.Scale(2, "asked for")).enter(a=6, b=6)
     assert world.state.members[C].left_at is not None
-    world.happen(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
+    world.happen(h.Deaths((h.Death(A, "killed"), h.Death(B, "killed"))))
     assert C not in world.state.view
 
 
@@ -217,7 +217,7 @@ def test_a_worker_that_wants_to_go_before_any_view_holds_it_is_not_needed():
 
 
 def test_what_a_member_tried_in_one_group_is_no_vote_in_the_next():
-    world = broken(running().happen(h.Trying(B, 17))).happen(h.Gone(B, "killed by SIGSEGV"))
+    world = broken(running().happen(h.Trial(B, 17))).happen(h.Death(B, "killed by SIGSEGV"))
     assert world.state.suspects == {}
 
 
@@ -228,15 +228,15 @@ def test_the_usual_step_is_timed_by_its_steps_and_not_by_reports_nor_by_regroups
     world = running(steps=0)
     for step in (10, 20):
         world.now += 10.0
-        world.happen(h.Heard(A, step))
+        world.happen(h.Heartbeat(A, step))
     assert world.state.usual_s == pytest.approx(1.0)
     broken(world)
     world.now += 600.0
     world.enter(a=20, b=20, c=20)
     world.now += 5.0
-    world.happen(h.Heard(A, 21))
+    world.happen(h.Heartbeat(A, 21))
     assert world.state.usual_s == pytest.approx(1.0), "nobody knows when the first step began"
-    assert world.happen(h.Heard(B, 15)).state.committed == 21, "a late report takes nothing back"
+    assert world.happen(h.Heartbeat(B, 15)).state.committed == 21, "a late report takes nothing back"
 
 
 def saved(world: World, *checkpoints: tuple[int, str]) -> list[dict]:
@@ -269,48 +269,48 @@ def test_a_checkpoint_from_beyond_the_surviving_state_gives_way_to_an_older_step
 def early_deaths(world: World, slot: int, *incarnations: int) -> World:
     """Workers that die before a step of their own, far enough apart to be started again."""
     for incarnation in incarnations:
-        world.happen(h.Gone(f"worker-{slot}.{incarnation}", "exit code 1"))
+        world.happen(h.Death(f"worker-{slot}.{incarnation}", "exit code 1"))
         world.now += 31.0
-        world.happen(*(h.Heard(ref, world.state.committed) for ref in world.state.members), h.Tick())
+        world.happen(*(h.Heartbeat(ref, world.state.committed) for ref in world.state.members), h.Tick())
     return world
 
 
 def test_the_death_of_a_stranger_counts_for_nothing():
-    world = running().happen(h.Gone("worker-1.7", "exit code 1", failed=True))
+    world = running().happen(h.Death("worker-1.7", "exit code 1", failed=True))
     assert (world.actions, world.state.failures, world.state.crashes) == ((), {}, {})
 
 
 def test_a_worker_that_has_applied_no_step_since_it_took_the_state_has_not_begun():
-    world = broken(running(steps=5)).enter(a=5, b=5, c=5).happen(h.Gone(B, "exit code 1"))
+    world = broken(running(steps=5)).enter(a=5, b=5, c=5).happen(h.Death(B, "exit code 1"))
     assert world.state.failures == {}, "it had applied steps in an earlier group"
     world.happen(*ready("worker-1.1")).enter(a=5, c=5)
-    entered(world, s0=5, s2=5, s1=-1).happen(h.Heard("worker-1.1", 5), h.Gone("worker-1.1", "exit code 1"))
+    entered(world, s0=5, s2=5, s1=-1).happen(h.Heartbeat("worker-1.1", 5), h.Death("worker-1.1", "exit code 1"))
     assert world.state.failures[1].count == 1
 
 
 def test_a_worker_that_began_stays_one_that_has_when_its_group_goes_back():
-    world = broken(running(steps=9)).enter(a=3, b=3, c=3).happen(h.Heard(B, 4), h.Gone(B, "exit code 1"))
+    world = broken(running(steps=9)).enter(a=3, b=3, c=3).happen(h.Heartbeat(B, 4), h.Death(B, "exit code 1"))
     assert world.state.failures == {}
 
 
 def test_a_step_of_its_own_makes_the_deaths_of_a_slot_begin_anew():
-    world = World().happen(h.Begin(), *ready(A, C), h.Gone(B, "exit code 1"))
+    world = World().happen(h.Begin(), *ready(A, C), h.Death(B, "exit code 1"))
     assert world.state.failures[1].count == 1
     world.happen(*ready("worker-1.1"))
-    entered(world, s0=-1, s1=-1, s2=-1).happen(*(h.Heard(ref, 3) for ref in world.state.view))
-    world.happen(h.Gone("worker-1.1", "killed"))
+    entered(world, s0=-1, s1=-1, s2=-1).happen(*(h.Heartbeat(ref, 3) for ref in world.state.view))
+    world.happen(h.Death("worker-1.1", "killed"))
     assert world.state.failures == {}
-    world.happen(h.Gone("worker-1.2", "killed"))
+    world.happen(h.Death("worker-1.2", "killed"))
     assert world.state.failures[1].count == 1
 
 
 def test_the_death_of_a_worker_that_had_announced_its_departure_counts_against_no_slot():
-    world = broken(running()).happen(h.Scale(4, "asked for"), *ready(D), h.Leaving(D), h.Gone(D, "killed"))
+    world = broken(running()).happen(h.Scale(4, "asked for"), *ready(D), h.Leaving(D), h.Death(D, "killed"))
     assert world.state.failures == {}
 
 
 def test_a_slot_that_the_job_has_given_up_is_blamed_for_nothing():
-    world = running().happen(h.Scale(2, "asked for"), h.Gone(C, "exit code 3", failed=True))
+    world = running().happen(h.Scale(2, "asked for"), h.Death(C, "exit code 3", failed=True))
     assert (world.state.failures, world.state.crashes) == ({}, {})
 
 
@@ -320,7 +320,7 @@ def crashing(world: World, ref: str, times: int) -> World:
     for incarnation in range(int(first), int(first) + times):
         now = f"worker-{slot}.{incarnation}"
         world.state.members[now] = Member(ref=now, slot=int(slot), store="", seen_at=world.now, base=0, steps=1)
-        world.happen(h.Gone(now, "exit code 3", failed=True))
+        world.happen(h.Death(now, "exit code 3", failed=True))
     return world
 
 
@@ -335,9 +335,9 @@ def test_a_slot_that_is_tried_again_after_its_quarantine_begins_with_a_clean_she
     world = crashing(running(), B, 6).happen(h.Scale(3, "mended"))
     assert (world.state.quarantined, world.state.crashes.get(1)) == ({}, None)
     assert crashing(world, "worker-1.9", 5).state.quarantined == {}
-    early = running(steps=5).happen(h.Gone(B, "killed"))
+    early = running(steps=5).happen(h.Death(B, "killed"))
     for incarnation in (1, 2, 3):
-        early.enter(a=early.state.committed, c=early.state.committed).happen(h.Heard(A, early.state.committed + 1))
+        early.enter(a=early.state.committed, c=early.state.committed).happen(h.Heartbeat(A, early.state.committed + 1))
         early_deaths(early, 1, incarnation)
     assert 1 in early.state.quarantined
     assert early.happen(h.Scale(3, "mended")).of(h.Start) == [h.Start(1, 4)]
@@ -346,13 +346,13 @@ def test_a_slot_that_is_tried_again_after_its_quarantine_begins_with_a_clean_she
 
 def test_slots_in_quarantine_beyond_those_that_the_job_has_are_not_missing():
     state = State(workers=2, quarantined={1: "died", 3: "died"})
-    assert state.wanted == 1
+    assert state.target_workers == 1
 
 
 def test_a_slot_that_the_job_cannot_do_without_ends_it_when_it_is_shut():
     world = running()
     world.policy = dataclasses.replace(POLICY, min_workers=3)
-    world.happen(h.Gone(B, "killed"))
+    world.happen(h.Death(B, "killed"))
     for incarnation in (1, 2, 3):
         world.state.committed += 1
         early_deaths(world, 1, incarnation)
@@ -380,17 +380,17 @@ def test_a_waiting_worker_of_a_slot_that_goes_is_killed_whether_it_was_ready_or_
 
 def test_after_a_death_with_just_enough_left_replacements_wait_for_a_step_or_a_moment():
     def world_of(refill_s: float) -> World:
-        world = World(Policy(workers=3, min_workers=2, refill_s=refill_s)).happen(h.Begin(), *ready(A, B, C))
-        return world.enter(a=-1, b=-1, c=-1).happen(h.Heard(A, 5), h.Heard(B, 5), h.Heard(C, 5))
+        world = World(MembershipPolicy(workers=3, min_workers=2, refill_s=refill_s)).happen(h.Begin(), *ready(A, B, C))
+        return world.enter(a=-1, b=-1, c=-1).happen(h.Heartbeat(A, 5), h.Heartbeat(B, 5), h.Heartbeat(C, 5))
 
-    world = world_of(0.5).happen(h.Gone(C, "killed"))
+    world = world_of(0.5).happen(h.Death(C, "killed"))
     assert world.of(h.Start) == []
-    assert world.happen(h.Heard(A, 6)).of(h.Start) == [], "a step of the group before"
+    assert world.happen(h.Heartbeat(A, 6)).of(h.Start) == [], "a step of the group before"
     world.now += 0.25
     assert world.happen(h.Tick()).of(h.Start) == []
     world.now += 0.25
     assert world.happen(h.Tick()).of(h.Start) == [h.Start(2, 1)]
-    few = world_of(0.5).happen(h.Gone(B, "killed"), h.Gone(C, "killed"))
+    few = world_of(0.5).happen(h.Death(B, "killed"), h.Death(C, "killed"))
     assert few.of(h.Start) == [h.Start(1, 1), h.Start(2, 1)], "too few: the job stands until they are there"
 
 
@@ -402,13 +402,15 @@ def test_of_two_members_one_can_be_stuck_and_of_one_none():
     del world.state.members[C]
     for view, stuck in (((A, B), [B]), ((B,), [])):
         world.state.view = view
-        world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
-        assert [gone.ref for gone in health.given_up(world.state, world.now, POLICY)] == stuck
+        world.happen(h.Heartbeat(A, 6, "waiting", 60.0), h.Heartbeat(B, 6, "computing", 60.0))
+        assert [gone.ref for gone in health.find_overdue(world.state, world.now, POLICY)] == stuck
 
 
 def test_who_has_not_been_let_go_into_a_group_is_not_stuck():
-    world = broken(running().happen(*(h.Heard(ref, 6) for ref in (A, B, C))))
-    world.happen(h.Heard(A, 6, "waiting", 60.0), h.Heard(C, 6, "waiting", 60.0), h.Heard(B, 6, "computing", 60.0))
+    world = broken(running().happen(*(h.Heartbeat(ref, 6) for ref in (A, B, C))))
+    world.happen(
+        h.Heartbeat(A, 6, "waiting", 60.0), h.Heartbeat(C, 6, "waiting", 60.0), h.Heartbeat(B, 6, "computing", 60.0)
+    )
     assert world.happen(h.Tick()).of(h.Kill) == []
 
 
@@ -419,7 +421,7 @@ def test_a_view_that_has_cut_the_group_before_strands_nobody():
 
 
 def test_silence_makes_a_lease_ten_times_as_long_at_most():
-    assert health.lease(State(workers=2, silence_s=100.0), Policy(workers=2, lease_s=3.0)) == 30.0
+    assert health.lease(State(workers=2, silence_s=100.0), MembershipPolicy(workers=2, lease_s=3.0)) == 30.0
 
 
 def test_what_a_master_that_stood_still_could_not_see_is_held_against_nobody():
@@ -446,13 +448,13 @@ def test_a_record_that_is_set_aside_gets_no_further_votes():
 
 
 def test_a_death_while_record_0_is_tried_is_a_vote_and_moves_the_records_on():
-    world = running().happen(h.Trying(B, 0, "record 0 of x"), h.Gone(B, "killed by SIGSEGV"))
+    world = running().happen(h.Trial(B, 0, "record 0 of x"), h.Death(B, "killed by SIGSEGV"))
     assert world.state.suspects == {0: {B: "killed by SIGSEGV while record 0 was tried"}}
     assert (world.state.rotation, world.state.failures) == (1, {})
 
 
 def test_exactly_so_many_records_may_be_set_aside():
-    world = World(Policy(workers=3, set_aside=2, refill_s=0.0)).happen(h.Begin(), *ready(A, B, C))
+    world = World(MembershipPolicy(workers=3, set_aside=2, refill_s=0.0)).happen(h.Begin(), *ready(A, B, C))
     world.enter(a=-1, b=-1, c=-1)
     for ref in (A, B):
         world.happen(h.Suspect(ref, (1, 2), "odd")).enter(a=0, b=0, c=0)
@@ -467,7 +469,7 @@ def test_care_lasts_until_a_step_is_applied():
     world = running()
     world.state.careful, world.state.died_at = True, world.state.committed
     assert world.wait(2.0, A, B, C).state.generation == 1
-    world.happen(h.Heard(A, 6), h.Tick())
+    world.happen(h.Heartbeat(A, 6), h.Tick())
     assert (world.state.generation, world.state.careful, world.state.cut_below) == (2, False, 1)
     assert world.of(h.Publish)[0].reason == "a step was applied: records are tried together again"
 
@@ -510,7 +512,7 @@ def test_a_launch_over_an_old_state_begins_with_nothing_but_the_counted_incarnat
 
 
 def test_a_newcomer_is_entered_whole_and_joins_by_a_planned_view():
-    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5)
+    world = running().happen(h.Death(B, "killed")).enter(a=5, c=5)
     world.now = 42.0
     assert decided(world, h.Ready("worker-1.1", "b:2", "b:3")) == [
         view_row(3, [A, C, "worker-1.1"], 2, "worker-1.1 joins"), h.Publish("worker-1.1 joins"),
@@ -582,7 +584,7 @@ def test_the_first_view_is_forced_and_says_why_it_forms_without_all():
         assert (happened or decided(world, h.Tick())) == [view_row(1, list(refs), 1, reason), h.Publish(reason)]
         assert (world.state.phase, world.state.gathering_since) == ("running", None)
     world = World().happen(h.Begin(), *ready(A, B))
-    world.happen(h.Gone(C, "exit code 1"), h.Gone("worker-2.1", "exit code 1"))
+    world.happen(h.Death(C, "exit code 1"), h.Death("worker-2.1", "exit code 1"))
     reason = "2 of 3 are ready, nobody else is on the way"
     assert decided(world, h.Tick()) == [view_row(1, [A, B], 1, reason), h.Publish(reason)]
 
@@ -615,7 +617,7 @@ def test_a_step_of_the_survivors_starts_replacements_up_to_the_moment_at_which_t
         world = running()
         del world.state.members[C]
         world.state.view, world.state.fill_at, world.now = (A, B), 100.0, now
-        assert [act for act in decided(world, h.Heard(A, 6)) if isinstance(act, h.Start)] == started
+        assert [act for act in decided(world, h.Heartbeat(A, 6)) if isinstance(act, h.Start)] == started
         assert world.state.fill_at == (99.0 if started else 100.0)
 
 
@@ -623,7 +625,7 @@ def test_a_first_step_that_fills_slots_lets_those_leave_who_waited_for_the_state
     world = World().happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1).happen(h.Leaving(C))
     assert world.state.view == (A, B, C)
     world.state.fill_at = 100.0
-    assert decided(world, h.Heard(A, 1)) == [view_row(2, [A, B], 1, f"{C} leaves"), h.Publish(f"{C} leaves")]
+    assert decided(world, h.Heartbeat(A, 1)) == [view_row(2, [A, B], 1, f"{C} leaves"), h.Publish(f"{C} leaves")]
 
 
 def test_a_scale_is_written_whole_fills_slots_at_its_moment_and_gathers_with_those_it_has():
@@ -648,21 +650,21 @@ def test_who_is_given_up_is_named_with_the_time_that_it_took():
     found = world.state.members
     found[A].seen_at, found[B].seen_at, found[C].seen_at = 990.0, 989.9, 1000.0
     world.state.pending = {D: 820.0, "worker-4.0": 819.0}
-    assert health.given_up(world.state, 1000.0, POLICY) == [
-        h.Gone(B, "silent for 10.1 s"), h.Gone("worker-4.0", "not ready 181 s after its start"),
+    assert health.find_overdue(world.state, 1000.0, POLICY) == [
+        h.Death(B, "silent for 10.1 s"), h.Death("worker-4.0", "not ready 181 s after its start"),
     ]  # fmt: skip
     found[B].seen_at, found[C].rank, found[C].left_at = 1000.0, -1, 940.0
     world.state.pending = {}
-    assert health.given_up(world.state, 1000.0, POLICY) == []
+    assert health.find_overdue(world.state, 1000.0, POLICY) == []
     found[C].left_at = 939.0
-    assert health.given_up(world.state, 1000.0, POLICY) == [h.Gone(C, "still there 61 s after the others went on")]
+    assert health.find_overdue(world.state, 1000.0, POLICY) == [h.Death(C, "still there 61 s after the others went on")]
 
 
 def test_strangers_among_the_dead_do_not_hide_the_others():
     world = running()
     why = f"{B} and {C} are gone: killed"
     world.policy = dataclasses.replace(POLICY, min_workers=1)
-    happened = decided(world, h.Lost((h.Gone("worker-9.9", "x"), h.Gone(B, "killed"), h.Gone(C, "exit code 1"))))
+    happened = decided(world, h.Deaths((h.Death("worker-9.9", "x"), h.Death(B, "killed"), h.Death(C, "exit code 1"))))
     assert happened == [
         view_row(2, [A], 2, why), h.Publish(why), h.Log("START", {"ref": "worker-1.1"}),
         h.Log("START", {"ref": "worker-2.1"}), h.Start(1, 1), h.Start(2, 1),
@@ -673,7 +675,7 @@ def test_strangers_among_the_dead_do_not_hide_the_others():
 def test_replacements_wait_where_just_the_minimum_is_left_and_not_below_it(died, waits):
     world = running()
     world.policy, world.now = dataclasses.replace(POLICY, refill_s=0.5), 20.0
-    happened = decided(world, h.Lost(tuple(h.Gone(ref, "killed") for ref in died)))
+    happened = decided(world, h.Deaths(tuple(h.Death(ref, "killed") for ref in died)))
     assert any(isinstance(action, h.Start) for action in happened) is not waits
     assert world.state.fill_at == (20.5 if waits else 0.0)
 
@@ -683,11 +685,11 @@ def test_a_death_before_a_step_delays_the_slot_from_the_second_on():
     world.now, world.state.committed = 100.0, 4
     found = []
     for incarnation in (0, 1):
-        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 1"))
+        world.happen(h.Death(f"worker-1.{incarnation}", "exit code 1"))
         found.append(world.state.failures[1])
         world.state.committed += 1
     assert found == [Failures(1, 4, 100.0), Failures(2, 4, 100.5)]
-    assert [Policy(workers=1).delay_s(count) for count in range(11)] == [
+    assert [MembershipPolicy(workers=1).delay_s(count) for count in range(11)] == [
         0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0,
     ]  # fmt: skip
 
@@ -695,11 +697,11 @@ def test_a_death_before_a_step_delays_the_slot_from_the_second_on():
 def test_a_slot_whose_workers_never_step_ends_a_job_that_stands_with_its_reason():
     world = World().happen(h.Begin())
     for incarnation in (0, 1):
-        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 1"))
+        world.happen(h.Death(f"worker-1.{incarnation}", "exit code 1"))
         world.now += 10.0
         world.happen(h.Tick())
     why = "worker slot 1 died 3 times in a row before its first step; last: exit code 7"
-    assert decided(world, h.Gone("worker-1.2", "exit code 7")) == [h.FailJob("train", why)]
+    assert decided(world, h.Death("worker-1.2", "exit code 7")) == [h.FailJob("train", why)]
     assert world.state.phase == "failed"
 
 
@@ -709,7 +711,7 @@ def test_a_slot_is_shut_when_it_fails_more_than_twice_as_often_as_all_others(oth
     world.now = 700.0
     world.state.crashes = {0: [650.0] * others, 1: [640.0, 650.0, 660.0, 670.0, 680.0], 2: [100.0]}
     world.state.members[B].base = 0
-    happened = decided(world, h.Gone(B, "exit code 3", failed=True))
+    happened = decided(world, h.Death(B, "exit code 3", failed=True))
     why = f"worker slot 1 failed 6 times in 60 s, all others {others} times; last: exit code 3"
     row = h.Log("QUARANTINE", {"slot": 1, "worker": B, "why": why})
     assert [action for action in happened if action == row] == [row] * shut
@@ -719,11 +721,11 @@ def test_a_slot_is_shut_when_it_fails_more_than_twice_as_often_as_all_others(oth
 
 @pytest.mark.parametrize(("workers", "least", "shut"), [(1, 0, False), (2, 0, True), (2, 1, True), (2, 2, False)])
 def test_a_slot_that_crashes_is_shut_where_the_minimum_and_at_least_one_is_left(workers, least, shut):
-    world = World(Policy(workers=workers, min_workers=least)).happen(h.Begin())
+    world = World(MembershipPolicy(workers=workers, min_workers=least)).happen(h.Begin())
     world.state.phase = "running"
     world.state.crashes = {0: [0.0] * 5}
     world.state.members[A] = Member(ref=A, slot=0, store="", seen_at=0.0, base=0, steps=1)
-    world.happen(h.Gone(A, "exit code 3", failed=True))
+    world.happen(h.Death(A, "exit code 3", failed=True))
     assert bool(world.state.quarantined) is shut
 
 
@@ -732,13 +734,13 @@ def test_a_member_is_stuck_after_ten_usual_steps_or_ten_seconds(usual_s, patienc
     for over_s, stuck in ((0.0, []), (0.1, [B])):
         world = running()
         world.state.usual_s = usual_s
-        world.happen(h.Heard(A, 6, "waiting", patience_s / 2), h.Heard(C, 6, "waiting", 99.0))
-        world.happen(h.Heard(B, 6, "computing", patience_s + over_s))
+        world.happen(h.Heartbeat(A, 6, "waiting", patience_s / 2), h.Heartbeat(C, 6, "waiting", 99.0))
+        world.happen(h.Heartbeat(B, 6, "computing", patience_s + over_s))
         world.state.usual_s = usual_s
-        assert [gone.ref for gone in health.given_up(world.state, world.now, POLICY)] == stuck
+        assert [gone.ref for gone in health.find_overdue(world.state, world.now, POLICY)] == stuck
     usual = f"the usual step takes {usual_s:.3g} s"
     why = f"stuck: computing for {patience_s + 0.1:.1f} s while all others wait; {usual}"
-    assert health.given_up(world.state, world.now, POLICY) == [h.Gone(B, why)]
+    assert health.find_overdue(world.state, world.now, POLICY) == [h.Death(B, why)]
 
 
 @pytest.mark.parametrize(
@@ -763,7 +765,7 @@ def test_a_late_tick_puts_off_all_deadlines_by_what_it_was_late_but_not_beyond_t
 
 
 def test_votes_are_written_whole_cut_to_their_length_and_the_last_one_too_many_ends_the_job():
-    world = World(Policy(workers=3, set_aside=1)).happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1)
+    world = World(MembershipPolicy(workers=3, set_aside=1)).happen(h.Begin(), *ready(A, B, C)).enter(a=-1, b=-1, c=-1)
     state, policy = world.state, world.policy
     assert poison.accuse(state, [1, 2, 3], A, "x" * 301, policy, "y" * 301) == [
         h.Log("SUSPECT", {"record": record, "worker": A, "why": "x" * 300, "where": "y" * 300}) for record in (1, 2, 3)
@@ -808,6 +810,6 @@ def test_a_vote_says_in_the_view_which_records_failed_or_were_set_aside():
 
 def test_what_is_set_aside_is_reported_in_order_with_an_empty_place_where_none_is_known():
     state = State(workers=2, set_aside={9: "odd", 4: "even"}, places={4: "record 4 of x"})
-    assert state.reported() == [
+    assert state.list_set_aside() == [
         {"record": 4, "where": "record 4 of x", "why": "even"}, {"record": 9, "where": "", "why": "odd"},
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from trueline.engine.contract import make_ref, parse_ref
 from trueline.train.master.journal import apply_row
 from trueline.train.membership import decide as m
 from trueline.train.membership import events as h
-from trueline.train.membership.state import Member, Policy, State
+from trueline.train.membership.state import Member, MembershipPolicy, State
 
 PICK = st.integers(0, 9)
 
@@ -45,7 +45,7 @@ class Job(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.faltered = False
-        self.policy = Policy(workers=3, min_workers=2, gather_s=2.0, start_s=20.0, max_failures=4)
+        self.policy = MembershipPolicy(workers=3, min_workers=2, gather_s=2.0, start_s=20.0, max_failures=4)
         self.state, self.now = State(workers=3), 0.0
         self.journal: list[tuple[str, dict]] = []
         self.workers: dict[str, Worker] = {}
@@ -193,7 +193,7 @@ class Job(RuleBasedStateMachine):
 
     def beat(self, worker: Worker) -> None:
         stands = worker.doing == "grouped" and not self.complete()
-        self.tell(h.Heard(worker.ref, worker.reported, "waiting", 20.0 if stands else 0.0))
+        self.tell(h.Heartbeat(worker.ref, worker.reported, "waiting", 20.0 if stands else 0.0))
         if worker.doing != "dead" and worker.reported > self.logged:
             self.journal += [("COMMIT", {"step": step}) for step in range(self.logged, worker.reported)]
             self.logged = worker.reported
@@ -242,7 +242,7 @@ class Job(RuleBasedStateMachine):
     def kill(self, pick: int) -> None:
         if worker := self.picked(pick, "starting", "grouped", "idle", "entered"):
             if worker.doing == "grouped" and self.state.careful:
-                self.tell(h.Trying(worker.ref, 7))
+                self.tell(h.Trial(worker.ref, 7))
             self.die(worker)
 
     @precondition(lambda self: not self.over and not self.faltered)
@@ -273,7 +273,7 @@ class Job(RuleBasedStateMachine):
         lost, self.unnoticed = self.unnoticed, {}
         clean, failed = "exit code 0", "exit code 3"
         self.tell(
-            h.Lost(tuple(h.Gone(ref, why, clean=why == clean, failed=why == failed) for ref, why in lost.items()))
+            h.Deaths(tuple(h.Death(ref, why, clean=why == clean, failed=why == failed) for ref, why in lost.items()))
         )
 
     @running
@@ -299,7 +299,7 @@ class Job(RuleBasedStateMachine):
     def freeze(self) -> None:
         """The master stands still for a minute: it gives nobody up for that."""
         self.now += 60.0
-        well = {member.ref for member in self.state.members.values() if not self.state.goes(member)}
+        well = {member.ref for member in self.state.members.values() if not self.state.is_leaving(member)}
         well -= {ref for ref, worker in self.workers.items() if worker.hung or worker.doing == "dead"}
         self.tell(h.Tick())
         assert well <= self.state.members.keys()
@@ -378,7 +378,7 @@ class Job(RuleBasedStateMachine):
 
     def at_work(self) -> bool:
         group = self.complete()
-        ready = bool(group) and self.group[0] == self.newest and len(group) == self.state.wanted
+        ready = bool(group) and self.group[0] == self.newest and len(group) == self.state.target_workers
         if ready:
             self.step(0, None)
             assert all(worker.lineage == group[0].lineage for worker in group)

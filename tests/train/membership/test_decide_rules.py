@@ -18,7 +18,7 @@ def test_more_workers_are_started_and_join_by_a_planned_view():
 def test_fewer_workers_let_the_highest_slots_leave_by_a_planned_view_and_are_not_replaced():
     world = running().happen(h.Scale(2, "asked for"))
     assert (world.state.view, world.state.cut_below, world.of(h.Kill)) == ((A, B), 1, [])
-    world.enter(a=6, b=6).happen(h.Gone(C, "exit code 0"))
+    world.enter(a=6, b=6).happen(h.Death(C, "exit code 0"))
     assert world.of(h.Start) == []
     assert world.happen(h.Scale(3, "again")).of(h.Start) == [h.Start(2, 1)]
 
@@ -52,7 +52,7 @@ def test_joins_while_a_view_forms_cost_one_more_view():
 
 
 def test_deaths_that_are_noticed_together_cost_one_view():
-    world = running().happen(h.Lost((h.Gone(A, "killed"), h.Gone(B, "killed"))))
+    world = running().happen(h.Deaths((h.Death(A, "killed"), h.Death(B, "killed"))))
     assert (world.state.generation, world.state.view, len(world.of(h.Start))) == (2, (C,), 2)
 
 
@@ -64,15 +64,15 @@ def test_a_master_that_stood_still_takes_nobody_for_dead():
 
 
 def test_a_heartbeat_that_overtakes_the_hello_fences_nobody():
-    world = World().happen(h.Begin(), h.Heard(A, -1))
+    world = World().happen(h.Begin(), h.Heartbeat(A, -1))
     assert world.actions == ()
     assert world.happen(h.Ready(A, "a:1")).state.members.keys() == {A}
-    assert world.happen(h.Heard("worker-0.7", -1)).of(h.Fence) == [h.Fence("worker-0.7")]
+    assert world.happen(h.Heartbeat("worker-0.7", -1)).of(h.Fence) == [h.Fence("worker-0.7")]
 
 
 def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
-    world = World(state.Policy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
-    world.happen(h.Gone(A, "exit code 1"), h.Gone("worker-0.1", "exit code 1"))
+    world = World(state.MembershipPolicy(workers=2, lease_s=10.0, refill_s=0.0)).happen(h.Begin())
+    world.happen(h.Death(A, "exit code 1"), h.Death("worker-0.1", "exit code 1"))
     assert not world.state.view
     world.happen(h.Ready(B, "b:1"))
     assert (world.state.view, world.of(h.Publish)[0].reason) == ((B,), "1 of 2 are ready, nobody else is on the way")
@@ -83,7 +83,7 @@ def test_what_a_busy_machine_takes_from_the_master_it_does_not_take_from_a_membe
     world = running()
     for _ in range(20):  # each second the master gets a core for one tick; C gets none
         world.now += 1.0
-        assert world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Tick()).of(h.Kill) == []
+        assert world.happen(h.Heartbeat(A, 5), h.Heartbeat(B, 5), h.Tick()).of(h.Kill) == []
     assert world.wait(5.5, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
@@ -96,7 +96,7 @@ def test_where_living_members_were_silent_for_long_silence_tells_less():
 def test_an_hour_in_which_the_master_was_frozen_is_forgotten_in_a_minute():
     world = running()
     world.now += 3600.0
-    world.happen(h.Heard(A, 5), h.Heard(B, 5), h.Heard(C, 5)).wait(60.0, A, B, C)
+    world.happen(h.Heartbeat(A, 5), h.Heartbeat(B, 5), h.Heartbeat(C, 5)).wait(60.0, A, B, C)
     assert world.wait(10.25, A, B).of(h.Kill) == [h.Kill(C, "silent for 10.2 s")]
 
 
@@ -112,7 +112,7 @@ def beat(world: World, seconds: float, busy: dict[str, tuple[str, float]], waite
         world.now += 0.25
         for ref in (A, B, C):
             phase, before = busy.get(ref, ("waiting", waited))
-            world.happen(h.Heard(ref, 5, phase, before + world.now - began))
+            world.happen(h.Heartbeat(ref, 5, phase, before + world.now - began))
         world.happen(h.Tick())
         if world.of(h.Kill):
             break
@@ -136,12 +136,12 @@ def test_nobody_is_stuck_in_a_step_that_is_slow_for_all_or_for_one_that_checkpoi
 
 
 def test_nobody_is_stuck_before_a_step_of_its_own():
-    world = running().happen(h.Gone(B, "killed")).enter(a=5, c=5).happen(h.Ready("worker-1.1", "b:2"))
+    world = running().happen(h.Death(B, "killed")).enter(a=5, c=5).happen(h.Ready("worker-1.1", "b:2"))
     world.enter(a=5, c=5).happen(h.Entered("worker-1.1", world.state.generation, -1))
     for _ in range(200):
         world.now += 0.25
-        world.happen(h.Heard(A, 5, "waiting", 60.0), h.Heard(C, 5, "waiting", 60.0))
-        world.happen(h.Heard("worker-1.1", -1, "computing", 60.0), h.Tick())
+        world.happen(h.Heartbeat(A, 5, "waiting", 60.0), h.Heartbeat(C, 5, "waiting", 60.0))
+        world.happen(h.Heartbeat("worker-1.1", -1, "computing", 60.0), h.Tick())
     assert "worker-1.1" in world.state.members
 
 
@@ -149,17 +149,17 @@ def test_ten_usual_steps_are_waited_for_where_steps_are_slow():
     world = running()
     for step in range(6, 16):
         world.now += 4.0
-        world.happen(*(h.Heard(ref, step, "computing", 1.0) for ref in (A, B, C)))
+        world.happen(*(h.Heartbeat(ref, step, "computing", 1.0) for ref in (A, B, C)))
     assert world.state.usual_s > 3.0
     assert beat(world, 25.0, {B: ("computing", 0.0)}, 0.0).of(h.Kill) == []
 
 
 def quarantined_slot() -> World:
-    world = running(steps=5).happen(h.Gone(B, "killed"))
+    world = running(steps=5).happen(h.Death(B, "killed"))
     for incarnation in range(1, 4):
         committed = world.state.committed
-        world.enter(a=committed, c=committed).happen(h.Heard(A, committed + 1))
-        world.happen(h.Gone(f"worker-1.{incarnation}", "exit code 139")).wait(9.0, A, C)
+        world.enter(a=committed, c=committed).happen(h.Heartbeat(A, committed + 1))
+        world.happen(h.Death(f"worker-1.{incarnation}", "exit code 139")).wait(9.0, A, C)
     return world
 
 
@@ -169,14 +169,14 @@ def test_a_slot_that_keeps_dying_while_the_job_gets_on_stays_empty_with_its_reas
         1: "worker slot 1 died 3 times in a row before its first step; last: exit code 139"
     }
     assert world.wait(60.0, A, C).of(h.Start) == []
-    assert (world.state.phase, world.state.wanted) == ("running", 2)
+    assert (world.state.phase, world.state.target_workers) == ("running", 2)
 
 
 def test_a_slot_in_quarantine_is_tried_again_when_too_few_are_left_without_it():
     world = quarantined_slot()
     world.policy = dataclasses.replace(world.policy, min_workers=2)
     world.happen(h.Scale(2, "asked for"))
-    assert (world.state.quarantined, world.state.wanted) == ({}, 2)
+    assert (world.state.quarantined, world.state.target_workers) == ({}, 2)
     assert [start.slot for start in world.of(h.Start)] == [1]
     assert logged(world, "SCALE")[0]["again"] is True
 
@@ -186,8 +186,8 @@ def failing(world: World, slot: int, times: int, *, every_s: float = 9.0, failed
     for _ in range(times):
         ref = next(ref for ref in world.state.view if int(ref[7:].partition(".")[0]) == slot)
         committed = world.state.committed + 3
-        world.happen(*(h.Heard(other, committed) for other in world.state.view))
-        world.happen(h.Gone(ref, "exit code 3", failed=failed)).wait(every_s, *world.state.view)
+        world.happen(*(h.Heartbeat(other, committed) for other in world.state.view))
+        world.happen(h.Death(ref, "exit code 3", failed=failed)).wait(every_s, *world.state.view)
         world.happen(*(h.Entered(other, world.state.generation, committed) for other in world.state.view))
         for new in list(world.state.pending):
             world.happen(h.Ready(new, "x:1"))
@@ -217,7 +217,7 @@ def test_what_is_killed_from_outside_fails_seldom_or_fails_everywhere_keeps_its_
 
 
 def test_a_slot_that_the_job_cannot_do_without_is_filled_again_however_often_its_workers_fail():
-    world = World(state.Policy(workers=2, min_workers=2, refill_s=0.0)).happen(h.Begin())
+    world = World(state.MembershipPolicy(workers=2, min_workers=2, refill_s=0.0)).happen(h.Begin())
     world.happen(h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
     assert failing(world, 1, 20).state.quarantined == {}
     assert world.state.phase == "running"
@@ -230,10 +230,10 @@ def test_scaling_lifts_the_quarantine():
 
 def test_too_many_slots_in_quarantine_end_the_job_with_their_reasons():
     world = quarantined_slot()
-    world.happen(h.Gone(C, "killed"))
+    world.happen(h.Death(C, "killed"))
     for incarnation in range(1, 4):
         world.state.committed += 1
-        world.happen(h.Gone(f"worker-2.{incarnation}", "exit code 1")).wait(9.0, A)
+        world.happen(h.Death(f"worker-2.{incarnation}", "exit code 1")).wait(9.0, A)
     (failure,) = [action for action in world.all if isinstance(action, h.FailJob)]
     assert failure.why.startswith("1 of 3 slots are left, at least 2 are needed: worker slot 1 died")
 
@@ -246,14 +246,14 @@ def test_a_vote_moves_the_records_on_and_a_second_workers_vote_sets_them_aside()
     world.enter(a=5, b=5, c=5).happen(h.Suspect(B, (17,), "ValueError: odd"))
     why = f"{A}: ValueError: odd; {B}: ValueError: odd"
     assert logged(world, "POISON") == [{"record": 17, "why": why, "where": where}]
-    assert world.state.reported() == [{"record": 17, "where": where, "why": why}]
+    assert world.state.list_set_aside() == [{"record": 17, "where": where, "why": why}]
     assert (list(world.state.set_aside), world.state.generation, world.state.rotation) == ([17], 3, 2)
 
 
 def test_the_same_workers_second_vote_counts_only_where_it_is_alone():
     world = running().happen(h.Suspect(A, (17,), "odd")).enter(a=5, b=5, c=5).happen(h.Suspect(A, (17,), "odd"))
     assert (world.state.set_aside, world.state.rotation) == ({}, 2)
-    alone = World(state.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    alone = World(state.MembershipPolicy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
     alone.happen(h.Suspect(A, (17,), "odd"), h.Suspect(A, (17,), "odd"))
     assert alone.state.set_aside == {}  # the same call, made twice
     alone.enter(a=0).happen(h.Suspect(A, (17,), "odd"))
@@ -268,7 +268,7 @@ def test_votes_that_arrive_while_a_view_forms_already_are_kept_and_force_no_othe
 
 
 def test_more_records_than_may_be_set_aside_end_the_job_and_are_named():
-    world = World(state.Policy(workers=3, set_aside=1, refill_s=0.0)).happen(h.Begin())
+    world = World(state.MembershipPolicy(workers=3, set_aside=1, refill_s=0.0)).happen(h.Begin())
     world.happen(*(h.Ready(ref, "x:1") for ref in (A, B, C))).enter(a=-1, b=-1, c=-1)
     world.happen(h.Suspect(A, (1, 2), "odd")).enter(a=0, b=0, c=0).happen(h.Suspect(B, (1, 2), "even"))
     (failure,) = world.of(h.FailJob)
@@ -277,30 +277,30 @@ def test_more_records_than_may_be_set_aside_end_the_job_and_are_named():
 
 
 def test_deaths_without_a_step_between_make_a_careful_view_and_a_death_while_trying_is_a_vote():
-    world = running().happen(h.Gone(A, "killed by SIGSEGV")).enter(b=5, c=5)
+    world = running().happen(h.Death(A, "killed by SIGSEGV")).enter(b=5, c=5)
     assert not world.state.careful
     world.happen(h.Ready("worker-0.1", "a:2"))
     world.enter(b=5, c=5).happen(h.Entered("worker-0.1", world.state.generation, -1))
-    world.happen(h.Gone("worker-0.1", "killed by SIGSEGV"))
+    world.happen(h.Death("worker-0.1", "killed by SIGSEGV"))
     assert world.state.careful
     assert logged(world, "VIEW")[0]["careful"]
-    world.enter(b=5, c=5).happen(h.Trying(B, 3, "record 3 of a"), h.Trying(B, 17, "record 2 of b"), h.Trying(C, 17))
-    world.happen(h.Gone(B, "killed by SIGSEGV"))
+    world.enter(b=5, c=5).happen(h.Trial(B, 3, "record 3 of a"), h.Trial(B, 17, "record 2 of b"), h.Trial(C, 17))
+    world.happen(h.Death(B, "killed by SIGSEGV"))
     assert world.state.places == {17: "record 2 of b"}
     assert world.state.suspects == {17: {B: "killed by SIGSEGV while record 17 was tried"}}
     assert world.of(h.Start) == [h.Start(1, 1)]
 
 
 def test_one_worker_alone_survives_a_record_that_kills_it_each_time():
-    world = World(state.Policy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
+    world = World(state.MembershipPolicy(workers=1)).happen(h.Begin(), h.Ready(A, "a:1")).enter(a=-1)
     world.happen(h.Saved(A, 0, "/job/step-0"))
     for incarnation in range(5):
         ref = f"worker-0.{incarnation}"
         if world.state.careful and 17 not in world.state.set_aside:
-            world.happen(h.Trying(ref, 17))
+            world.happen(h.Trial(ref, 17))
         if 17 in world.state.set_aside:
             break
-        world.happen(h.Gone(ref, "killed by SIGSEGV")).wait(40.0)
+        world.happen(h.Death(ref, "killed by SIGSEGV")).wait(40.0)
         after = f"worker-0.{incarnation + 1}"
         world.happen(h.Ready(after, "a:1"), h.Tick()).wait(31.0, after)
         world.happen(h.Entered(after, world.state.generation, -1))
@@ -309,17 +309,20 @@ def test_one_worker_alone_survives_a_record_that_kills_it_each_time():
 
 def test_care_ends_with_the_first_step_that_is_applied():
     world = (
-        running().happen(h.Gone(A, "killed")).enter(b=5, c=5).happen(h.Gone(B, "killed"), h.Ready("worker-0.1", "a:2"))
+        running()
+        .happen(h.Death(A, "killed"))
+        .enter(b=5, c=5)
+        .happen(h.Death(B, "killed"), h.Ready("worker-0.1", "a:2"))
     )
     assert world.state.careful
     world.happen(h.Entered(C, world.state.generation, 5), h.Entered("worker-0.1", world.state.generation, -1))
-    world.happen(h.Heard(C, 6), h.Tick())
+    world.happen(h.Heartbeat(C, 6), h.Tick())
     assert not world.state.careful
     assert world.state.cut_below < world.state.generation
 
 
 def test_members_that_die_at_the_same_moment_call_for_no_care():
-    world = running().happen(h.Gone(A, "killed"), h.Gone(B, "killed"))
+    world = running().happen(h.Death(A, "killed"), h.Death(B, "killed"))
     assert not world.state.careful
 
 
@@ -338,9 +341,9 @@ def test_an_older_checkpoint_that_is_written_late_does_not_take_the_newers_place
 def test_who_dies_in_its_last_step_before_a_departure_is_cut_off_and_who_ends_well_is_not():
     world = running().happen(h.Leaving(C))
     assert (world.state.view, world.state.cut_below) == ((A, B), 1)
-    world.happen(h.Gone(C, "exit code 0", clean=True))
+    world.happen(h.Death(C, "exit code 0", clean=True))
     assert world.state.generation == 2
-    world = running().happen(h.Leaving(C), h.Gone(C, "killed by SIGKILL"))
+    world = running().happen(h.Leaving(C), h.Death(C, "killed by SIGKILL"))
     assert (world.state.generation, world.state.cut_below) == (3, 3)
 
 
@@ -364,20 +367,26 @@ def test_when_all_announce_their_departure_at_once_one_stays_until_the_slots_are
     world = World().happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1")).enter(a=-1, b=-1, c=-1)
     world.happen(h.Leaving(A), h.Leaving(B), h.Leaving(C))
     assert world.state.view == (A, B, C)
-    world.happen(h.Heard(A, 1))
+    world.happen(h.Heartbeat(A, 1))
     assert world.state.view == (A,)
-    world.enter(a=1).happen(h.Gone(B, "exit code 0", clean=True))
+    world.enter(a=1).happen(h.Death(B, "exit code 0", clean=True))
     assert world.of(h.Start) == [h.Start(1, 1)]
 
 
 def test_survivors_apply_a_step_before_the_replacement_takes_cores_from_them():
-    world = World(state.Policy(workers=3)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1"))
-    world.enter(a=-1, b=-1, c=-1).happen(h.Heard(A, 5), h.Gone(C, "killed by SIGKILL"))
+    world = World(state.MembershipPolicy(workers=3)).happen(
+        h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"), h.Ready(C, "c:1")
+    )
+    world.enter(a=-1, b=-1, c=-1).happen(h.Heartbeat(A, 5), h.Death(C, "killed by SIGKILL"))
     assert world.of(h.Start) == []
-    assert world.enter(a=5, b=5).happen(h.Heard(A, 6)).of(h.Start) == [h.Start(2, 1)]
+    assert world.enter(a=5, b=5).happen(h.Heartbeat(A, 6)).of(h.Start) == [h.Start(2, 1)]
 
 
 def test_a_replacement_starts_after_a_moment_though_the_survivors_do_not_get_on():
-    world = World(state.Policy(workers=2)).happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1")).enter(a=-1, b=-1)
-    world.happen(h.Heard(A, 5), h.Gone(B, "killed by SIGKILL")).wait(0.25, A)
+    world = (
+        World(state.MembershipPolicy(workers=2))
+        .happen(h.Begin(), h.Ready(A, "a:1"), h.Ready(B, "b:1"))
+        .enter(a=-1, b=-1)
+    )
+    world.happen(h.Heartbeat(A, 5), h.Death(B, "killed by SIGKILL")).wait(0.25, A)
     assert [action for action in world.all if isinstance(action, h.Start)][-1] == h.Start(1, 1)

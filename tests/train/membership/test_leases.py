@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trueline.errors import UsageError
 from trueline.train.master.journal import Journal
-from trueline.train.membership.leases import Lease, Leases, replayed
+from trueline.train.membership.leases import Lease, Leases, replay
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 
@@ -26,7 +26,7 @@ class Epoch(RuleBasedStateMachine):
         self.tokens: set = set()
         self.counts = [0] * num_records
         self.leases = Leases(epoch=1, num_records=num_records)
-        self.rows += self.leases.begun()
+        self.rows += self.leases.first_rows()
 
     @rule(worker=WORKERS, dt=st.floats(0, 1))
     def lease(self, worker: str, dt: float) -> None:
@@ -61,7 +61,7 @@ class Epoch(RuleBasedStateMachine):
     def die(self, worker: str) -> None:
         mine = [token for token, (who, _, _) in self.held.items() if who == worker]
         rest = sum(self.held[token][2] - self.held[token][1] for token in mine)
-        assert self.leases.lost(worker) == rest, "only what was not committed comes back"
+        assert self.leases.release(worker) == rest, "only what was not committed comes back"
         self.zombies += [(token, *self.held.pop(token)[1:]) for token in mine]
 
     @rule(worker=WORKERS)
@@ -82,8 +82,8 @@ class Epoch(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.leases = replayed(self.rows, epoch=1, num_records=self.size)
-        self.rows += self.leases.begun()
+        self.leases = replay(self.rows, epoch=1, num_records=self.size)
+        self.rows += self.leases.first_rows()
         self.zombies += [(token, start, stop) for token, (_, start, stop) in self.held.items()]
         self.held.clear()
 
@@ -97,7 +97,7 @@ class Epoch(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "counts"):
             return
-        self.leases.lost("a"), self.leases.lost("b"), self.leases.lost("c")
+        self.leases.release("a"), self.leases.release("b"), self.leases.release("c")
         while (found := self.leases.lease("last", self.now)) is not None:
             self.now += 1.0
             self._count(found.start, found.stop, self.leases.commit(found.token, found.stop, self.now) or [])
@@ -140,25 +140,25 @@ def test_whatever_the_speeds_are_the_end_is_near_the_ideal(rates):
 
 def test_a_journal_keeps_what_was_committed_and_a_master_that_comes_back_goes_on(tmp_path):
     journal, leases = Journal(tmp_path / "job.db"), Leases(epoch=3, num_records=1000)
-    journal.append(*leases.begun())
+    journal.append(*leases.first_rows())
     first = leases.lease("a", 0.0)
     half = (first.start + first.stop) // 2
     journal.append(*leases.commit(first.token, half, 1.0))
     journal.close()
     again = Journal(tmp_path / "job.db")
-    back = replayed(again.rows(), epoch=3, num_records=1000)
+    back = replay(again.rows(), epoch=3, num_records=1000)
     assert back.committed == half - first.start
     assert back.commit(first.token, first.stop, 2.0) is None, "a token of the master before is worth nothing"
     assert back.lease("b", 2.0).start == half
     with pytest.raises(UsageError, match="begun with 1000 records, and there are 999 now"):
-        replayed(again.rows(), epoch=3, num_records=999)
+        replay(again.rows(), epoch=3, num_records=999)
     again.close()
 
 
 def test_a_ledger_that_has_a_record_twice_is_refused():
     rows = [("DONE", {"epoch": 0, "start": 0, "stop": 10}), ("DONE", {"epoch": 0, "start": 5, "stop": 20})]
     with pytest.raises(UsageError, match="the records 5 to 10 committed twice"):
-        replayed(rows, epoch=0, num_records=20)
+        replay(rows, epoch=0, num_records=20)
     with pytest.raises(UsageError, match="no records"):
         Leases(epoch=0, num_records=0)
 
@@ -226,9 +226,9 @@ def test_a_worker_that_is_gone_loses_all_its_leases_and_its_speed_and_takes_nobo
     leases = epoch()
     one, two, other = leases.lease("a", 0.0), leases.lease("a", 0.0), leases.lease("b", 0.0)
     leases.commit(one.token, 100, 0.0)
-    assert leases.lost("a") == two.stop - 100
+    assert leases.release("a") == two.stop - 100
     assert leases.rates == {"b": 1000.0}
-    assert leases.lost("a") == 0
+    assert leases.release("a") == 0
     assert leases.commit(other.token, other.stop, 0.0) == [done(other.start, other.stop)]
     assert free(leases) == [(100, two.stop), (other.stop, 10_000)], "what lies together is one range again"
 
@@ -236,7 +236,7 @@ def test_a_worker_that_is_gone_loses_all_its_leases_and_its_speed_and_takes_nobo
 def test_ranges_that_come_back_apart_stay_apart():
     leases = epoch()
     one, two, three = (leases.lease(worker, 0.0) for worker in ("a", "b", "a"))
-    leases.lost("a")
+    leases.release("a")
     assert free(leases) == [(one.start, one.stop), (three.start, 10_000)]
     assert two.stop == three.start
 
@@ -274,23 +274,23 @@ def test_a_master_that_comes_back_frees_what_was_not_committed_in_this_epoch():
         ("LEASES", {"epoch": 1, "incarnation": 2, "num_records": 100}), ("LEASES", {"epoch": 2, "num_records": 7}),
         ("VIEW", {"generation": 3}),
     ]  # fmt: skip
-    back = replayed(rows, epoch=1, num_records=100, lease_s=3.0)
-    assert back.begun() == [("LEASES", {"epoch": 1, "incarnation": 5, "num_records": 100})]
+    back = replay(rows, epoch=1, num_records=100, lease_s=3.0)
+    assert back.first_rows() == [("LEASES", {"epoch": 1, "incarnation": 5, "num_records": 100})]
     assert (back.committed, back.lease_s, back.finished) == (30, 3.0, False)
     assert free(back) == [(0, 10), (20, 60), (80, 100)]
-    whole = replayed([done(50, 100), done(0, 50)], epoch=1, num_records=100)
+    whole = replay([done(50, 100), done(0, 50)], epoch=1, num_records=100)
     assert (whole.finished, whole.lease("a", 0.0)) == (True, None)
     for other in (99, 101):
         with pytest.raises(UsageError, match=f"begun with 100 records, and there are {other} now"):
-            replayed(rows, epoch=1, num_records=other)
+            replay(rows, epoch=1, num_records=other)
 
 
 def test_a_token_is_given_out_once_over_all_masters():
     tokens = set()
     rows: list = []
     for _ in range(3):
-        leases = replayed(rows, epoch=1, num_records=10_000)
-        rows += leases.begun()
+        leases = replay(rows, epoch=1, num_records=10_000)
+        rows += leases.first_rows()
         tokens |= {leases.lease(worker, 0.0).token for worker in "abc"}
     assert len(tokens) == 9
 
@@ -313,14 +313,14 @@ def test_the_leases_that_a_master_finds_are_whole():
     ]  # fmt: skip
     expected = Leases(epoch=1, num_records=100, lease_s=10.0, incarnation=1)
     expected._free, expected._committed = [(10, 20), (60, 100)], 50
-    assert replayed(rows, epoch=1, num_records=100) == expected
-    assert replayed([], epoch=1, num_records=100) == Leases(epoch=1, num_records=100, lease_s=10.0)
-    whole = replayed([done(0, 100)], epoch=1, num_records=100)
+    assert replay(rows, epoch=1, num_records=100) == expected
+    assert replay([], epoch=1, num_records=100) == Leases(epoch=1, num_records=100, lease_s=10.0)
+    whole = replay([done(0, 100)], epoch=1, num_records=100)
     assert (whole._free, whole.committed, whole.finished) == ([], 100, True)
     with pytest.raises(UsageError, match="epoch 1: the ledger has the records 5 to 10 committed twice"):
-        replayed([done(0, 10), done(5, 20)], epoch=1, num_records=100)
+        replay([done(0, 10), done(5, 20)], epoch=1, num_records=100)
     with pytest.raises(UsageError, match="epoch 1: the ledger has the records 5 to 8 committed twice"):
-        replayed([done(0, 10), done(5, 8)], epoch=1, num_records=100)
+        replay([done(0, 10), done(5, 8)], epoch=1, num_records=100)
 
 
 @pytest.mark.parametrize(

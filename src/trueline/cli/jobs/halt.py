@@ -30,7 +30,7 @@ def command(job: str, patience: float, as_json: bool, quiet: bool) -> None:
     """
     from trueline.train.launch import jobs
 
-    folder = jobs.find(job)
+    folder = jobs.find_job(job)
     with progress(quiet=quiet):
         left = jobs.halt(folder, patience_s=patience)
     lost = left.step - left.checkpoint

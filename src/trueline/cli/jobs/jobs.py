@@ -13,7 +13,7 @@ import click
 from trueline.cli.options import json_option, verb
 
 if TYPE_CHECKING:
-    from trueline.train.launch.jobs import Job
+    from trueline.train.launch.jobs import JobRecord
 
 _EXAMPLES = """
 trueline jobs
@@ -33,9 +33,9 @@ def command(runs: str, as_json: bool) -> None:
     Says what each is (running, finished, failed, stopped; dead when its processes went without an end, e.g. in
     a power cut), how far it is, with how many workers and which loss, how old it is, and why it ended.
     """
-    from trueline.train.launch.jobs import every
+    from trueline.train.launch.jobs import list_jobs
 
-    found = sorted(every(Path(runs)), key=lambda job: job.started)
+    found = sorted(list_jobs(Path(runs)), key=lambda job: job.started)
     if as_json:
         click.echo(json.dumps([job.as_dict() for job in found]))
     elif found:
@@ -45,7 +45,7 @@ def command(runs: str, as_json: bool) -> None:
         click.echo(f"no jobs in {runs}", err=True)
 
 
-def _row(job: Job, now: float) -> tuple[str, ...]:
+def _row(job: JobRecord, now: float) -> tuple[str, ...]:
     steps = f"{job.step}/{job.total}" if job.total else "-"
     loss = "-" if job.loss is None else f"{job.loss:.4g}"
     return (job.name, job.state, steps, str(job.workers or "-"), loss, age(now - job.started), job.why[:80])

@@ -43,9 +43,9 @@ def command(job: str, follow: bool, which: str | None, as_json: bool) -> None:
     on each line.
     """
     from trueline.train.job_dir import JobDir, parse_events
-    from trueline.train.launch.jobs import find
+    from trueline.train.launch.jobs import find_job
 
-    folder = JobDir(find(job))
+    folder = JobDir(find_job(job))
     going_on: Callable[[], bool] = folder.is_held if follow else (lambda: False)
     if as_json and which is None:
         which = "events"

@@ -33,6 +33,6 @@ def command(job: str, **given: Any) -> None:
     folder, or its name under ./runs.
     """
     from trueline.train.api import prepare_resume
-    from trueline.train.launch.jobs import find
+    from trueline.train.launch.jobs import find_job
 
-    _launch.launch(lambda **changed: prepare_resume(find(job), **changed), given)
+    _launch.launch(lambda **changed: prepare_resume(find_job(job), **changed), given)

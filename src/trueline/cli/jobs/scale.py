@@ -27,6 +27,6 @@ def command(job: str, workers: int, as_json: bool) -> None:
     """
     from trueline.train.launch import jobs
 
-    folder = jobs.find(job)
+    folder = jobs.find_job(job)
     jobs.scale(folder, workers)
     say(f"{folder.name}: {workers} workers from now on", {"job": str(folder), "workers": workers}, as_json=as_json)

@@ -30,8 +30,8 @@ def command(job: str, as_json: bool) -> None:
     from trueline.train.job_dir import JobDir
     from trueline.train.launch import jobs
 
-    folder = jobs.find(job)
-    found = jobs.read(folder)
+    folder = jobs.find_job(job)
+    found = jobs.read_job(folder)
     live = jobs.status(folder) if found.state == "running" else None
     master = JobDir(folder).read_master()
     facts = {**found.as_dict(), "page": "" if master is None else master.page, "live": live}

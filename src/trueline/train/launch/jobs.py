@@ -35,7 +35,7 @@ END_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobRecord:
     """What a job's folder tells of it. `step` counts applied steps, `checkpoint` those in the newest checkpoint."""
 
     folder: Path
@@ -53,7 +53,7 @@ class Job:
         return {name: getattr(self, name) for name in self.__slots__} | {"folder": str(self.folder)}
 
 
-def find(given: str | Path, runs: Path = RUNS) -> Path:
+def find_job(given: str | Path, runs: Path = RUNS) -> Path:
     """The folder of the job that `given` names: a path, or a name under `runs`. Raises UsageError."""
     for folder in (Path(given), runs / given):
         if JobDir(folder).settings.is_file():
@@ -70,29 +70,31 @@ def _folders(runs: Path) -> list[Path]:
     return sorted((file.parent for file in runs.glob("*/job.json")), key=lambda path: path.stat().st_mtime)
 
 
-def every(runs: Path = RUNS) -> list[Job]:
+def list_jobs(runs: Path = RUNS) -> list[JobRecord]:
     """The jobs under `runs`, the one that changed last at the end."""
     return [_read_or_damaged(folder) for folder in _folders(runs)]
 
 
-def _read_or_damaged(folder: Path) -> Job:
+def _read_or_damaged(folder: Path) -> JobRecord:
     """One folder that cannot be read must not hide the other jobs."""
     try:
-        return read(folder)
+        return read_job(folder)
     except UsageError as error:
         at = JobDir(folder).settings.stat().st_mtime
-        return Job(folder=folder, name=folder.name, state="damaged", why=error.message, step=0, total=0, workers=0,
-                   loss=None, checkpoint=0, started=at)  # fmt: skip
+        return JobRecord(
+            folder=folder, name=folder.name, state="damaged", why=error.message, step=0, total=0, workers=0, loss=None,
+            checkpoint=0, started=at,
+        )  # fmt: skip
 
 
-def read(folder: Path) -> Job:
+def read_job(folder: Path) -> JobRecord:
     """What is on the disk of the job in `folder`. Raises UsageError when there is none."""
     settings = job_settings.load(folder)
     launch = JobDir(folder).read_launch()
     state, why = _state(folder, launch)
-    last = _journal(folder)
+    last = _read_journal(folder)
     commit, view, saved = last.get("COMMIT", {}), last.get("VIEW", {}), last.get("CKPT", {}).get("step", -1)
-    return Job(
+    return JobRecord(
         folder=folder,
         name=settings.name,
         state=state,
@@ -118,7 +120,7 @@ def _state(folder: Path, launch: LaunchRecord | None) -> tuple[State, str]:
     return "dead", "its launcher was killed"
 
 
-def _journal(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_journal(folder: Path) -> dict[str, dict[str, Any]]:
     """The newest row of each kind in the master's log, which may be written meanwhile; TRUNCATE only if no step
     followed it."""
     uri = f"file:{quote(str(JobDir(folder).journal))}?mode=ro"
@@ -134,7 +136,7 @@ def _journal(folder: Path) -> dict[str, dict[str, Any]]:
 
 def last_view(folder: Path) -> tuple[str, ...]:
     """The workers that the job's last group had."""
-    return tuple(_journal(folder).get("VIEW", {}).get("members", ()))
+    return tuple(_read_journal(folder).get("VIEW", {}).get("members", ()))
 
 
 # The master of a running job. --------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def scale(folder: Path, workers: int) -> None:
 
 
 def _expect_running(folder: Path) -> None:
-    job = read(folder)
+    job = read_job(folder)
     if job.state != "running":
         raise UsageError(
             f"job '{job.name}' is not running: it is {job.state}{f' ({job.why})' if job.why else ''}",
@@ -194,7 +196,7 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
         yield ask
 
 
-def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
+def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> JobRecord:
     """Ends the job and returns what is left of it; the steps after its newest checkpoint will be done again.
 
     Asks for a checkpoint, and waits for it up to `patience_s`. Raises UsageError when the job does
@@ -214,7 +216,7 @@ def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> Job:
         if time.monotonic() > deadline:
             raise TrainError(f"the job in {folder} did not end within {END_S:.0f} s", hint="kill its launcher")
         time.sleep(0.05)  # asks again
-    return read(folder)
+    return read_job(folder)
 
 
 def _await_checkpoint(folder: Path, patience_s: float) -> None:
@@ -223,13 +225,13 @@ def _await_checkpoint(folder: Path, patience_s: float) -> None:
     while time.monotonic() < deadline and JobDir(folder).is_held():
         if not wanted:
             with contextlib.suppress(TrainError):  # the master is away; its successor may answer
-                wanted = _asked_to_save(folder)
-        if wanted and read(folder).checkpoint >= wanted:
+                wanted = _request_checkpoint(folder)
+        if wanted and read_job(folder).checkpoint >= wanted:
             return
         time.sleep(0.1)  # asks again
 
 
-def _asked_to_save(folder: Path) -> int:
+def _request_checkpoint(folder: Path) -> int:
     """So many steps the checkpoint that was just asked for will have at least. Raises TrainError."""
     with _master(folder) as ask:
         wanted: int = ask("Save", pb.Cursor()).save_from

@@ -65,8 +65,8 @@ class LocalJob:
         self.master: MasterProcess | None = None
         self.restarts = 0
         self._port = 0
-        self._said: queue.Queue[pb.Events] = queue.Queue()
-        self._line: grpc.Channel | None = None
+        self._events: queue.Queue[pb.Events] = queue.Queue()
+        self._master_channel: grpc.Channel | None = None
         """To the master, whichever it is: they have one port."""
         self._closing = False
         self._page = ""
@@ -75,19 +75,19 @@ class LocalJob:
         with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
             held.callback(os.close, self.folder.hold())
             held.enter_context(shutdown.signals_as_errors(self.job_dir))
-            _bury(self.folder.read_launch())
+            _kill_leftovers(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
-            held.push(lambda kind, error, trace: self._tell_the_end(launch, error))
+            held.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
-            self._say("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
+            self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self._prepare()
             held.callback(self._clean)
             held.callback(self._end_processes)
             self.agent = self._start_agent()
             self._start_master()
-            self._held = held.pop_all()
+            self._exits = held.pop_all()
         return self
 
     def _prepare(self) -> None:
@@ -98,7 +98,7 @@ class LocalJob:
         self.life, self._life_end = os.pipe()
         self._sweep()
 
-    def _say(self, name: str, /, **fields: events.Field) -> None:
+    def _emit(self, name: str, /, **fields: events.Field) -> None:
         """An event of the launcher's own, for this process and for those who read the job's folder."""
         events.emit(name, **fields)
         self.folder.record(name, **fields)
@@ -114,13 +114,13 @@ class LocalJob:
 
     def __exit__(self, *error: Any) -> None:
         with shutdown.no_second_ctrl_c():
-            self._held.__exit__(*error)
+            self._exits.__exit__(*error)
 
     def _end_processes(self) -> None:
         self._closing = True
         self._stop_master()
-        if self._line is not None:
-            self._line.close()  # who waits at it for another master waits no more
+        if self._master_channel is not None:
+            self._master_channel.close()  # who waits at it for another master waits no more
         os.close(self._life_end)  # the end of every process of the job
         if self.master is not None:
             self.master.end()
@@ -133,8 +133,8 @@ class LocalJob:
         self._sweep()
         self.folder.remove_secret()
 
-    def _tell_the_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
-        outcome, why = shutdown.ended_by(error)
+    def _record_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
+        outcome, why = shutdown.describe_end(error)
         with contextlib.suppress(errors.StorageError):  # a full disk may be why it ends
             self.folder.write_launch(msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why))
         self.folder.record("launcher.ended", outcome=outcome, why=why)
@@ -186,33 +186,33 @@ class LocalJob:
         while summary is None:
             said = None
             with contextlib.suppress(queue.Empty):
-                said = self._said.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
+                said = self._events.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
             for event in said.events if said is not None else ():
-                summary = self._hear(event) or summary
+                summary = self._handle_event(event) or summary
             ended = said is not None and not said.events
             if summary is None and (ended or time.monotonic() >= looked_at + POLL_S):
                 looked_at = time.monotonic()
                 self._keep_alive(EXIT_S if ended else 0.0)
         if self.settings.script:
-            shutdown.let_scripts_end(self.job_dir, self.socket)
+            shutdown.wait_for_scripts(self.job_dir, self.socket)
         return summary
 
-    def _hear(self, event: pb.Event) -> dict[str, Any] | None:
+    def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the end."""
         if event.name == "step.applied" and not events.has_listener():
             return None  # they are many
         fields = json.loads(event.fields)
         if event.name == "job.failed":
-            raise _error(fields)
+            raise _make_error(fields)
         events.emit(event.name, **{key: value for key, value in fields.items() if key != "summary"})
         if event.name == "view.published" and not self._page:
-            self._tell_the_page()
+            self._announce_page()
         if event.name == "job.stopping":
-            raise shutdown.stopped(fields["why"], self.job_dir)
+            raise shutdown.make_stopped_error(fields["why"], self.job_dir)
         found: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
         return found
 
-    def _tell_the_page(self) -> None:
+    def _announce_page(self) -> None:
         """Not for JOB/events.jsonl: the address holds a token, and that file is everybody's."""
         master = self.folder.read_master()
         self._page = "" if master is None else master.page
@@ -223,13 +223,13 @@ class LocalJob:
         """Brings the master's events, of every life of the master, in order."""
         while not self._closing:
             with contextlib.suppress(grpc.RpcError, errors.TrainError, ValueError):  # ValueError: the line was closed
-                self._line = self._line or self._channel()
-                master = pb_grpc.MasterStub(self._line)
+                self._master_channel = self._master_channel or self._channel()
+                master = pb_grpc.MasterStub(self._master_channel)
                 if self._closing:  # while the line was made, which nobody else will close
-                    self._line.close()
+                    self._master_channel.close()
                 for bundle in master.Follow(pb.Cursor(after=0), metadata=self._metadata, wait_for_ready=True):
-                    self._said.put(bundle)
-            self._said.put(pb.Events())
+                    self._events.put(bundle)
+            self._events.put(pb.Events())
             time.sleep(0.05)  # the master is away; it is being started again
 
     def _keep_alive(self, patience_s: float = 0.0) -> None:
@@ -239,8 +239,8 @@ class LocalJob:
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
-        if master == 0 and self._said.empty():  # it was asked to end, and its last words did not come through
-            raise shutdown.stopped("its master was asked to end", self.job_dir)
+        if master == 0 and self._events.empty():  # it was asked to end, and its last words did not come through
+            raise shutdown.make_stopped_error("its master was asked to end", self.job_dir)
         if master:
             self._count_restart("master", master)
             self._start_master()
@@ -252,7 +252,7 @@ class LocalJob:
                 f"the job's {role} and its like died {self.restarts} times; last exit code {code}",
                 hint=f"see {self.folder.log(role)}; go on with --resume",
             )
-        self._say(f"{role}.lost", code=code, restarts=self.restarts)
+        self._emit(f"{role}.lost", code=code, restarts=self.restarts)
 
 
 def detach(job_dir: Path) -> int:
@@ -293,7 +293,7 @@ def main() -> None:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
-def _bury(before: LaunchRecord | None) -> None:
+def _kill_leftovers(before: LaunchRecord | None) -> None:
     """Ends what a launcher that was killed has left: a process that was stopped before it watched the lifeline."""
     if before is None or before.ended or not before.scratch:
         return
@@ -315,17 +315,17 @@ def libraries_of(recipe: Path) -> list[str]:
         return []
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return [name for name in dict.fromkeys(names) if _installed(name.partition(".")[0])]
+    return [name for name in dict.fromkeys(names) if _is_installed(name.partition(".")[0])]
 
 
-def _installed(top: str) -> bool:
+def _is_installed(top: str) -> bool:
     spec = importlib.util.find_spec(top)
     return spec is not None and any(
         part in ("site-packages", "dist-packages") for part in Path(spec.origin or "").parts
     )
 
 
-def _error(fields: dict[str, Any]) -> errors.TruelineError:
+def _make_error(fields: dict[str, Any]) -> errors.TruelineError:
     """The error that a job failed with, of the class its code names."""
     kinds = {kind.code: kind for kind in _kinds(errors.TruelineError)}
     kind = kinds.get(fields["code"], errors.TrainError)

@@ -14,7 +14,7 @@ from trueline.recipe.contract import Defaults
 from trueline.train.settings import JobSettings, Precision, Shuffle, check_backend, device_kind
 
 
-class Wanted(TypedDict, total=False):
+class Overrides(TypedDict, total=False):
     """Settings of a job that a caller may give; what is None or left out is the recipe's, else the usual value.
 
     What each means is said in `settings.JobSettings`.
@@ -56,18 +56,20 @@ _LEAST = {
 }  # fmt: skip
 
 
-def given(wanted: Wanted) -> dict[str, Any]:
+def collect_overrides(wanted: Overrides) -> dict[str, Any]:
     """What was really asked for. Raises UsageError for a name that is no setting."""
     for name in wanted:
-        if name not in Wanted.__annotations__:
-            near = closest(name, Wanted.__annotations__)
+        if name not in Overrides.__annotations__:
+            near = closest(name, Overrides.__annotations__)
             raise UsageError(f"there is no setting '{name}'", hint=f"did you mean '{near}'?" if near else "")
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def applied(job: JobSettings, wanted: Wanted, *, cores: int, metrics: Mapping[str, Any] | None = None) -> JobSettings:
+def apply_overrides(
+    job: JobSettings, wanted: Overrides, *, cores: int, metrics: Mapping[str, Any] | None = None
+) -> JobSettings:
     """`job` with what is wanted, checked. `metrics` are the recipe's, by name. Raises UsageError."""
-    wishes = given(wanted)
+    wishes = collect_overrides(wanted)
     for name, value in wishes.items():
         if isinstance(value, float) and not math.isfinite(value):  # JSON, in which settings travel, has no word for it
             raise UsageError(f"{name} is {value}, expected a finite number")
@@ -100,7 +102,7 @@ def _check_monitor(monitor: str, metrics: Mapping[str, Any]) -> None:
         )
 
 
-def usual(defaults: Defaults) -> dict[str, Any]:
+def defaults_of(defaults: Defaults) -> dict[str, Any]:
     """The recipe's own values, by the names of JobSettings."""
     return asdict(defaults)
 

@@ -36,7 +36,7 @@ def signals_as_errors(job_dir: Path) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         for ours in usual:
             signal.signal(ours, signal.SIG_IGN)  # the first one is enough: what follows is cleaning up
-        raise stopped(f"the launcher got {signal.Signals(number).name}", job_dir)
+        raise make_stopped_error(f"the launcher got {signal.Signals(number).name}", job_dir)
 
     usual = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
     for ours in usual:
@@ -60,7 +60,7 @@ def no_second_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def ended_by(error: BaseException | None) -> tuple[Outcome, str]:
+def describe_end(error: BaseException | None) -> tuple[Outcome, str]:
     """How a launch ended that was left by `error`, and why."""
     if error is None:
         return "finished", ""
@@ -71,12 +71,12 @@ def ended_by(error: BaseException | None) -> tuple[Outcome, str]:
     return "failed", error.message if isinstance(error, errors.TruelineError) else f"{type(error).__name__}: {error}"
 
 
-def stopped(why: str, job_dir: Path) -> errors.JobStopped:
+def make_stopped_error(why: str, job_dir: Path) -> errors.JobStopped:
     """The error of a job that was asked to end."""
     return errors.JobStopped(f"{_STOPPED}{why}", hint=f"go on with `trueline resume {job_dir}`")
 
 
-def let_scripts_end(job_dir: Path, agent: Path) -> None:
+def wait_for_scripts(job_dir: Path, agent: Path) -> None:
     """Returns when the processes of the last group have ended: a script may do something with what it trained.
 
     Newcomers that wait for a view, now in vain, do not count. Raises TrainError when one ends badly.

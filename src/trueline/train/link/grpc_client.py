@@ -97,7 +97,7 @@ class MasterLink:
                         if self.leads:  # the others wait for their next heartbeat
                             self._send_soon()
             except grpc.RpcError as error:
-                self._fence_or_wait(error)
+                self._end_if_fenced(error)
             was_away = True
             time.sleep(RETRY_S)  # the master is away
 
@@ -209,10 +209,10 @@ class MasterLink:
             try:
                 return method(request, metadata=self._metadata, wait_for_ready=True)
             except grpc.RpcError as error:
-                self._fence_or_wait(error)
+                self._end_if_fenced(error)
                 time.sleep(RETRY_S)  # the master is away
 
-    def _fence_or_wait(self, error: grpc.RpcError) -> None:
+    def _end_if_fenced(self, error: grpc.RpcError) -> None:
         """Returns when the master may come back; ends the process when the master has fenced this worker."""
         code = error.code()
         away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)

@@ -25,7 +25,7 @@ from trueline.train.master.publisher import EventPublisher
 from trueline.train.membership import decide as members
 from trueline.train.membership import events as h
 from trueline.train.membership.autoscale import Bounds, Scaling, decide
-from trueline.train.membership.state import Policy, State
+from trueline.train.membership.state import MembershipPolicy, State
 from trueline.train.settings import JobSettings
 from trueline.wire import train_pb2 as pb
 
@@ -59,7 +59,7 @@ class Master:
             job, job_dir, journal, engine, secret, now,
         )  # fmt: skip
         self.folder = JobDir(job_dir)
-        self.policy = Policy(
+        self.policy = MembershipPolicy(
             workers=job.min_workers if job.autoscale else job.workers,
             min_workers=job.min_workers,
             lease_s=job.lease_s,
@@ -80,7 +80,7 @@ class Master:
         """Set when there is a new view; the next one gets a new event."""
         self.publisher = EventPublisher(self.folder.events)
         self._scaling = Scaling()
-        self._deaths: dict[str, h.Gone] = {}
+        self._deaths: dict[str, h.Death] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0
         """An operator asks for a checkpoint of so many steps or more; 0: nobody."""
@@ -278,10 +278,10 @@ class Master:
                     if seen.alive:
                         self.emit("worker.running", worker=seen.ref, pid=seen.pid)
                     else:
-                        self._note_death(h.Gone(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
+                        self._note_death(h.Death(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
             await asyncio.sleep(TICK_S)
 
-    def _note_death(self, gone: h.Gone) -> None:
+    def _note_death(self, gone: h.Death) -> None:
         """Deaths that are noticed in the same turn of the loop are decided on together."""
         if gone.ref not in self.state.members and gone.ref not in self.state.pending:
             return
@@ -294,7 +294,7 @@ class Master:
         if self.state.phase == "running":
             for gone in lost.values():
                 self.emit("worker.lost", worker=gone.ref, why=gone.why)
-        self.handle(h.Lost(tuple(lost.values())))
+        self.handle(h.Deaths(tuple(lost.values())))
 
     async def adopt(self, *, launch: bool = True) -> None:
         """Finds out from the engine who runs. `launch`: the launcher starts or resumes the job, not only its master."""
@@ -317,12 +317,17 @@ class Master:
             if self.now() - looked > CAPACITY_S:
                 with contextlib.suppress(OSError):  # an engine that is away has the room that it had
                     room, looked = await self.engine.capacity(), self.now()
-            if state.phase != "running" or not state.released or state.finishing or len(state.view) != state.wanted:
+            if (
+                state.phase != "running"
+                or not state.released
+                or state.finishing
+                or len(state.view) != state.target_workers
+            ):
                 continue
             bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=room)
             wanted, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
             if why:
-                self.handle(h.Scale(wanted + state.workers - state.wanted, why))
+                self.handle(h.Scale(wanted + state.workers - state.target_workers, why))
 
     # For operators. ----------------------------------------------------------------------------------------------
 

@@ -247,7 +247,7 @@ class JobProgress:
             "reading_s": self.reading_s,
             "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
-            "set_aside": state.reported(),
+            "set_aside": state.list_set_aside(),
             "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
         }
 

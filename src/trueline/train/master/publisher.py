@@ -36,7 +36,7 @@ _FREQUENT = {"step.applied"}
 def encode_fields(fields: dict[str, Field]) -> bytes:
     """`fields` as JSON; numbers that are not finite as json writes them, which msgspec would make null.
 
-    >>> encoded({"step": 3, "loss": 0.5}), encoded({"loss": math.nan})
+    >>> encode_fields({"step": 3, "loss": 0.5}), encode_fields({"loss": math.nan})
     (b'{"step":3,"loss":0.5}', b'{"loss": NaN}')
     """
     if all(map(math.isfinite, (value for value in fields.values() if type(value) is float))):

@@ -37,7 +37,7 @@ class MasterService(pb_grpc.MasterServicer):
         if not known:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {ref} is not of this job any more")
 
-    async def _handle(self, event: h.Told, context: Context) -> None:
+    async def _handle(self, event: h.WorkerEvent, context: Context) -> None:
         await self._require(self.master.handle(event), event.ref, context)
 
     # Workers. --------------------------------------------------------------------------------------------------------
@@ -78,11 +78,11 @@ class MasterService(pb_grpc.MasterServicer):
     async def Finish(self, request: pb.Entry, context: Context) -> pb.Plan:
         if self.master.state.phase == "finished":
             return pb.Plan(finished=True)
-        happened = h.Done(request.ref, request.generation)
+        happened = h.Finished(request.ref, request.generation)
         return await self._wait(self.master.finishing, happened, request, context)
 
     async def _wait(
-        self, waiting: dict[str, asyncio.Future[pb.Plan]], happened: h.Told, request: pb.Entry, context: Context
+        self, waiting: dict[str, asyncio.Future[pb.Plan]], happened: h.WorkerEvent, request: pb.Entry, context: Context
     ) -> pb.Plan:
         if request.generation != self.master.state.generation:
             return pb.Plan(superseded=True)
@@ -92,7 +92,7 @@ class MasterService(pb_grpc.MasterServicer):
         return plan
 
     async def Report(self, request: pb.Progress, context: Context) -> pb.Ack:
-        await self._handle(h.Heard(request.ref, request.step, request.phase, request.phase_s), context)
+        await self._handle(h.Heartbeat(request.ref, request.step, request.phase, request.phase_s), context)
         committed = self.master.record_progress(request)
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
@@ -123,7 +123,7 @@ class MasterService(pb_grpc.MasterServicer):
         return pb.Ack()
 
     async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
-        await self._handle(h.Trying(request.ref, request.record, request.where), context)
+        await self._handle(h.Trial(request.ref, request.record, request.where), context)
         return pb.Ack()
 
     # Launchers and operators. ----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def describe_job(
         "members": people,
         "pending": list(state.pending),
         "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
-        "set_aside": state.reported(),
+        "set_aside": state.list_set_aside(),
         "careful": state.careful,
         "committed": state.committed,
         "total_steps": account.total_steps,

@@ -17,14 +17,14 @@ from __future__ import annotations
 from trueline.engine.contract import parse_ref
 from trueline.train.membership import events as h
 from trueline.train.membership.events import Action
-from trueline.train.membership.health import forgive, given_up, kill, lose, stranded
+from trueline.train.membership.health import count_stranded, find_overdue, forgive, kill, lose_workers
 from trueline.train.membership.poison import suspect
-from trueline.train.membership.state import Member, Policy, State, fill, form, settle
+from trueline.train.membership.state import Member, MembershipPolicy, State, fill, form, settle
 
 SMOOTH = 0.1
 
 
-def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Action]:
+def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -> list[Action]:
     """What `event` at time `now` (seconds, monotonic) means: changes `state` and returns what is to be done."""
     if state.phase in ("finished", "failed"):
         return []
@@ -33,57 +33,59 @@ def decide(state: State, event: h.Event, now: float, policy: Policy) -> list[Act
             return _begin(state, event, now, policy)
         case h.Tick():
             return _tick(state, now, policy)
-        case h.Gone():
-            return lose(state, [event], now, policy)
-        case h.Lost():
-            return lose(state, event.deaths, now, policy)
+        case h.Death():
+            return lose_workers(state, [event], now, policy)
+        case h.Deaths():
+            return lose_workers(state, event.deaths, now, policy)
         case h.Scale():
             return _scale(state, event, now, policy)
     member = state.members.get(event.ref)
     if member is not None:
         state.silence_s = max(state.silence_s, now - member.seen_at)
         member.seen_at = now
-        return _told(state, member, event, now, policy)
+        return _apply_worker_event(state, member, event, now, policy)
     if isinstance(event, h.Ready) and event.ref in state.pending:
         return _join(state, event, now, policy)
-    if isinstance(event, h.Heard) and event.ref in state.pending:
+    if isinstance(event, h.Heartbeat) and event.ref in state.pending:
         return []  # a heartbeat has overtaken the hello, which goes another way
     return [h.Fence(event.ref)]
 
 
-def _told(state: State, member: Member, event: h.Told, now: float, policy: Policy) -> list[Action]:
+def _apply_worker_event(
+    state: State, member: Member, event: h.WorkerEvent, now: float, policy: MembershipPolicy
+) -> list[Action]:
     match event:
-        case h.Heard():
-            return _heard(state, member, event, now, policy)
+        case h.Heartbeat():
+            return _apply_heartbeat(state, member, event, now, policy)
         case h.Ready():
             member.store, member.state = event.store, event.state
             return _release(state, now, policy)
         case h.Entered():
-            return _entered(state, member, event, now, policy)
-        case h.Done():
-            return _done(state, member, event)
+            return _apply_entry(state, member, event, now, policy)
+        case h.Finished():
+            return _apply_finish(state, member, event)
         case h.Leaving():
             member.leaving = True
             return settle(state, policy)
-        case h.Trying():
+        case h.Trial():
             member.trying, member.trying_where = event.record, event.where
             return []
         case h.Suspect():
             return suspect(state, event, policy)
         case h.Saved():
-            return _saved(state, event)
+            return _apply_checkpoint(state, event)
         case h.GroupBroken():
-            return _broken(state, event)
+            return _apply_broken_group(state, event)
 
 
-def scale_fault(workers: int, policy: Policy) -> str:
+def scale_fault(workers: int, policy: MembershipPolicy) -> str:
     """Why the job cannot have so many workers; empty: it can."""
     if workers >= policy.min_workers:
         return ""
     return f"{workers} workers are fewer than the job's minimum of {policy.min_workers}; ask for at least as many"
 
 
-def _begin(state: State, event: h.Begin, now: float, policy: Policy) -> list[Action]:
+def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -> list[Action]:
     """Adopts what runs; where nothing does, all slots are filled anew."""
     if event.launch:
         state.workers, state.quarantined = policy.workers, {}
@@ -93,11 +95,11 @@ def _begin(state: State, event: h.Begin, now: float, policy: Policy) -> list[Act
         rows: list[Action] = [h.Log("LAUNCH", {"workers": state.workers})] if event.launch else []
         return [*rows, *fill(state, now)]
     state.pending = dict.fromkeys(event.alive - state.members.keys(), now)
-    dead = [h.Gone(ref, "died while the master was away") for ref in state.members if ref not in event.alive]
-    return lose(state, dead, now, policy)
+    dead = [h.Death(ref, "died while the master was away") for ref in state.members if ref not in event.alive]
+    return lose_workers(state, dead, now, policy)
 
 
-def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Action]:
+def _join(state: State, event: h.Ready, now: float, policy: MembershipPolicy) -> list[Action]:
     del state.pending[event.ref]
     slot = parse_ref(event.ref)[1]
     state.members[event.ref] = Member(ref=event.ref, slot=slot, store=event.store, state=event.state, seen_at=now)
@@ -107,16 +109,16 @@ def _join(state: State, event: h.Ready, now: float, policy: Policy) -> list[Acti
     return settle(state, policy)
 
 
-def _gather(state: State, now: float, policy: Policy) -> list[Action]:
+def _gather(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     """The first view, or one after all had died: with everybody who is on the way, but not for ever.
 
     A slot that died and has to wait before it is filled again is not waited for: who is in it joins later.
     """
-    wanted = state.wanted
+    wanted = state.target_workers
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
     if len(state.members) < wanted and state.pending and not waited:
         return []
-    ready = sum(member.left_at is None and not state.goes(member) for member in state.members.values())
+    ready = sum(member.left_at is None and not state.is_leaving(member) for member in state.members.values())
     if not ready or ready < min(wanted, policy.min_workers):
         return []
     if ready >= wanted:
@@ -128,7 +130,7 @@ def _gather(state: State, now: float, policy: Policy) -> list[Action]:
     return []
 
 
-def _entered(state: State, member: Member, event: h.Entered, now: float, policy: Policy) -> list[Action]:
+def _apply_entry(state: State, member: Member, event: h.Entered, now: float, policy: MembershipPolicy) -> list[Action]:
     if event.generation != state.generation or member.rank < 0:
         return []  # superseded: the shell answers so
     member.entered, member.steps = event.step, max(event.step, member.steps)
@@ -138,7 +140,7 @@ def _entered(state: State, member: Member, event: h.Entered, now: float, policy:
     return _release(state, now, policy)
 
 
-def _release(state: State, now: float, policy: Policy) -> list[Action]:
+def _release(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     """Lets the group form when every member of the view has entered and they are enough."""
     view = state.view
     if state.released or state.awaited or not view:
@@ -167,7 +169,9 @@ def _release(state: State, now: float, policy: Policy) -> list[Action]:
     return actions + settle(state, policy)
 
 
-def _heard(state: State, member: Member, event: h.Heard, now: float, policy: Policy) -> list[Action]:
+def _apply_heartbeat(
+    state: State, member: Member, event: h.Heartbeat, now: float, policy: MembershipPolicy
+) -> list[Action]:
     first = member.steps < 0 <= event.step
     member.phase, member.phase_s = event.phase, event.phase_s
     if event.step > member.steps:
@@ -189,7 +193,7 @@ def _pace(state: State, steps: int, now: float) -> None:
     state.stepped_at = now
 
 
-def _done(state: State, member: Member, event: h.Done) -> list[Action]:
+def _apply_finish(state: State, member: Member, event: h.Finished) -> list[Action]:
     if event.generation != state.generation or member.rank < 0:
         return []
     state.finishing = True
@@ -200,7 +204,7 @@ def _done(state: State, member: Member, event: h.Done) -> list[Action]:
     return [h.Finish()]
 
 
-def _saved(state: State, event: h.Saved) -> list[Action]:
+def _apply_checkpoint(state: State, event: h.Saved) -> list[Action]:
     """The newest checkpoint counts; one that is written late by a former rank 0 does not take its place."""
     if event.step < state.checkpoint_step <= state.committed:
         return []
@@ -208,18 +212,18 @@ def _saved(state: State, event: h.Saved) -> list[Action]:
     return [h.Log("CKPT", {"step": event.step, "path": event.path, "digest": event.digest})]
 
 
-def _broken(state: State, event: h.GroupBroken) -> list[Action]:
+def _apply_broken_group(state: State, event: h.GroupBroken) -> list[Action]:
     """Only who was let go into a group can say so; a master that came back may not remember that it was."""
     if event.generation != state.generation:
         return []
     return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
 
 
-def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Action]:
+def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -> list[Action]:
     """Fills new slots, or lets the highest ones leave by a planned view. Those in quarantine are tried again when the
     job grows, and when too few would be left without them."""
     before, state.workers = state.workers, event.workers
-    again = event.workers >= before or state.wanted < policy.min_workers
+    again = event.workers >= before or state.target_workers < policy.min_workers
     if again:
         state.quarantined = {}
     waiting = [ref for ref in state.pending if parse_ref(ref)[1] >= event.workers]
@@ -234,17 +238,17 @@ def _scale(state: State, event: h.Scale, now: float, policy: Policy) -> list[Act
     return actions + (_gather(state, now, policy) if state.phase == "gathering" else settle(state, policy))
 
 
-def _tick(state: State, now: float, policy: Policy) -> list[Action]:
+def _tick(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     forgive(state, now, policy)
-    deaths = given_up(state, now, policy)
-    actions = [*kill(deaths), *lose(state, deaths, now, policy)] if deaths else []
+    deaths = find_overdue(state, now, policy)
+    actions = [*kill(deaths), *lose_workers(state, deaths, now, policy)] if deaths else []
     if state.phase == "failed":
         return actions
     if state.phase == "gathering" and state.members:
         actions += _gather(state, now, policy)
     if state.incarnations and now >= state.fill_at:
         actions += fill(state, now)
-    if count := stranded(state, policy):
+    if count := count_stranded(state, policy):
         return actions + form(state, f"{count} wait in a group that others have left", forced=True)
     if state.careful and state.committed > state.died_at and state.released and not state.finishing:
         return actions + form(state, "a step was applied: records are tried together again", forced=False)

@@ -35,7 +35,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Death:
     ref: str
     why: str
     clean: bool = False
@@ -45,10 +45,10 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Deaths:
     """Deaths that were noticed together: they cost one view."""
 
-    deaths: tuple[Gone, ...]
+    deaths: tuple[Death, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Finished:
     ref: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Heartbeat:
     ref: str
     step: int
     phase: str = ""
@@ -104,7 +104,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Trying:
+class Trial:
     """The worker is about to try `record` alone; -1: it has tried all."""
 
     ref: str
@@ -125,9 +125,9 @@ class Tick:
     """Time passed."""
 
 
-Told = Ready | Entered | Done | Heard | Leaving | GroupBroken | Saved | Suspect | Trying
+WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
 """What a worker says itself: it has to be of this job."""
-Event = Told | Begin | Gone | Lost | Scale | Tick
+Event = WorkerEvent | Begin | Death | Deaths | Scale | Tick
 
 
 # What to do. ---------------------------------------------------------------------------------------------------

@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 
 from trueline.engine.contract import parse_ref
-from trueline.train.membership.events import Action, FailJob, Gone, Kill, Log
-from trueline.train.membership.poison import accuse, death
-from trueline.train.membership.state import Failures, Member, Policy, State, fill, form, named
+from trueline.train.membership.events import Action, Death, FailJob, Kill, Log
+from trueline.train.membership.poison import accuse, note_deaths
+from trueline.train.membership.state import Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
 BUSY = ("reading", "computing")
 FADE = 0.99
 """What a tick (0.25 s) leaves of `State.silence_s`: half after 17 s."""
 
 
-def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> list[Action]:
+def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: MembershipPolicy) -> list[Action]:
     """Deaths that were noticed together: one forced view without the dead, and replacements."""
     actions: list[Action] = []
     in_view: list[tuple[Member, str]] = []
@@ -29,10 +29,10 @@ def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> li
         actions += _blame(state, gone, member, now, policy)
         if state.phase == "failed":
             return actions
-    death(state, [member for member, _ in in_view])
+    note_deaths(state, [member for member, _ in in_view])
     if in_view:
         refs = [member.ref for member, _ in in_view]
-        reason = f"{named(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
+        reason = f"{join_refs(refs)} {'is' if len(refs) == 1 else 'are'} gone: {in_view[0][1]}"
         actions += form(state, reason, forced=True)
     if in_view and policy.refill_s and len(state.view) >= policy.min_workers:
         state.fill_at = now + policy.refill_s
@@ -40,12 +40,12 @@ def lose(state: State, deaths: Sequence[Gone], now: float, policy: Policy) -> li
     return actions + fill(state, now)
 
 
-def _at_work(member: Member, gone: Gone) -> bool:
+def _at_work(member: Member, gone: Death) -> bool:
     """Whether it was to leave after a last step with the others and may have died in it: they have to be cut off."""
     return member.left and member.left_at is None and not gone.clean
 
 
-def _blame(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+def _blame(state: State, gone: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
     """A death counts against the record that was being tried, else against the slot."""
     if member is None or member.trying < 0:
         return _count(state, gone, member, now, policy)
@@ -54,11 +54,11 @@ def _blame(state: State, gone: Gone, member: Member | None, now: float, policy: 
     return accuse(state, [member.trying], gone.ref, why, policy, member.trying_where)
 
 
-def _count(state: State, gone: Gone, member: Member | None, now: float, policy: Policy) -> list[Action]:
+def _count(state: State, gone: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
     slot = parse_ref(gone.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)
-        return _crashed(state, gone, now, policy) if gone.failed and slot < state.workers else []
+        return _count_crash(state, gone, now, policy) if gone.failed and slot < state.workers else []
     before = state.failures.get(slot, Failures(0, state.committed, now))
     count = before.count + 1
     since = before.since_step if count > 1 else state.committed
@@ -72,7 +72,7 @@ def _count(state: State, gone: Gone, member: Member | None, now: float, policy: 
     return _quarantine(state, gone.ref, why, policy)
 
 
-def _crashed(state: State, gone: Gone, now: float, policy: Policy) -> list[Action]:
+def _count_crash(state: State, gone: Death, now: float, policy: MembershipPolicy) -> list[Action]:
     """A failure after steps: what stands out against the other slots is the slot's, and the job is better off without.
 
     Where all fail alike it is the code or the data, and each replacement still brings some steps.
@@ -84,44 +84,47 @@ def _crashed(state: State, gone: Gone, now: float, policy: Policy) -> list[Actio
     mine.append(now)
     others = sum(len(times) for one, times in state.crashes.items() if one != slot)
     enough = len(mine) >= 2 * policy.max_failures and len(mine) > 2 * others
-    if not enough or state.wanted - 1 < max(policy.min_workers, 1):
+    if not enough or state.target_workers - 1 < max(policy.min_workers, 1):
         return []
     del state.crashes[slot]
     why = f"worker slot {slot} failed {len(mine)} times in {now - mine[0]:.0f} s, all others {others} times; last: "
     return _quarantine(state, gone.ref, why + gone.why, policy)
 
 
-def _quarantine(state: State, ref: str, why: str, policy: Policy) -> list[Action]:
+def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> list[Action]:
     slot = parse_ref(ref)[1]
     state.quarantined[slot] = why
     state.failures.pop(slot, None)
     actions: list[Action] = [Log("QUARANTINE", {"slot": slot, "worker": ref, "why": why})]
-    if state.wanted < policy.min_workers:
+    if state.target_workers < policy.min_workers:
         state.phase = "failed"
-        reasons = named(list(state.quarantined.values()))
-        why = f"{state.wanted} of {state.workers} slots are left, at least {policy.min_workers} are needed: {reasons}"
+        reasons = join_refs(list(state.quarantined.values()))
+        why = (
+            f"{state.target_workers} of {state.workers} slots are left, at least {policy.min_workers} are "
+            f"needed: {reasons}"
+        )
         actions.append(FailJob("train", why))
     return actions
 
 
-def given_up(state: State, now: float, policy: Policy) -> list[Gone]:
+def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Death]:
     """Whom to kill at this moment, and why."""
     found = []
     lease_s = lease(state, policy)
     for member in state.members.values():
         if now - member.seen_at > lease_s:
-            found.append(Gone(member.ref, f"silent for {now - member.seen_at:.1f} s"))
+            found.append(Death(member.ref, f"silent for {now - member.seen_at:.1f} s"))
         elif member.left_at is not None and now - member.left_at > policy.leave_s:
-            found.append(Gone(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
-        elif member.rank < 0 and not member.left and state.goes(member):
-            found.append(Gone(member.ref, "not needed any more"))
+            found.append(Death(member.ref, f"still there {now - member.left_at:.0f} s after the others went on"))
+        elif member.rank < 0 and not member.left and state.is_leaving(member):
+            found.append(Death(member.ref, "not needed any more"))
     for ref, at in state.pending.items():
         if now - at > policy.start_s:
-            found.append(Gone(ref, f"not ready {now - at:.0f} s after its start"))
+            found.append(Death(ref, f"not ready {now - at:.0f} s after its start"))
     return found or _stuck(state, policy)
 
 
-def _stuck(state: State, policy: Policy) -> list[Gone]:
+def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:
     """Members that compute while all others wait for them: for too long, by what the job is used to.
 
     Nobody is stuck before a step of its own (compilers, caches), and not because the others waited for a moment only:
@@ -137,13 +140,13 @@ def _stuck(state: State, policy: Policy) -> list[Gone]:
                 return []
         elif member.phase in BUSY and member.stepped and member.phase_s > patience:
             what = f"stuck: {member.phase} for {member.phase_s:.1f} s while all others wait"
-            stuck.append(Gone(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
+            stuck.append(Death(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
         else:
             return []
     return stuck if waited else []
 
 
-def stranded(state: State, policy: Policy) -> int:
+def count_stranded(state: State, policy: MembershipPolicy) -> int:
     """How many members wait in a group that others have left for a planned view: nobody has cut it."""
     if state.released or state.cut_below == state.generation:
         return 0
@@ -155,25 +158,25 @@ def stranded(state: State, policy: Policy) -> int:
     return len(rest) if went_on and waiting else 0
 
 
-def _patience(state: State, policy: Policy) -> float:
+def _patience(state: State, policy: MembershipPolicy) -> float:
     return max(policy.stuck_s, 10.0 * state.usual_s)
 
 
-def lease(state: State, policy: Policy) -> float:
+def lease(state: State, policy: MembershipPolicy) -> float:
     """For how long a member may be silent at this moment, in seconds.
 
     Where living members were silent for longer than usual, as on a machine that gives its processes their cores late,
     silence tells less: the lease is three times the longest such silence of late, up to ten times the usual lease.
     Source: accrual failure detection, which judges a silence by those before it (Hayashibara et al., SRDS 2004).
 
-    >>> policy = Policy(workers=2, lease_s=3.0)
+    >>> policy = MembershipPolicy(workers=2, lease_s=3.0)
     >>> [lease(State(workers=2, silence_s=s), policy) for s in (0.6, 2.0, 60.0)]
     [3.0, 6.0, 30.0]
     """
     return max(policy.lease_s, min(3.0 * state.silence_s, 10.0 * policy.lease_s))
 
 
-def forgive(state: State, now: float, policy: Policy) -> None:
+def forgive(state: State, now: float, policy: MembershipPolicy) -> None:
     """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
     late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
     state.ticked_at = now
@@ -185,5 +188,5 @@ def forgive(state: State, now: float, policy: Policy) -> None:
         state.pending.update({ref: min(now, at + late) for ref, at in state.pending.items()})
 
 
-def kill(deaths: Sequence[Gone]) -> list[Action]:
+def kill(deaths: Sequence[Death]) -> list[Action]:
     return [Kill(gone.ref, gone.why) for gone in deaths]

@@ -46,7 +46,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldLease:
     worker: str
     at: int
     """What is before it is committed."""
@@ -71,7 +71,7 @@ class Leases:
     rates: dict[str, float] = field(default_factory=dict)
     """Records a second of each worker, smoothed."""
     _free: list[tuple[int, int]] = field(default_factory=list)
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: dict[int, _HeldLease] = field(default_factory=dict)
     _count: int = 0
     _committed: int = 0
 
@@ -89,7 +89,7 @@ class Leases:
     def finished(self) -> bool:
         return self._committed == self.num_records
 
-    def begun(self) -> list[Row]:
+    def first_rows(self) -> list[Row]:
         """What to write before the first lease is given out: tokens of this master are its own."""
         return [("LEASES", {"epoch": self.epoch, "incarnation": self.incarnation, "num_records": self.num_records})]
 
@@ -104,7 +104,7 @@ class Leases:
             stop = start + size
         self._count += 1
         token = (self.incarnation << 32) | self._count
-        self._held[token] = _Held(worker, start, stop, now, now + self.lease_s)
+        self._held[token] = _HeldLease(worker, start, stop, now, now + self.lease_s)
         return Lease(token=token, start=start, stop=stop)
 
     def _size(self, worker: str) -> int:
@@ -143,7 +143,7 @@ class Leases:
             del self._held[token]
         return rows
 
-    def lost(self, worker: str) -> int:
+    def release(self, worker: str) -> int:
         """The worker is gone: what it had not committed is free. Returns how many records that is."""
         self.rates.pop(worker, None)
         return sum(self._return(token) for token in [t for t, held in self._held.items() if held.worker == worker])
@@ -173,7 +173,7 @@ class Leases:
         self._free = found
 
 
-def replayed(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:
+def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:
     """The leases of `epoch` as a master finds them that comes back: what was committed is done, all else is free, and
     tokens that were given out before are worth nothing. Raises UsageError when the rows are of other records.
     """

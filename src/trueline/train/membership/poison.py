@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trueline.train.membership.events import Action, FailJob, Log, Suspect
-from trueline.train.membership.state import Member, Policy, State, form, named
+from trueline.train.membership.state import Member, MembershipPolicy, State, form, join_refs
 
 WHY_CHARS = WHERE_CHARS = 300
 
 
-def suspect(state: State, event: Suspect, policy: Policy) -> list[Action]:
+def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Action]:
     """A worker's votes. A forced view that forms already cuts its group; another is for what was set aside."""
     before = len(state.set_aside)
     actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
@@ -25,11 +25,17 @@ def suspect(state: State, event: Suspect, policy: Policy) -> list[Action]:
     if state.phase == "failed" or (forming and not aside):
         return actions
     state.rotation += 1
-    what = f"{_records(aside)} set aside" if aside else f"{_records(event.records)} failed at {event.ref}"
+    what = (
+        f"{_describe_records(aside)} set aside"
+        if aside
+        else f"{_describe_records(event.records)} failed at {event.ref}"
+    )
     return actions + form(state, what, forced=True)
 
 
-def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Policy, where: str = "") -> list[Action]:
+def accuse(
+    state: State, records: Sequence[int], ref: str, why: str, policy: MembershipPolicy, where: str = ""
+) -> list[Action]:
     """Enters one vote against each of `records`, which lie `where` the worker says."""
     actions: list[Action] = []
     alone = len(state.view) == 1 and state.released
@@ -52,22 +58,24 @@ def accuse(state: State, records: Sequence[int], ref: str, why: str, policy: Pol
     return actions
 
 
-def death(state: State, died: Sequence[Member]) -> None:
+def note_deaths(state: State, died: Sequence[Member]) -> None:
     """Members of a group that was at work have died: the second time without a step between calls for care."""
     if state.released and died:
         state.careful = state.careful or state.died_at == state.committed
         state.died_at = state.committed
 
 
-def _too_many(state: State, policy: Policy) -> str:
-    reasons = [f"{_placed(state, record)} ({why})" for record, why in state.set_aside.items()]
-    return f"{len(reasons)} records failed wherever they went, {policy.set_aside} may be set aside: {named(reasons)}"
+def _too_many(state: State, policy: MembershipPolicy) -> str:
+    reasons = [f"{_describe_record(state, record)} ({why})" for record, why in state.set_aside.items()]
+    return (
+        f"{len(reasons)} records failed wherever they went, {policy.set_aside} may be set aside: {join_refs(reasons)}"
+    )
 
 
-def _placed(state: State, record: int) -> str:
+def _describe_record(state: State, record: int) -> str:
     where = state.places.get(record)
     return f"record {record}, {where}" if where else f"record {record}"
 
 
-def _records(records: Sequence[int]) -> str:
-    return f"record{'s' if len(records) > 1 else ''} {named([str(record) for record in records])}"
+def _describe_records(records: Sequence[int]) -> str:
+    return f"record{'s' if len(records) > 1 else ''} {join_refs([str(record) for record in records])}"

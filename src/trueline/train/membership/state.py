@@ -18,7 +18,7 @@ Phase = Literal["gathering", "running", "finished", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class MembershipPolicy:
     workers: int
     """How many workers the job begins with; a dead one is replaced."""
     min_workers: int = 1
@@ -48,7 +48,7 @@ class Policy:
     def delay_s(self, failures: int) -> float:
         """How long a slot stays empty after so many deaths in a row before its first step.
 
-        >>> [Policy(workers=1).delay_s(n) for n in (0, 1, 2, 3, 99)]
+        >>> [MembershipPolicy(workers=1).delay_s(n) for n in (0, 1, 2, 3, 99)]
         [0.0, 0.0, 0.5, 1.0, 30.0]
         """
         return 0.0 if failures < 2 else float(min(30.0, 0.25 * 2 ** min(failures - 1, 8)))
@@ -154,16 +154,16 @@ class State:
     """The longest silence, of late, of a member that was alive all the same; what lies back counts for less."""
 
     @property
-    def wanted(self) -> int:
+    def target_workers(self) -> int:
         """Workers that can be had: those wanted without the slots in quarantine."""
         return self.workers - sum(slot < self.workers for slot in self.quarantined)
 
-    def reported(self) -> list[dict[str, Any]]:
+    def list_set_aside(self) -> list[dict[str, Any]]:
         """What is set aside, for people."""
         aside = sorted(self.set_aside.items())
         return [{"record": record, "where": self.places.get(record, ""), "why": why} for record, why in aside]
 
-    def goes(self, member: Member) -> bool:
+    def is_leaving(self, member: Member) -> bool:
         return member.leaving or member.slot >= self.workers
 
 
@@ -191,7 +191,7 @@ def form(state: State, reason: str, *, forced: bool, keep: Member | None = None)
     while they are there.
     """
     here = [member for member in state.members.values() if member.left_at is None]
-    staying = [member for member in here if not member.left and not state.goes(member)]
+    staying = [member for member in here if not member.left and not state.is_leaving(member)]
     if not any(member.steps >= 0 for member in staying):
         staying = here if keep is None else [*staying, keep]
     staying = sorted((m for m in staying if m.rank >= 0), key=lambda m: m.rank) + [m for m in staying if m.rank < 0]
@@ -211,7 +211,7 @@ def form(state: State, reason: str, *, forced: bool, keep: Member | None = None)
     return [Log("VIEW", body), Publish(reason)]
 
 
-def settle(state: State, policy: Policy) -> list[Action]:
+def settle(state: State, policy: MembershipPolicy) -> list[Action]:
     """A planned view with those who are ready and without those who go, as soon as one can take effect.
 
     While a view forms, newcomers wait for it, so that a thousand of them cost a few views; those who go wait until
@@ -223,7 +223,7 @@ def settle(state: State, policy: Policy) -> list[Action]:
         return []
     joining, going, holding, left = [], [], False, False
     for member in state.members.values():
-        goes, left = state.goes(member), left or member.left
+        goes, left = state.is_leaving(member), left or member.left
         if member.rank < 0 and not member.left and not goes:
             joining.append(member.ref)
         elif member.rank >= 0 and goes:
@@ -236,14 +236,14 @@ def settle(state: State, policy: Policy) -> list[Action]:
         going = []
     leaving = [member.ref for member in going if member is not keep]
     moves = ((refs, verb) for refs, verb in ((leaving, "leave"), (joining, "join")) if refs)
-    said = [f"{named(refs)} {verb}{'s' if len(refs) == 1 else ''}" for refs, verb in moves]
+    said = [f"{join_refs(refs)} {verb}{'s' if len(refs) == 1 else ''}" for refs, verb in moves]
     return form(state, " and ".join(said), forced=False, keep=keep) if said else []
 
 
-def named(refs: Sequence[str]) -> str:
+def join_refs(refs: Sequence[str]) -> str:
     """Names for a reason, not too many.
 
-    >>> named(["a", "b"]), named(list("abcdef"))
+    >>> join_refs(["a", "b"]), join_refs(list("abcdef"))
     ('a and b', 'a, b, c and 3 more')
     """
     if len(refs) > 4:

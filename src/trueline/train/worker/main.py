@@ -103,7 +103,7 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed)
-    model = recipe.model().to(devices.mine(settings.device, repeatable=settings.bitwise))
+    model = recipe.model().to(devices.choose_own(settings.device, repeatable=settings.bitwise))
     if not model.training:  # as pretrained models come; a part in evaluation mode is frozen on purpose and stays so
         model.train()
     optimizer = recipe.optimizer(model.parameters())
@@ -132,7 +132,7 @@ def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_tra
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
 
     def loss() -> torch.Tensor:
-        batch = devices.placed_batch(source.read(first), devices.of_model(model))
+        batch = devices.place_batch(source.read(first), devices.of_model(model))
         return recipe.loss(call_model(model, batch.inputs), batch.labels)
 
     try:

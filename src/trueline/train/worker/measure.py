@@ -34,7 +34,7 @@ def make_measure(recipe: Recipe, model: torch.nn.Module, source: Source) -> Call
 
     def measure(start: int, stop: int) -> dict[str, float]:
         with torch.no_grad(), seeded(start):
-            records = devices.placed_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
+            records = devices.place_batch(source.read(np.arange(start, stop, dtype=np.int64)), devices.of_model(model))
             outputs = call_model(model, records.inputs)
             return {
                 name: sum_values(name.removeprefix("metric "), function(outputs, records.labels), stop - start)
