@@ -149,6 +149,20 @@ class DeadlineExceeded(RequestError):
     status = 504
 
 
+def find_error_class(code: str, default: type[TruelineError] = TruelineError) -> type[TruelineError]:
+    """The class of the tree whose `code` another process reported; `default` for an unknown code.
+
+    >>> find_error_class("state_lost")
+    <class 'trueline.errors.StateLost'>
+    """
+    classes: list[type[TruelineError]] = [TruelineError]
+    for known in classes:  # grows while it is walked
+        if known.code == code:
+            return known
+        classes += known.__subclasses__()
+    return default
+
+
 def closest(word: str, names: Iterable[str]) -> str | None:
     """The name most like `word`, or None when nothing is like it: for "did you mean" in messages.
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from trueline import errors
-from trueline.batch import evaluate, output_parts, pool, worker
-from trueline.batch.pool import Message, Work
-from trueline.batch.worker import Order
+from trueline.batch import evaluate, output_parts, worker
+from trueline.batch.job import BatchJob
+from trueline.batch.pool import ChunkOrder, ChunkScheduler, Work, WorkerMessage
 from trueline.checkpoint import checkpoint
 from trueline.data.tools.writer import WritePlan
 from trueline.engine.contract import Kind, Seen
@@ -44,25 +44,25 @@ class Pool:
 
     def __init__(self, tmp_path, work=WORK, workers=2):
         self.loop, self.advanced = asyncio.new_event_loop(), []
-        self.pool = pool._Pool(work, workers, tmp_path, self.advanced.append)
+        self.pool = ChunkScheduler(work, workers, tmp_path, self.advanced.append)
         self.pool.ended = self.loop.create_future()
         self.pool.engine = Engine()
         self.lines = {}
 
     def ready(self, *slots, records=10):
         for slot in slots:
-            self.pool._check(Message(op="ready", records=records))
-            self.lines[slot] = self.pool.lines[f"pool-{slot}.0"] = Line()
+            self.pool._check_ready(WorkerMessage(op="ready", records=records))
+            self.lines[slot] = self.pool.connections[f"pool-{slot}.0"] = Line()
             self.pool._offer(f"pool-{slot}.0")
         return self
 
     def done(self, slot, reply):
-        self.pool._done(f"pool-{slot}.0", reply)
+        self.pool._finish_chunk(f"pool-{slot}.0", reply)
         self.pool._offer(f"pool-{slot}.0")
         return self
 
     def died(self, ref):
-        self.loop.run_until_complete(self.pool._died(Seen(ref=ref, kind=Kind.EXITED, code=1, reason="exit code 1")))
+        self.loop.run_until_complete(self.pool._replace(Seen(ref=ref, kind=Kind.EXITED, code=1, reason="exit code 1")))
 
     def ended(self):
         return self.pool.ended.done()
@@ -122,7 +122,7 @@ def test_chunks_that_were_done_before_are_given_to_nobody_and_no_worker_is_start
 
 
 def failed(found, slot, **how):
-    found.pool._failed(f"pool-{slot}.0", Message(op="failed", code="data", why="torn", hint="look", **how))
+    found.pool._fail_chunk(f"pool-{slot}.0", WorkerMessage(op="failed", code="data", why="torn", hint="look", **how))
     found.pool._offer(f"pool-{slot}.0")
 
 
@@ -159,7 +159,7 @@ def test_a_record_that_ends_every_process_is_named_as_far_as_it_is_known(of):
         found = of().ready(0)
         for _ in range(2):
             found.died("pool-0.0")
-            found.pool.lines["pool-0.0"] = Line()
+            found.pool.connections["pool-0.0"] = Line()
             found.pool.chunks._waiting.rotate(1)  # it is the next one again
             found.pool._offer("pool-0.0")
         if trying is not None:
@@ -202,15 +202,15 @@ def compute(*bad, whole=True):
     ],
 )
 def test_a_chunk_that_fails_names_the_record_at_fault_where_one_is(bad, whole, bounds, named):
-    answer = worker._answered(
-        io.BytesIO(), compute(*bad, whole=whole), Order(start=bounds[0], stop=bounds[1], careful=False)
+    answer = worker._compute(
+        io.BytesIO(), compute(*bad, whole=whole), ChunkOrder(start=bounds[0], stop=bounds[1], careful=False)
     )
     assert (answer["op"], answer["why"], answer["code"]) == ("failed", named, "recipe")
 
 
 def test_a_careful_worker_says_which_record_it_tries_before_it_answers():
     said = io.BytesIO()
-    answer = worker._answered(said, compute(), Order(start=4, stop=7, careful=True))
+    answer = worker._compute(said, compute(), ChunkOrder(start=4, stop=7, careful=True))
     assert answer == {"op": "done", "reply": {"sum": 15}}
     assert [json.loads(line)["record"] for line in said.getvalue().splitlines()] == [4, 5, 6]
 
@@ -220,27 +220,32 @@ def test_a_careful_worker_says_which_record_it_tries_before_it_answers():
 
 def test_means_count_each_record_once_whatever_the_chunks_are():
     chunks = [{"loss": 8.0, "metric a": 2.0}, {"loss": 1.0, "metric a": 3.0}]
-    assert evaluate._means(chunks, 10) == {"loss": 0.9, "metric a": 0.5}
+    assert evaluate._mean(chunks, 10) == {"loss": 0.9, "metric a": 0.5}
 
 
 def test_a_recipe_that_no_other_process_could_load_is_not_shared_out():
-    recipe, how = SimpleNamespace(path=None, digest="d", name="r"), {"records": 3, "batch": 2}
-    found = pool.work("a:b", recipe, "r:x", "s", "evaluation", **how)
+    recipe, how = SimpleNamespace(path=None, digest="d", name="r"), {"source": "s", "mode": "evaluation"}
+    found = BatchJob(recipe=recipe, given="r:x", **how).work("a:b", num_records=3, chunk=2)
     assert (found.recipe, found.recipe_digest, found.num_records, found.batch) == ("r:x", "d", 3, 2)
     with pytest.raises(errors.UsageError, match="has no file that worker processes could load"):
-        pool.work("a:b", recipe, object(), "s", "evaluation", **how)
+        BatchJob(recipe=recipe, given=object(), **how).work("a:b", num_records=3, chunk=2)
 
 
 # Parts. --------------------------------------------------------------------------------------------------------------
 
 
+def digest_of(source, *, digest="r", mode="evaluation", batch=4):
+    job = BatchJob(recipe=SimpleNamespace(digest=digest), given="r", source=source, mode=mode, batch=batch)
+    return output_parts.digest_inputs(job)
+
+
 def test_answers_are_made_of_the_recipe_the_checkpoints_content_what_is_read_and_the_batch(tmp_path):
     def made_of(value, *, digest="r", mode="evaluation", batch=4):
         path = checkpoint.write(tmp_path, step=1, state={"w": torch.full((2,), value)}, facts={})
-        return output_parts.made_of(SimpleNamespace(digest=digest), str(path), mode, batch)
+        return digest_of(str(path), digest=digest, mode=mode, batch=batch)
 
     others = [made_of(2.0), made_of(1.0, digest="s"), made_of(1.0, mode="training"), made_of(1.0, batch=5)]
-    assert len({made_of(1.0), *others, output_parts.made_of(SimpleNamespace(digest="r"), "", "evaluation", 4)}) == 6
+    assert len({made_of(1.0), *others, digest_of("")}) == 6
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -250,11 +255,11 @@ def test_where_all_parts_are_there_nothing_is_opened_or_started(tmp_path, monkey
     def answer(start, stop):
         return {"y": np.arange(start, stop, dtype=np.float64)}
 
-    how = {"work": lambda: pytest.fail("no pool"), "event": "evaluation.advanced"}
-    assert output_parts.write(tmp_path / "out", plan, 1, answering=lambda: (5, answer), workers=1, **how) == 3
+    def job(workers):
+        return BatchJob(recipe=None, given=None, source="", mode="evaluation", batch=1, workers=workers)
+
+    out, how = tmp_path / "out", {"entry": "no:pool", "event": "evaluation.advanced"}
+    assert output_parts.write(out, job(1), plan, open_answer=lambda: (5, answer), **how) == 3
     monkeypatch.setattr(output_parts.pool, "run", lambda *_, **__: pytest.fail("no pool"))
-    assert (
-        output_parts.write(tmp_path / "out", plan, 1, answering=lambda: pytest.fail("no model"), workers=workers, **how)
-        == 0
-    )
-    assert output_parts.sums(tmp_path / "out") == {"record": 10.0, "y": 10.0}
+    assert output_parts.write(out, job(workers), plan, open_answer=lambda: pytest.fail("no model"), **how) == 0
+    assert output_parts.sum_columns(out) == {"record": 10.0, "y": 10.0}

@@ -1,8 +1,8 @@
-"""Which process computes which chunk of records, so that each chunk counts once whoever dies. Pure: `now` comes in.
+"""Which process computes which chunk of records, so that each chunk counts once. Pure: time is an argument.
 
-    waiting ──give──▶ held ──done──▶ done          the first answer counts; a second one is the same
+    waiting ──give──▶ held ──finish──▶ done        the first answer counts; a second one is the same
        ▲               │ ▲
-       └──lost, failed─┘ └──give again to somebody idle, when it takes three times as long as the slowest so far
+       └──take_back────┘ └──given to an idle worker too, when it takes three times as long as the slowest so far
 
 Chunk k is the records [k x size, (k + 1) x size), whatever the number of processes.
 """
@@ -13,9 +13,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 MAX_TRIES = 3
-"""A chunk that has failed, or ended its process, so many times fails everywhere."""
+"""A chunk that failed or killed its process so many times fails everywhere."""
 SLOW, STUCK = 3.0, 10.0
-"""Times the slowest finished chunk: when somebody idle takes it as well, and when its process is given up."""
+"""Multiples of the slowest finished chunk: when an idle worker gets a chunk too, and when its worker is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Chunks:
     num_records: int
     size: int
     replied: set[int] = field(default_factory=set)
-    """The chunks that are done; those that are at the beginning are not given out."""
+    """Chunks that are done, including those that were done before."""
     tries: Counter[int] = field(default_factory=Counter)
-    """How often each chunk has failed or ended a process."""
+    """How often each chunk failed or killed a process."""
     held: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Worker to its chunk, and since when."""
+    """Worker -> its chunk, and when it got that."""
     slowest_s: float = 0.0
     _waiting: deque[int] = field(init=False)
 
@@ -54,23 +54,23 @@ class Chunks:
         return Chunk(index=index, start=start, stop=min(start + self.size, self.num_records))
 
     def give(self, worker: str, now: float) -> Chunk | None:
-        """What `worker` is to compute next; None while there is nothing for it, or while it has a chunk."""
+        """The next chunk for `worker`; None if it has one, or if there is none."""
         if worker in self.held:
             return None
-        index = self._waiting.popleft() if self._waiting else self._slow(now)
+        index = self._waiting.popleft() if self._waiting else self._find_slow(now)
         if index is None:
             return None
         self.held[worker] = (index, now)
         return self.chunk(index)
 
-    def _slow(self, now: float) -> int | None:
+    def _find_slow(self, now: float) -> int | None:
         limit = max(1.0, SLOW * self.slowest_s)
         holders = Counter(index for index, _ in self.held.values())
         slow = [(since, index) for index, since in self.held.values() if now - since > limit and holders[index] == 1]
         return min(slow)[1] if slow and self.replied else None
 
-    def done(self, worker: str, now: float) -> Chunk | None:
-        """Enters the answer of `worker`; None when its chunk was answered before."""
+    def finish(self, worker: str, now: float) -> Chunk | None:
+        """Marks the chunk of `worker` as done; None if it was done before."""
         index, since = self.held.pop(worker)
         self.slowest_s = max(self.slowest_s, now - since)
         if index in self.replied:
@@ -78,10 +78,10 @@ class Chunks:
         self.replied.add(index)
         return self.chunk(index)
 
-    def lost(self, worker: str) -> Chunk | None:
-        """Takes back the chunk of a worker that died or failed; None when nothing is lost by it.
+    def take_back(self, worker: str) -> Chunk | None:
+        """Puts the chunk of a worker that died or failed at the end of the queue; None if it had none to do.
 
-        The chunk is given out again, last of all. The caller gives up when it has had MAX_TRIES.
+        The caller ends the pool after MAX_TRIES.
         """
         if worker not in self.held:
             return None
@@ -93,10 +93,10 @@ class Chunks:
             self._waiting.append(index)
         return self.chunk(index)
 
-    def stuck(self, now: float, *, patience_s: float) -> list[str]:
-        """Workers to be given up: they hold a chunk for ten times as long as the slowest took so far.
+    def find_stuck(self, now: float, *, patience_s: float) -> list[str]:
+        """Workers that hold a chunk for ten times as long as the slowest took, and for at least `patience_s`.
 
-        `patience_s` is the least that counts as long, ten times of it before any chunk is done.
+        Before any chunk is done, for ten times `patience_s`.
         """
         limit = max(patience_s, STUCK * self.slowest_s) if self.replied else STUCK * patience_s
         return [worker for worker, (_, since) in self.held.items() if now - since > limit]

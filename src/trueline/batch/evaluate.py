@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import msgspec
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
 from trueline import events, files
 from trueline.batch import output_parts, pool
-from trueline.batch.output_parts import PART_RECORDS, Answer
+from trueline.batch.job import BatchJob, BatchOptions, compute_chunks
+from trueline.batch.output_parts import Answer
 from trueline.batch.pool import Compute, Work
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seeded
-from trueline.data.tools.writer import WritePlan
 from trueline.errors import RecipeError
-from trueline.recipe.contract import Mode, Recipe
+from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import devices
@@ -30,6 +29,8 @@ from trueline.train.worker.measure import call_model, make_measure, sum_values
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+
+ADVANCED = "evaluation.advanced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +41,10 @@ class Evaluation:
     loss: float
     metrics: dict[str, float]
     checkpoint: str
-    """Name of the checkpoint that was measured; empty for the untrained model."""
+    """Name of the checkpoint; empty for the untrained model."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"records": self.records, "loss": self.loss, "metrics": self.metrics, "checkpoint": self.checkpoint}
+        return asdict(self)
 
     def as_text(self) -> str:
         named = [("loss", self.loss), *self.metrics.items()]
@@ -55,56 +56,43 @@ def evaluate(
     recipe: str | Path | Recipe,
     checkpoint: Location | None,
     *,
-    mode: Mode = "evaluation",
-    batch: int = 256,
-    workers: int = 1,
-    device: str | None = None,
     out: str | Path | None = None,
-    format: str = "parquet",
-    part_records: int = PART_RECORDS,
+    **options: Unpack[BatchOptions],
 ) -> Evaluation:
-    """Measures `checkpoint` (a path or URL; None: the untrained model) over all records of `mode`.
+    """Measures `checkpoint` (a path or URL; None: the untrained model) over all records of `mode` ("evaluation").
 
-    A metric's function returns one value for each record, or the mean over the batch; either is weighted by records.
-    `workers` processes of one thread each share the batches; the result is the same for any number of them, and when
-    some are killed. They compute on `device` (auto, cpu, cuda, cuda:N; None: the recipe's own, else auto). Raises
-    RecipeError, CheckpointError, DataError, StorageError, UsageError.
+    A metric returns one value for each record, or the mean over the batch; either is weighted by records. The result
+    is the same for any number of `workers`, and when some are killed.
 
-    `out`, a folder or URI, gets loss and metrics of each record, in parts of `part_records` (`parquet` or `jsonl`) that
-    are written as they are computed; a call that was cut short goes on where it ended. A function that returns the mean
-    of a batch is asked for each record's outputs alone then, and refused when these do not add up to what it says of
-    the batch.
+    With `out`, a folder or URI, loss and metrics of each record are written there in parts, as they are computed; a
+    call that was interrupted continues where it ended. A metric that returns the mean of a batch is then called for
+    each record alone, and refused if the values do not add up to its value for the batch.
+
+    Raises RecipeError, CheckpointError, DataError, StorageError, UsageError.
     """
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    device = device or found.defaults.device
-    where = "" if checkpoint is None else str(parse_location(checkpoint))
+    source = "" if checkpoint is None else str(parse_location(checkpoint))
+    job = BatchJob.of(recipe, source, options, mode="evaluation")
     if out is not None:
-        return _each(found, recipe, where, mode, batch, workers, device, out, format, part_records)
-    records, compute = _opened(found, where, mode, device) if workers == 1 else (found.source(mode).num_records, None)
-
-    def advanced(done: int) -> None:
-        events.emit("evaluation.advanced", done=done, total=records)
-
-    if compute is not None:
-        sums = []
-        for start in range(0, records, batch):
-            sums.append(compute(start, min(start + batch, records)))
-            advanced(min(start + batch, records))
+        return _evaluate_each(job, out)
+    if job.workers == 1:
+        count, measure = _open_measure(job.recipe, job)
+        sums: Sequence[Mapping[str, float]] = compute_chunks(count, measure, job.batch, ADVANCED)
     else:
-        work = pool.work("trueline.batch.evaluate:opened", found, recipe, where, mode, records=records, batch=batch)
-        work = msgspec.structs.replace(work, device=device)
-        sums = pool.run(work, workers=workers, advanced=advanced)
-    means = _means(sums, max(records, 1))
-    metrics = {name: means.get(f"metric {name}", 0.0) for name in (found.metrics() if found.metrics else {})}
-    return _evaluation(records, means.get("loss", 0.0), metrics, where)
+        count = job.num_records()
+        work = job.work("trueline.batch.evaluate:open_worker", num_records=count, chunk=job.batch)
+        sums = pool.run(work, workers=job.workers, report=lambda done: events.emit(ADVANCED, done=done, total=count))
+    means = _mean(sums, max(count, 1))
+    metrics = {name: means.get(f"metric {name}", 0.0) for name in (job.recipe.metrics() if job.recipe.metrics else {})}
+    return _summarize(job, count, means.get("loss", 0.0), metrics)
 
 
-def _evaluation(records: int, loss: float, metrics: dict[str, float], where: str) -> Evaluation:
-    return Evaluation(records=records, loss=loss, metrics=metrics, checkpoint=split_location(where)[1] if where else "")
+def _summarize(job: BatchJob, records: int, loss: float, metrics: dict[str, float]) -> Evaluation:
+    name = split_location(job.source)[1] if job.source else ""
+    return Evaluation(records=records, loss=loss, metrics=metrics, checkpoint=name)
 
 
-def _means(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
-    """Sums of chunks, added in the order of the chunks so that the rounding is always the same, over `count`."""
+def _mean(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
+    """Sums of chunks, added in the order of the chunks so that rounding is always the same, over `count`."""
     totals: dict[str, float] = defaultdict(float)
     for chunk in chunks:
         for name, value in chunk.items():
@@ -112,61 +100,42 @@ def _means(chunks: Sequence[Mapping[str, float]], count: int) -> dict[str, float
     return {name: total / count for name, total in totals.items()}
 
 
-def opened(work: Work) -> tuple[int, Compute]:
-    """What a pool's worker does with its chunks: sums of the loss and the metrics."""
-    return _opened(load_recipe(work.recipe), work.source, work.mode, work.device)
+def open_worker(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with its chunks: it sums the loss and the metrics."""
+    return _open_measure(load_recipe(work.recipe), work)
 
 
-def _opened(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[int, Compute]:
+def _open_model(recipe: Recipe, on: BatchJob | Work) -> torch.nn.Module:
     with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
-        model = load_model(recipe, checkpoint or None).to(devices.choose_own(device))
-    source = recipe.source(mode)
+        return load_model(recipe, on.source or None).to(devices.choose_own(on.device))
+
+
+def _open_measure(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Compute]:
+    model, source = _open_model(recipe, on), recipe.source(on.mode)
     return source.num_records, make_measure(recipe, model, source)
 
 
-def _each(
-    recipe: Recipe,
-    given: object,
-    where: str,
-    mode: Mode,
-    batch: int,
-    workers: int,
-    device: str,
-    out: str | Path,
-    format: str,
-    part_records: int,
-) -> Evaluation:
+def _evaluate_each(job: BatchJob, out: str | Path) -> Evaluation:
     """Writes the values of each record, and evaluates what was written."""
-    of = files.sha256_bytes(f"evaluation|{output_parts.made_of(recipe, where, mode, batch)}".encode())
-    plan = WritePlan(num_records=recipe.source(mode).num_records, range_records=part_records, format=format, of=of)
-
-    def work() -> Work:
-        said = pool.work(EACH, recipe, given, where, mode, records=plan.num_records, batch=part_records)
-        return msgspec.structs.replace(said, device=device)
-
+    plan = output_parts.plan_parts(job, files.sha256_bytes(f"evaluation|{output_parts.digest_inputs(job)}".encode()))
     output_parts.write(
-        out, plan, batch, answering=lambda: _valuing(recipe, where, mode, device), work=work, workers=workers,
-        event="evaluation.advanced",
+        out, job, plan, open_answer=lambda: _open_values(job.recipe, job),
+        entry="trueline.batch.evaluate:open_part_worker", event=ADVANCED,
     )  # fmt: skip
-    sums = output_parts.sums(out)
+    sums = output_parts.sum_columns(out)
     means = {name: total / max(plan.num_records, 1) for name, total in sums.items() if name != "record"}
     loss = means.pop("loss", 0.0)
-    return _evaluation(plan.num_records, loss, means, where)
+    return _summarize(job, plan.num_records, loss, means)
 
 
-EACH = "trueline.batch.evaluate:opened_each"
+def open_part_worker(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with parts: it writes the values of each record."""
+    return output_parts.open_part_worker(work, *_open_values(load_recipe(work.recipe), work))
 
 
-def opened_each(work: Work) -> tuple[int, Compute]:
-    """What a pool's worker does with the values of each record: it writes its parts itself."""
-    return output_parts.opened(work, *_valuing(load_recipe(work.recipe), work.source, work.mode, work.device))
-
-
-def _valuing(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[int, Answer]:
-    """Loss and metrics of each record."""
-    with seeded(recipe.defaults.seed):
-        model = load_model(recipe, checkpoint or None).to(devices.choose_own(device))
-    source = recipe.source(mode)
+def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
+    """Opens what computes loss and metrics of each record."""
+    model, source = _open_model(recipe, on), recipe.source(on.mode)
     metrics = recipe.metrics() if recipe.metrics else {}
     for name in {"record", "loss"} & {*metrics}:
         raise RecipeError(
@@ -179,35 +148,37 @@ def _valuing(recipe: Recipe, checkpoint: str, mode: Mode, device: str) -> tuple[
             batch = source.read(np.arange(start, stop, dtype=np.int64))
             records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)
-            return {name: _values(name, one, outputs, records.labels, stop - start) for name, one in functions.items()}
+            return {
+                name: _value_each(name, function, outputs, records.labels, stop - start)
+                for name, function in functions.items()
+            }
 
     return source.num_records, answer
 
 
-def _values(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels: Any, count: int) -> Array:
-    """A value for each record. Raises RecipeError when those of single records do not make that of the batch."""
-    found = torch.as_tensor(function(outputs, labels), dtype=torch.float64)
-    if found.ndim:
-        sum_values(name, found, count)  # refuses what has another number of values
-        return found.reshape(count, -1).mean(dim=1).cpu().numpy()
-    alone = [function(_record(outputs, at, count), _record(labels, at, count)) for at in range(count)]
-    each = [torch.as_tensor(one, dtype=torch.float64).mean().item() for one in alone]
-    values = np.array(each, dtype=np.float64)
+def _value_each(name: str, function: Callable[[Any, Any], Any], outputs: Any, labels: Any, count: int) -> Array:
+    """[count] The function's value for each record. Raises RecipeError if their mean is not its value for the batch."""
+    whole = torch.as_tensor(function(outputs, labels), dtype=torch.float64)
+    if whole.ndim:
+        sum_values(name, whole, count)  # refuses another number of values
+        return whole.reshape(count, -1).mean(dim=1).cpu().numpy()
+    alone = [function(_take_record(outputs, at, count), _take_record(labels, at, count)) for at in range(count)]
+    values = np.array([torch.as_tensor(value, dtype=torch.float64).mean().item() for value in alone], dtype=np.float64)
     mean = float(values.mean())
-    if not math.isclose(mean, found.item(), rel_tol=1e-4, abs_tol=1e-6) and not math.isnan(found.item()):
+    if not math.isclose(mean, whole.item(), rel_tol=1e-4, abs_tol=1e-6) and not math.isnan(whole.item()):
         raise RecipeError(
-            f"'{name}' is {found.item():.6g} for a batch of {count} records, and {mean:.6g} on average for each alone: "
+            f"'{name}' is {whole.item():.6g} for a batch of {count} records, and {mean:.6g} on average for each alone: "
             "it is no mean over its records, so no record has a value of it",
             hint=f"let '{name}' return one value for each record, or evaluate without values of records",
         )
     return values
 
 
-def _record(value: Any, at: int, count: int) -> Any:
-    """Record `at` of a batch of `count`, as a batch of one, whatever the tensors are nested in."""
+def _take_record(value: Any, at: int, count: int) -> Any:
+    """Record `at` of a batch of `count`, as a batch of one; `value` may be nested."""
 
-    def one(leaf: Any) -> Any:
-        whole = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == count
-        return leaf[at : at + 1] if whole else leaf
+    def take(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == count
+        return leaf[at : at + 1] if batched else leaf
 
-    return tree_map(one, value)
+    return tree_map(take, value)

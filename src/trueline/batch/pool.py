@@ -1,14 +1,13 @@
-"""Many processes share out the chunks of a data set; what comes back does not depend on how many, or on who died.
+"""Computes the chunks of a data set by a pool of processes; the result does not depend on their number or deaths.
 
     caller ── lifeline ──▶ agent (zygote) ──fork──▶ pool workers
        ╰───── newline JSON on a Unix socket ────────────╯
 
-The caller decides (`batch/chunks.py`), workers compute (`batch/worker.py`). A worker that dies or hangs is
-replaced and its chunk given to another; a record that fails or ends its process every time ends the whole with an
-error that names it. When the caller ends, by whatever means, its processes end with it. Knows nothing of what a chunk's
-answer means.
+The caller schedules (`batch/chunks.py`), workers compute (`batch/worker.py`). A worker that dies or hangs is replaced,
+and another gets its chunk. A record that always fails or kills its process ends the pool with an error that names it.
+When the caller ends, its processes end with it.
 
-To the worker: {"start", "stop", "careful"}; careful: first try its records one by one, and say which.
+To a worker: {"start", "stop", "careful"}; careful: try the records one by one first, and report each.
 From it: {"op": "ready", "records"}, {"op": "trying", "record"}, {"op": "done", "reply"},
 {"op": "failed", "code", "why", "hint", "fatal"}.
 """
@@ -33,22 +32,22 @@ from trueline.batch.chunks import MAX_TRIES, Chunk, Chunks
 from trueline.engine.contract import ProcessSpec, Seen, parse_ref
 from trueline.engine.local.client import start_agent
 from trueline.engine.open import open_engine
-from trueline.recipe.contract import Mode, Recipe
+from trueline.recipe.contract import Mode
 from trueline.train.launch.launcher import libraries_of
 
 SOCKET, WORK, FOLDER = "pool", "work.json", "TRUELINE_POOL"
 PRELOAD = ("trueline.batch.worker", "trueline.batch.evaluate", "trueline.batch.predict")
 PATIENCE_S = 60.0
-"""The least that a chunk may take before its worker counts as hung."""
+"""A worker is not given up as hung before its chunk has taken so long."""
 TICK_S = 0.2
 Reply = dict[str, Any]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers are to do; they read it from a file."""
+    """The settings of a pool's workers, which read them from a file."""
 
     entry: str
-    """`module:function` that opens this Work: it returns the number of records and a `Compute`."""
+    """`module:function`: called with this Work, it returns the number of records and a `Compute`."""
     recipe: str
     recipe_digest: str
     source: str
@@ -56,26 +55,34 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     num_records: int
     batch: int
-    """Records of a chunk."""
+    """Records in a chunk."""
     out: str = ""
-    """Folder for answers that are too large for a line of JSON."""
+    """Folder for answers that are too large for a line of JSON, and for parts."""
     rows: int = 0
-    """Records that the model is asked at a time; 0: a whole chunk."""
+    """Records in a call of the model, where a chunk is a part."""
     format: str = ""
-    """Of the parts that workers write to `out`; empty where they write none."""
+    """Of the parts that workers write to `out`."""
     of: str = ""
-    """A digest of what those parts are made from."""
+    """A digest of what the parts are made from."""
     done: tuple[int, ...] = ()
-    """Chunks that were computed before, by their number."""
+    """Indices of chunks that were computed before."""
     device: str = "auto"
     """Where models compute; see `train.devices`."""
 
 
 Compute = Callable[[int, int], Reply]
-"""From the first record of a chunk and the one after its last to what JSON can hold; a function of these alone."""
+"""From the records [start, stop) to a reply that JSON can hold; it depends on these records alone."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A line to a worker."""
+
+    start: int
+    stop: int
+    careful: bool
+
+
+class WorkerMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A line from a worker."""
 
     op: str
@@ -89,35 +96,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     fatal: bool = False
 
 
-def address_of(recipe: Recipe, given: object) -> str:
-    """Where another process can load `recipe` from. Raises UsageError."""
-    if recipe.path is not None:
-        return str(Path(recipe.path).resolve())
-    if isinstance(given, str):
-        return given
-    raise errors.UsageError(
-        f"recipe '{recipe.name}' has no file that worker processes could load",
-        hint="pass the path of its file or 'package.module:object', or leave workers at 1",
-    )
+def run(work: Work, *, workers: int, report: Callable[[int], None]) -> list[Reply]:
+    """Returns the replies of all chunks that were not done before, in order; calls `report` with the records done.
 
-
-def work(entry: str, recipe: Recipe, given: object, source: str, mode: Mode, *, records: int, batch: int) -> Work:
-    """The Work for `recipe`, which was loaded from `given`. Raises UsageError when no other process could load it."""
-    return Work(
-        entry=entry,
-        recipe=address_of(recipe, given),
-        recipe_digest=recipe.digest,
-        source=source,
-        mode=mode,
-        num_records=records,
-        batch=batch,
-    )
-
-
-def run(work: Work, *, workers: int, advanced: Callable[[int], None]) -> list[Reply]:
-    """The replies for all chunks that were not done before, in order. `advanced` is told how many records are done.
-
-    Raises what the workers met, UsageError, TrainError; no process is left behind in any case.
+    Raises the workers' errors and TrainError. No process is left behind in any case.
     """
     scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
     life, life_end = os.pipe()
@@ -126,19 +108,19 @@ def run(work: Work, *, workers: int, advanced: Callable[[int], None]) -> list[Re
         (scratch / WORK).write_bytes(msgspec.json.encode(work))
         preload = (*PRELOAD, *libraries_of(Path(work.recipe)))
         agent = start_agent(scratch / "agent", preload=preload, life=life, log=scratch / "agent.log")
-        pool = _Pool(work, workers, scratch, advanced)
-        _complete(pool.run())
-        return [pool.replies[index] for index in sorted(pool.replies)]
+        scheduler = ChunkScheduler(work, workers, scratch, report)
+        _run_to_end(scheduler.run())
+        return [scheduler.replies[index] for index in sorted(scheduler.replies)]
     finally:
-        os.close(life_end)  # the end of every process of the pool
+        os.close(life_end)  # ends every process of the pool
         if agent is not None:
             agent.wait()
         os.close(life)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _complete(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs it to its end, beside a notebook's own loop if there is one."""
+def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, also where a loop is running already, as in a notebook: in a thread then."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -157,16 +139,16 @@ def _complete(coroutine: Coroutine[Any, Any, None]) -> None:
             beside.submit(loop.close)
 
 
-class _Pool:
-    """One event loop; every decision is `chunks`'s."""
+class ChunkScheduler:
+    """Starts workers, sends them chunks and collects their replies, in one event loop; `Chunks` decides."""
 
-    def __init__(self, work: Work, workers: int, scratch: Path, advanced: Callable[[int], None]) -> None:
-        self.work, self.scratch, self.advanced = work, scratch, advanced
+    def __init__(self, work: Work, workers: int, scratch: Path, report: Callable[[int], None]) -> None:
+        self.work, self.scratch, self.report = work, scratch, report
         self.chunks = Chunks(num_records=work.num_records, size=work.batch, replied=set(work.done))
         self.workers = min(workers, self.chunks.total - len(work.done))
         self.engine = open_engine(str(scratch / "agent"))
         self.replies: dict[int, Reply] = {}
-        self.lines: dict[str, asyncio.StreamWriter] = {}
+        self.connections: dict[str, asyncio.StreamWriter] = {}
         self.trying: dict[str, int] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.records_done = self.stillborn = 0
@@ -174,7 +156,7 @@ class _Pool:
     async def run(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         server = await asyncio.start_unix_server(self._serve, str(self.scratch / SOCKET))
-        self.tasks |= {asyncio.create_task(self._guarded(one)) for one in (self._watch(), self._tick())}
+        self.tasks |= {asyncio.create_task(self._guard(loop)) for loop in (self._watch(), self._tick())}
         try:
             await self.engine.add([self._spec(slot, 0) for slot in range(self.workers)])
             await self.ended
@@ -184,12 +166,12 @@ class _Pool:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # what was closed is let go of in the loop's next round
+            await asyncio.sleep(0)  # closed transports are released in the loop's next iteration
 
-    async def _guarded(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             await coroutine
-        except Exception as error:  # noqa: BLE001  a task's end: whoever waits for the pool raises it
+        except Exception as error:  # noqa: BLE001  `run` raises it
             self._end(error)
 
     def _end(self, error: Exception | None = None) -> None:
@@ -210,7 +192,7 @@ class _Pool:
             env={FOLDER: str(self.scratch), "TRUELINE_REF": f"pool-{slot}.{incarnation}"},
         )
 
-    # Workers' lines. -------------------------------------------------------------------------------------------
+    # Connections of workers.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -218,116 +200,108 @@ class _Pool:
         self.tasks.add(task)
         try:
             with contextlib.suppress(asyncio.CancelledError):  # the pool has ended; streams would log it as an error
-                await self._guarded(self._listen(reader, writer))
+                await self._guard(self._listen(reader, writer))
         finally:
             self.tasks.discard(task)
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ref = ""
-        while line := await _line(reader):
-            said = msgspec.json.decode(line, type=Message)
-            if said.op == "ready":
-                ref = said.ref
-                self._check(said)
-                self.lines[ref] = writer
-            elif said.op == "trying":
-                self.trying[ref] = said.record
-            elif ref in self.chunks.held and said.op == "done":
-                self._done(ref, said.reply)
-            elif said.op == "failed":
-                self._failed(ref, said)
+        while line := await _read_line(reader):
+            message = msgspec.json.decode(line, type=WorkerMessage)
+            if message.op == "ready":
+                ref = message.ref
+                self._check_ready(message)
+                self.connections[ref] = writer
+            elif message.op == "trying":
+                self.trying[ref] = message.record
+            elif ref in self.chunks.held and message.op == "done":
+                self._finish_chunk(ref, message.reply)
+            elif message.op == "failed":
+                self._fail_chunk(ref, message)
             self._offer(ref)
 
-    def _check(self, said: Message) -> None:
+    def _check_ready(self, message: WorkerMessage) -> None:
         self.stillborn = 0
-        if said.records != self.work.num_records:
+        if message.records != self.work.num_records:
             raise errors.DataError(
-                f"dataset('{self.work.mode}') has {said.records} records in a worker and {self.work.num_records} here",
+                f"dataset('{self.work.mode}') has {message.records} records in a worker and "
+                f"{self.work.num_records} here",
                 hint="the recipe's data must be the same in every process",
             )
 
     def _offer(self, ref: str) -> None:
-        if ref not in self.lines or self.ended.done():
+        if ref not in self.connections or self.ended.done():
             return
         chunk = self.chunks.give(ref, time.monotonic())
         if chunk is not None:
             self.trying.pop(ref, None)
-            order = {"start": chunk.start, "stop": chunk.stop, "careful": self.chunks.tries[chunk.index] > 0}
-            self.lines[ref].write(msgspec.json.encode(order) + b"\n")
+            order = ChunkOrder(start=chunk.start, stop=chunk.stop, careful=self.chunks.tries[chunk.index] > 0)
+            self.connections[ref].write(msgspec.json.encode(order) + b"\n")
 
-    def _done(self, ref: str, reply: Reply) -> None:
-        chunk = self.chunks.done(ref, time.monotonic())
+    def _finish_chunk(self, ref: str, reply: Reply) -> None:
+        chunk = self.chunks.finish(ref, time.monotonic())
         if chunk is None:
             return
         self.replies[chunk.index] = reply
         self.records_done += chunk.stop - chunk.start
-        self.advanced(self.records_done)
+        self.report(self.records_done)
         if self.chunks.finished:
             self._end()
 
-    def _failed(self, ref: str, said: Message) -> None:
-        chunk = self.chunks.lost(ref)
-        if said.fatal or (chunk is not None and self.chunks.tries[chunk.index] >= MAX_TRIES):
-            raise _kinds()[said.code](said.why, hint=said.hint)
+    def _fail_chunk(self, ref: str, message: WorkerMessage) -> None:
+        chunk = self.chunks.take_back(ref)
+        if message.fatal or (chunk is not None and self.chunks.tries[chunk.index] >= MAX_TRIES):
+            raise errors.find_error_class(message.code)(message.why, hint=message.hint)
 
-    # Workers' lives. -------------------------------------------------------------------------------------------
+    # Processes of workers.
 
     async def _watch(self) -> None:
         async for seen in self.engine.watch():
             if not seen.alive and not self.ended.done():
-                await self._died(seen)
-        raise errors.TrainError("the processes' agent ended", hint=_tail(self.scratch / "agent.log"))
+                await self._replace(seen)
+        raise errors.TrainError("the processes' agent ended", hint=_last_line(self.scratch / "agent.log"))
 
-    async def _died(self, seen: Seen) -> None:
+    async def _replace(self, seen: Seen) -> None:
         _, slot, incarnation = parse_ref(seen.ref)
         events.emit("pool.lost", worker=slot, why=seen.reason)
-        line = self.lines.pop(seen.ref, None)
-        if line is None:
+        if self.connections.pop(seen.ref, None) is None:
             self.stillborn += 1
             if self.stillborn >= MAX_TRIES:
-                log = _tail(self.scratch / f"{slot}.{incarnation}.log")
+                log = _last_line(self.scratch / f"{slot}.{incarnation}.log")
                 raise errors.TrainError(f"workers end before they are ready: {seen.reason}", hint=log)
-        chunk = self.chunks.lost(seen.ref)
+        chunk = self.chunks.take_back(seen.ref)
         if chunk is not None and self.chunks.tries[chunk.index] >= MAX_TRIES:
-            raise errors.DataError(
-                self._deadly(seen, chunk), hint="look at this record, and at the memory that it takes"
-            )
+            raise self._blame(seen, chunk)
         await self.engine.add([self._spec(slot, incarnation + 1)])
 
-    def _deadly(self, seen: Seen, chunk: Chunk) -> str:
+    def _blame(self, seen: Seen, chunk: Chunk) -> errors.DataError:
         record = self.trying.get(seen.ref)
         which = f"record {record}" if record is not None else f"one of the records {chunk.start} to {chunk.stop - 1}"
-        return f"{which} of dataset('{self.work.mode}') ends every process that works on it: {seen.reason}"
+        return errors.DataError(
+            f"{which} of dataset('{self.work.mode}') ends every process that works on it: {seen.reason}",
+            hint="look at this record, and at the memory that it takes",
+        )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for ref in tuple(self.lines):
+            for ref in tuple(self.connections):
                 self._offer(ref)
-            for ref in self.chunks.stuck(time.monotonic(), patience_s=PATIENCE_S):
+            for ref in self.chunks.find_stuck(time.monotonic(), patience_s=PATIENCE_S):
                 await self.engine.kill(ref)
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next line; empty at the end, or when the worker died."""
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line; empty at the end, also when the worker died."""
     try:
         return await reader.readline()
     except ConnectionError:
         return b""
 
 
-def _tail(log: Path) -> str:
+def _last_line(log: Path) -> str:
     try:
         return log.read_text(errors="replace").strip().splitlines()[-1]
     except (OSError, IndexError):
         return ""
-
-
-def _kinds() -> dict[str, type[errors.TruelineError]]:
-    kinds, todo = {}, [errors.TruelineError]
-    while todo:
-        kind = todo.pop()
-        kinds[kind.code] = kind
-        todo += kind.__subclasses__()
-    return kinds

@@ -1,7 +1,7 @@
 """`trueline.predict`: the outputs for many records, in one file that is whole or absent, or in parts by range.
 
-A file is made of all answers in memory. Parts are written as they come, each once, by whoever computes them
-(`data/tools/writer.py`): who starts again after a death writes what is missing.
+A file is made of all answers in memory. Parts are written as they are computed, each once (`data/tools/writer.py`), and
+a call that starts again writes the missing ones.
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 import numpy as np
 
 from trueline import events, files
-from trueline.batch import output_parts as parts
-from trueline.batch import pool
-from trueline.batch.output_parts import PART_RECORDS, Answer
+from trueline.batch import output_parts, pool
+from trueline.batch.job import BatchJob, BatchOptions, compute_chunks
+from trueline.batch.output_parts import Answer
 from trueline.batch.pool import Compute, Work
 from trueline.bundle.read import open_bundle
 from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
 from trueline.data.loading.seeding import seeded
-from trueline.data.tools.writer import WritePlan
 from trueline.errors import UsageError
-from trueline.recipe.contract import Mode, Recipe
+from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
 from trueline.storage.location import Location, parse_location
 from trueline.train import devices
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from trueline.bundle.signature import Array
 
-
 FILES = (".parquet", ".jsonl")
+ADVANCED = "prediction.advanced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,87 +46,50 @@ class Prediction:
     records: int
     path: Path | str
     parts: int = 0
-    """How many parts this call has written; those that were there are left as they are."""
+    """Parts that this call wrote; parts that existed were left as they are."""
 
 
 def predict(
-    recipe: str | Path | Recipe,
-    source: Location,
-    out: str | Path,
-    *,
-    mode: Mode = "prediction",
-    batch: int = 256,
-    workers: int = 1,
-    format: str = "parquet",
-    part_records: int = PART_RECORDS,
-    device: str | None = None,
+    recipe: str | Path | Recipe, source: Location, out: str | Path, **options: Unpack[BatchOptions]
 ) -> Prediction:
-    """Writes the outputs for every record of `mode`: by the eager model of a checkpoint, or by a bundle's program.
+    """Writes the outputs for all records of `mode` ("prediction"), by a checkpoint's eager model or a bundle's program.
 
     `out` is a file that ends in .parquet (columns `record` and one list for each output) or .jsonl (one object for each
-    record), or a folder, local or a URI such as s3://bucket/answers: then parts of `part_records` records each are
-    written there in `format` (`parquet` or `jsonl`) as they are computed, and a call that was cut short goes on where
-    it ended. `workers` processes of one thread each share the batches; what is written is the same for any number.
-    Models compute on `device` (auto, cpu, cuda, cuda:N; None: the recipe's own, else auto), programs of bundles on the
-    CPU.
-    Raises UsageError, CheckpointError, BundleError, DataError, StorageError; a file is then as it was, and of a folder
-    the parts that are there are whole.
+    record). Or it is a folder, local or a URI such as s3://bucket/answers, for parts of `part_records` records in
+    `format`; a call that was interrupted continues where it ended. The output is the same for any number of `workers`.
+    Programs of bundles compute on the CPU.
+
+    Raises UsageError, CheckpointError, BundleError, DataError, StorageError; a file is then unchanged, and the parts in
+    a folder are whole.
     """
-    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    where, on = str(parse_location(source)), device or found.defaults.device
-    if parts.is_folder(out):
-        plan = WritePlan(
-            num_records=found.source(mode).num_records,
-            range_records=part_records,
-            format=format,
-            of=parts.made_of(found, where, mode, batch),
-        )
-
-        def work() -> Work:
-            said = pool.work(PARTS, found, recipe, where, mode, records=plan.num_records, batch=part_records)
-            return msgspec.structs.replace(said, device=on)
-
-        written = parts.write(
-            out, plan, batch, answering=lambda: _answering(found, where, mode, on), work=work, workers=workers,
-            event=ADVANCED,
+    job = BatchJob.of(recipe, str(parse_location(source)), options, mode="prediction")
+    if output_parts.is_folder(out):
+        plan = output_parts.plan_parts(job, output_parts.digest_inputs(job))
+        written = output_parts.write(
+            out, job, plan, open_answer=lambda: _open_answer(job.recipe, job),
+            entry="trueline.batch.predict:open_part_worker", event=ADVANCED,
         )  # fmt: skip
-        return Prediction(records=plan.num_records, path=parts.place(out), parts=written)
+        return Prediction(records=plan.num_records, path=output_parts.resolve_folder(out), parts=written)
     out = Path(out)
     if out.suffix not in FILES:
         raise UsageError(
             f"{out} has no ending that says how to write it",
             hint="use .parquet or .jsonl, or a folder (end it with /) for parts",
         )
-    if workers == 1:
-        count, answer = _answering(found, where, mode, on)
-        answers = []
-        for start in range(0, count, batch):
-            answers.append(answer(start, min(start + batch, count)))
-            _advanced(min(start + batch, count), count)
+    if job.workers == 1:
+        count, answer = _open_answer(job.recipe, job)
+        answers = compute_chunks(count, answer, job.batch, ADVANCED)
     else:
-        count = found.source(mode).num_records
-        shared = pool.work("trueline.batch.predict:opened", found, recipe, where, mode, records=count, batch=batch)
-        answers = _shared_out(msgspec.structs.replace(shared, device=on), workers, out)
+        count = job.num_records()
+        answers = _answer_in_pool(job, count, out)
     columns = {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
-    files.write_atomic(out, _parquet(columns) if out.suffix == ".parquet" else _json_lines(columns))
+    files.write_atomic(out, _encode_parquet(columns) if out.suffix == ".parquet" else _encode_json_lines(columns))
     return Prediction(records=count, path=out)
 
 
-PARTS = "trueline.batch.predict:opened_parts"
-ADVANCED = "prediction.advanced"
-
-
-def opened_parts(work: Work) -> tuple[int, Compute]:
-    """What a pool's worker does with parts: it writes them itself."""
-    return parts.opened(work, *_answering(load_recipe(work.recipe), work.source, work.mode, work.device))
-
-
-def _advanced(done: int, total: int) -> None:
-    events.emit(ADVANCED, done=done, total=total)
-
-
-def _shared_out(work: Work, workers: int, out: Path) -> list[dict[str, Array]]:
-    """The answers of many processes, which they leave in files beside `out`."""
+def _answer_in_pool(job: BatchJob, count: int, out: Path) -> list[dict[str, Array]]:
+    """The answers of many processes, which leave them in files beside `out`."""
+    work = job.work("trueline.batch.predict:open_worker", num_records=count, chunk=job.batch)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent)
@@ -137,20 +97,20 @@ def _shared_out(work: Work, workers: int, out: Path) -> list[dict[str, Array]]:
         raise files.storage_error(error, out) from error
     try:
         work = msgspec.structs.replace(work, out=str(Path(scratch).resolve()))
-        replies = pool.run(work, workers=workers, advanced=lambda done: _advanced(done, work.num_records))
-        return [_restored(Path(scratch, reply["file"]), reply["names"]) for reply in replies]
+        replies = pool.run(work, workers=job.workers, report=lambda done: events.emit(ADVANCED, done=done, total=count))
+        return [_read_arrays(Path(scratch, reply["file"]), reply["names"]) for reply in replies]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _restored(file: Path, names: list[str]) -> dict[str, Array]:
+def _read_arrays(file: Path, names: list[str]) -> dict[str, Array]:
     with file.open("rb") as stream:
         return {name: np.load(stream, allow_pickle=False) for name in names}
 
 
-def opened(work: Work) -> tuple[int, Compute]:
-    """What a pool's worker does with its chunks: it leaves the outputs in a file of `work.out`, and names them."""
-    count, answer = _answering(load_recipe(work.recipe), work.source, work.mode, work.device)
+def open_worker(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with its chunks: it leaves the outputs in a file in `work.out` and replies its name."""
+    count, answer = _open_answer(load_recipe(work.recipe), work)
 
     def compute(start: int, stop: int) -> dict[str, Any]:
         arrays, stream = answer(start, stop), io.BytesIO()
@@ -163,13 +123,18 @@ def opened(work: Work) -> tuple[int, Compute]:
     return count, compute
 
 
-def _answering(recipe: Recipe, where: str, mode: Mode, device: str) -> tuple[int, Answer]:
-    trained = checkpoint.exists(where)
-    model = load_model(recipe, where if trained else None)
+def open_part_worker(work: Work) -> tuple[int, Compute]:
+    """What a pool's worker does with parts: it writes them itself."""
+    return output_parts.open_part_worker(work, *_open_answer(load_recipe(work.recipe), work))
+
+
+def _open_answer(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
+    trained = checkpoint.exists(on.source)
+    model = load_model(recipe, on.source if trained else None)
     if trained:
-        model = devices.wrap_for_host(model, devices.choose_own(device))
-    program = None if trained else open_program(open_bundle(Path(where)))
-    records = recipe.source(mode)
+        model = devices.wrap_for_host(model, devices.choose_own(on.device))
+    program = None if trained else open_program(open_bundle(Path(on.source)))
+    records = recipe.source(on.mode)
 
     def answer(start: int, stop: int) -> dict[str, Array]:
         with seeded(start):
@@ -179,15 +144,15 @@ def _answering(recipe: Recipe, where: str, mode: Mode, device: str) -> tuple[int
     return records.num_records, answer
 
 
-def _parquet(columns: dict[str, Array]) -> bytes:
+def _encode_parquet(columns: dict[str, Array]) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
-    pq.write_table(parts.table(columns), sink)
+    pq.write_table(output_parts.make_table(columns), sink)
     return sink.getvalue()
 
 
-def _json_lines(columns: dict[str, npt.NDArray[Any]]) -> bytes:
+def _encode_json_lines(columns: dict[str, Array]) -> bytes:
     count = len(next(iter(columns.values()), ()))
     rows = ({"record": i, **{name: values[i].tolist() for name, values in columns.items()}} for i in range(count))
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -143,8 +143,9 @@ class OrderedExchange:
         self.on_sent()
         self._group.wait(operation)
         summed = self._rows.reduce(shares.counts, shares.order).float()
-        row[self._loss_word] = summed[-1]
-        return row.tolist(), summed[:-1]
+        sums: list[float] = row.tolist()
+        sums[self._loss_word] = summed[-1].item()
+        return sums, summed[:-1]
 
     def detach(self) -> None:
         """Nothing to undo: `attach` resets the rows."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trueline import files
-from trueline.errors import RecipeError, closest, join_names
+from trueline.errors import RecipeError, UsageError, closest, join_names
 from trueline.recipe import blanks
 from trueline.recipe.blanks import Found
 from trueline.recipe.contract import Recipe
@@ -45,6 +45,19 @@ def load_recipe(source: object) -> Recipe:
     if isinstance(found, Recipe):
         return found
     return blanks.fill(_from_object(found, where))
+
+
+def locate_recipe(recipe: Recipe, given: object, *, otherwise: str = "") -> str:
+    """Where other processes load `recipe` from, which was loaded from `given`. Raises UsageError; `otherwise` ends its
+    hint."""
+    if recipe.path is not None:
+        return str(Path(recipe.path).resolve())
+    if isinstance(given, str):
+        return given
+    raise UsageError(
+        f"recipe '{recipe.name}' has no file that worker processes could load",
+        hint=f"pass the path of its file or 'package.module:object'{otherwise}",
+    )
 
 
 def _looks_like_a_file(text: str) -> bool:

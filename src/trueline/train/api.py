@@ -20,7 +20,7 @@ from trueline.checkpoint.checkpoint import best as best_checkpoint
 from trueline.checkpoint.checkpoint import steps as checkpoint_steps
 from trueline.errors import StorageError, UsageError
 from trueline.recipe.contract import Recipe
-from trueline.recipe.load import load_recipe
+from trueline.recipe.load import load_recipe, locate_recipe
 from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
@@ -203,7 +203,7 @@ def prepare(
 ) -> Path:
     """The folder of a job that is ready to be launched. Arguments and errors are those of `train`."""
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    where = _where(found, recipe)
+    where = locate_recipe(found, recipe)
     if resume:
         if job_dir is None:
             raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
@@ -281,17 +281,6 @@ def _cores() -> int:
 
 def _metrics(recipe: Recipe | None) -> Mapping[str, Any]:
     return recipe.metrics() if recipe is not None and recipe.metrics is not None else {}
-
-
-def _where(recipe: Recipe, given: str | Path | Recipe) -> str:
-    if recipe.path is not None:
-        return str(Path(recipe.path).resolve())
-    if isinstance(given, str):
-        return given
-    raise UsageError(
-        f"recipe '{recipe.name}' has no file that worker processes could load",
-        hint="pass the path of its file or 'package.module:object'",
-    )
 
 
 def _new(job: JobSettings, job_dir: str | Path | None) -> Path:

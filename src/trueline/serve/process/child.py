@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from trueline.errors import TruelineError
+from trueline.errors import TruelineError, find_error_class
 
 
 def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
@@ -31,12 +31,7 @@ def first_record(stdout: IO[bytes], timeout_s: float) -> dict[str, Any] | None:
 
 def revived(code: str, record: Mapping[str, Any]) -> TruelineError:
     """The error that a child wrote as `code`, and `message` and `hint` in `record`."""
-    kinds = {kind.code: kind for kind in _kinds(TruelineError)}
-    return kinds.get(code, TruelineError)(str(record["message"]), hint=str(record.get("hint", "")))
-
-
-def _kinds(root: type[TruelineError]) -> list[type[TruelineError]]:
-    return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
+    return find_error_class(code)(str(record["message"]), hint=str(record.get("hint", "")))
 
 
 def end(process: subprocess.Popen[bytes], timeout_s: float) -> int:

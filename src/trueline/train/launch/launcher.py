@@ -327,13 +327,9 @@ def _is_installed(top: str) -> bool:
 
 def _make_error(fields: dict[str, Any]) -> errors.TruelineError:
     """The error that a job failed with, of the class its code names."""
-    kinds = {kind.code: kind for kind in _kinds(errors.TruelineError)}
-    kind = kinds.get(fields["code"], errors.TrainError)
-    return kind(f"the job failed: {fields['why']}", hint=fields.get("hint", ""))
-
-
-def _kinds(kind: type[errors.TruelineError]) -> list[type[errors.TruelineError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
+    return errors.find_error_class(fields["code"], errors.TrainError)(
+        f"the job failed: {fields['why']}", hint=fields.get("hint", "")
+    )
 
 
 if __name__ == "__main__":
