@@ -1,100 +1,90 @@
-"""What can happen to a job's membership and what is then to be done: plain values between the core and its shell.
+"""What can happen to a job's membership, and what is then to be done: plain values between `decide` and its shell.
 
-`members.decide` takes one of the events and returns actions; the shell (`master.py`) makes the events out of calls,
-exits and time, and carries the actions out in their order.
+The shell (`master/master.py`) makes events out of calls, exits and time, and carries out the actions in their order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from trueline.engine.contract import make_ref
 
 WORKER = "worker"
 """The role of the processes that a view consists of: the only one so far."""
 
-# What happens. -------------------------------------------------------------------------------------------------
+
+# Events. -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The job starts, is resumed, or its master has come back; `alive` are the workers that run, as the engine says."""
+class Begin(Struct, frozen=True):
+    """The job starts or is resumed, or its master has come back. `alive`: the workers that the engine runs."""
 
     alive: frozenset[str] = frozenset()
     launch: bool = True
-    """Whether a launcher starts or resumes the job: with the number of workers that its settings say."""
+    """Whether a launcher starts or resumes the job: with the number of workers in its settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     ref: str
     store: str
     state: str = ""
     """host:port where joiners fetch its state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Struct, frozen=True):
     ref: str
     why: str
     clean: bool = False
     """It has ended by itself, with exit code 0."""
     failed: bool = False
-    """It has ended by itself, with another exit code or a crash: nobody has killed it."""
+    """It has ended by itself, with another exit code or a crash; it was not killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deaths:
+class Deaths(Struct, frozen=True):
     """Deaths that were noticed together: they cost one view."""
 
     deaths: tuple[Death, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entered:
+class Entered(Struct, frozen=True):
     ref: str
     generation: int
     step: int
     rate: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     ref: str
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True):
     ref: str
     step: int
     phase: str = ""
     phase_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Struct, frozen=True):
     ref: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBroken:
+class GroupBroken(Struct, frozen=True):
     ref: str
     generation: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Struct, frozen=True):
     ref: str
     step: int
     path: str
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(Struct, frozen=True):
     """These records made the worker fail: one vote against each."""
 
     ref: str
@@ -103,8 +93,7 @@ class Suspect:
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(Struct, frozen=True):
     """The worker is about to try `record` alone; -1: it has tried all."""
 
     ref: str
@@ -112,37 +101,33 @@ class Trial:
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Another number of workers, from now on."""
+class Scale(Struct, frozen=True):
+    """The job gets another number of workers."""
 
     workers: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
+class Tick(Struct, frozen=True):
+    """Time has passed."""
 
 
 WorkerEvent = Ready | Entered | Finished | Heartbeat | Leaving | GroupBroken | Saved | Suspect | Trial
-"""What a worker says itself: it has to be of this job."""
+"""What a worker reports itself: it has to be of this job."""
 Event = WorkerEvent | Begin | Death | Deaths | Scale | Tick
 
 
-# What to do. ---------------------------------------------------------------------------------------------------
+# Actions. ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(Struct, frozen=True):
     """A row of the journal. All rows of a decision are on the disk before anything else of it is done."""
 
     kind: str
-    body: dict[str, Any] = field(default_factory=dict)
+    body: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     slot: int
     incarnation: int
     role: str = WORKER
@@ -152,21 +137,18 @@ class Start:
         return make_ref(self.role, self.slot, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Struct, frozen=True):
     ref: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """The state has a new view: tell every member."""
+class Publish(Struct, frozen=True):
+    """Publish the new view of the state to every member."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True):
     """Every member has entered: they may form the group. `source` is the rank whose state counts."""
 
     source: int
@@ -177,26 +159,22 @@ class Release:
     rates: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(Struct, frozen=True):
     """The surviving state has `steps` applied steps; the log is ahead of it and follows."""
 
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Every member has applied the last step."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailJob:
+class FailJob(Struct, frozen=True):
     code: Literal["train", "state_lost", "poison"]
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Struct, frozen=True):
     """The sender is not of this job any more."""
 
     ref: str
