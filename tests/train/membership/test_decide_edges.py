@@ -131,7 +131,7 @@ def test_a_worker_that_is_about_to_leave_is_not_counted_for_the_first_view():
     world = World().happen(h.Begin(), *ready(A, B), h.Leaving(B)).wait(4.75, A, B)
     assert world.wait(0.25, A).state.view == ()
     begun = World().happen(h.Begin(), *ready(A, B), h.Leaving(B), *ready(C))
-    assert begun.of(h.Publish)[0].reason == "2 of 3 are ready, nobody else is on the way"
+    assert begun.of(h.Publish)[0].reason == "2 of 3 are ready, no other is starting"
 
 
 # Views and groups. ---------------------------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ def test_the_first_view_is_forced_and_says_why_it_forms_without_all():
         assert (world.state.phase, world.state.gathering_since) == ("running", None)
     world = World().happen(h.Begin(), *ready(A, B))
     world.happen(h.Death(C, "exit code 1"), h.Death("worker-2.1", "exit code 1"))
-    reason = "2 of 3 are ready, nobody else is on the way"
+    reason = "2 of 3 are ready, no other is starting"
     assert decided(world, h.Tick()) == [view_row(1, [A, B], 1, reason), h.Publish(reason)]
 
 

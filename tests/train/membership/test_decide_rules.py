@@ -75,7 +75,7 @@ def test_a_slot_that_waits_before_it_is_tried_again_is_not_waited_for():
     world.happen(h.Death(A, "exit code 1"), h.Death("worker-0.1", "exit code 1"))
     assert not world.state.view
     world.happen(h.Ready(B, "b:1"))
-    assert (world.state.view, world.of(h.Publish)[0].reason) == ((B,), "1 of 2 are ready, nobody else is on the way")
+    assert (world.state.view, world.of(h.Publish)[0].reason) == ((B,), "1 of 2 are ready, no other is starting")
     assert world.wait(1.0, B).state.pending.keys() == {"worker-0.2"}
 
 

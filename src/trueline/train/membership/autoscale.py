@@ -1,10 +1,10 @@
-"""How many workers a job should have, by what they bring. Measurements and time come in, a number and a reason go out.
+"""Autoscaling: how many workers a job should have, by the throughput that each brings. Pure.
 
-    measured(n) for a while ──▶ did the n-th worker bring half of what a worker brings on average?
-                                  yes, or never asked: one more        no: one less, and not again for ten minutes
+    throughput of n workers ──▶ did the n-th worker bring half of what a worker brings on average?
+                                  yes, or not measured: one more        no: one less, and not again for ten minutes
 
-Throughput by number of workers is smoothed and forgotten after ten minutes, so that the question is asked again when
-the machine, the network or the data may have changed. `Scaling` changes in place.
+Throughput by number of workers is smoothed and forgotten after ten minutes, so that it is measured again: the machine,
+the network or the data may have changed. `Scaling` changes in place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SETTLE_S = 10.0
-"""A window of measurement: what is younger than a change of workers says nothing."""
+"""Length of a measurement, which begins anew when the number of workers changes."""
 FORGET_S = 600.0
 PAYS = 0.5
 """A worker pays when it brings this part of the average worker."""
@@ -40,7 +40,7 @@ class Scaling:
     _records: int = 0
 
     def measure(self, workers: int, records: int, now: float) -> bool:
-        """Enters the records that `workers` have applied in all; True when a window has just been completed."""
+        """Enters the records that the job has applied in all; returns whether that completes a measurement."""
         for count in [count for count, (_, at) in self.speeds.items() if now - at > FORGET_S]:
             del self.speeds[count]
         if workers != self._workers or records < self._records:
@@ -60,7 +60,7 @@ class Scaling:
 
 
 def decide(scaling: Scaling, workers: int, records: int, now: float, bounds: Bounds) -> tuple[int, str]:
-    """The number of workers wanted and why; the number as it is, without a reason, when there is none to change it.
+    """The target number of workers and why; the present number, without a reason, when it need not change.
 
     `workers` are those of a group at work, `records` what the job has applied in all.
     """
@@ -81,7 +81,7 @@ def decide(scaling: Scaling, workers: int, records: int, now: float, bounds: Bou
 
 
 def pays(before: float, after: float, workers: int) -> bool:
-    """Whether the last of `workers` brings enough.
+    """Whether the last of `workers` workers brings enough.
 
     >>> pays(300.0, 360.0, 4), pays(300.0, 340.0, 4)
     (True, False)

@@ -1,12 +1,12 @@
-"""Who is in the job, in which generation: decisions as a function of (state, event, now).
+"""Decides who is in the job, in which generation: a function of (state, event, now).
 
     state, event, now  ──decide──▶  actions with their reasons; the state has changed
 
-A planned view (a join, a departure that was announced) takes effect between two steps and fails none. A forced view
-follows a death: the groups of older generations cannot complete a step any more and are cut (`cut_below`). Members of a
-view *enter* it with the number of steps they have applied; when all have, the one that is furthest ahead becomes the
-source and the others take its state. Nothing here knows of gRPC, processes, files or clocks: `master.py` is the shell
-around it, `roster.py` holds the state, `health.py` says who is given up, `suspicion.py` what is set aside.
+A planned view (a join, an announced departure) takes effect between two steps and fails none. A forced view follows a
+death: the groups of older generations cannot complete a step any more and are cut (`cut_below`). Members of a view
+*enter* it with the number of steps they have applied; when all have, the one that is furthest ahead becomes the source
+and the others take its state. No gRPC, processes, files or clocks: `master/master.py` is the shell. `health.py` decides
+which workers are given up, `poison.py` which records are set aside.
 
 Sources: torchft's `quorum_compute` (decide with `now`, return the reason), DESIGN §3, the exactness protocol in
 docs/concepts/generation.md.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from trueline.engine.contract import parse_ref
 from trueline.train.membership import events as h
 from trueline.train.membership.events import Action
-from trueline.train.membership.health import count_stranded, find_overdue, forgive, kill, lose_workers
+from trueline.train.membership.health import count_stranded, find_overdue, forgive, lose_workers
 from trueline.train.membership.poison import suspect
 from trueline.train.membership.state import Member, MembershipPolicy, State, fill, form, settle
 
@@ -25,7 +25,7 @@ SMOOTH = 0.1
 
 
 def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -> list[Action]:
-    """What `event` at time `now` (seconds, monotonic) means: changes `state` and returns what is to be done."""
+    """Applies `event` at time `now` (seconds, monotonic) to `state` and returns the actions to carry out."""
     if state.phase in ("finished", "failed"):
         return []
     match event:
@@ -47,7 +47,7 @@ def decide(state: State, event: h.Event, now: float, policy: MembershipPolicy) -
     if isinstance(event, h.Ready) and event.ref in state.pending:
         return _join(state, event, now, policy)
     if isinstance(event, h.Heartbeat) and event.ref in state.pending:
-        return []  # a heartbeat has overtaken the hello, which goes another way
+        return []  # it has overtaken the hello, which goes another way
     return [h.Fence(event.ref)]
 
 
@@ -79,14 +79,14 @@ def _apply_worker_event(
 
 
 def scale_fault(workers: int, policy: MembershipPolicy) -> str:
-    """Why the job cannot have so many workers; empty: it can."""
+    """Why the job cannot have this number of workers; empty: it can."""
     if workers >= policy.min_workers:
         return ""
     return f"{workers} workers are fewer than the job's minimum of {policy.min_workers}; ask for at least as many"
 
 
 def _begin(state: State, event: h.Begin, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Adopts what runs; where nothing does, all slots are filled anew."""
+    """Adopts the running workers; when none runs, fills all slots anew."""
     if event.launch:
         state.workers, state.quarantined = policy.workers, {}
     if not event.alive:
@@ -110,29 +110,29 @@ def _join(state: State, event: h.Ready, now: float, policy: MembershipPolicy) ->
 
 
 def _gather(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
-    """The first view, or one after all had died: with everybody who is on the way, but not for ever.
+    """Forms the first view, or one after all had died, with all workers that start within `gather_s`.
 
-    A slot that died and has to wait before it is filled again is not waited for: who is in it joins later.
+    A slot that died and has to wait before it is filled again is not waited for; its worker joins later.
     """
-    wanted = state.target_workers
+    target = state.target_workers
     waited = state.gathering_since is not None and now - state.gathering_since >= policy.gather_s
-    if len(state.members) < wanted and state.pending and not waited:
+    if len(state.members) < target and state.pending and not waited:
         return []
     ready = sum(member.left_at is None and not state.is_leaving(member) for member in state.members.values())
-    if not ready or ready < min(wanted, policy.min_workers):
+    if not ready or ready < min(target, policy.min_workers):
         return []
-    if ready >= wanted:
+    if ready >= target:
         return form(state, "all are ready", forced=True)
     if waited:
-        return form(state, f"{ready} of {wanted} are ready after {policy.gather_s:g} s", forced=True)
+        return form(state, f"{ready} of {target} are ready after {policy.gather_s:g} s", forced=True)
     if not state.pending:
-        return form(state, f"{ready} of {wanted} are ready, nobody else is on the way", forced=True)
+        return form(state, f"{ready} of {target} are ready, no other is starting", forced=True)
     return []
 
 
 def _apply_entry(state: State, member: Member, event: h.Entered, now: float, policy: MembershipPolicy) -> list[Action]:
     if event.generation != state.generation or member.rank < 0:
-        return []  # superseded: the shell answers so
+        return []  # superseded, as the shell answers
     member.entered, member.steps = event.step, max(event.step, member.steps)
     member.rate = event.rate or member.rate
     state.awaited.discard(event.ref)
@@ -141,7 +141,7 @@ def _apply_entry(state: State, member: Member, event: h.Entered, now: float, pol
 
 
 def _release(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Lets the group form when every member of the view has entered and they are enough."""
+    """Releases the group when every member of the view has entered and they are enough."""
     view = state.view
     if state.released or state.awaited or not view:
         return []
@@ -205,7 +205,7 @@ def _apply_finish(state: State, member: Member, event: h.Finished) -> list[Actio
 
 
 def _apply_checkpoint(state: State, event: h.Saved) -> list[Action]:
-    """The newest checkpoint counts; one that is written late by a former rank 0 does not take its place."""
+    """Keeps the newest checkpoint; one that a former rank 0 writes late does not replace it."""
     if event.step < state.checkpoint_step <= state.committed:
         return []
     state.checkpoint, state.checkpoint_step = event.path, event.step
@@ -213,15 +213,17 @@ def _apply_checkpoint(state: State, event: h.Saved) -> list[Action]:
 
 
 def _apply_broken_group(state: State, event: h.GroupBroken) -> list[Action]:
-    """Only who was let go into a group can say so; a master that came back may not remember that it was."""
+    """Forms a new view. A master that came back may not know that the group was released."""
     if event.generation != state.generation:
         return []
     return form(state, f"{event.ref} cannot use generation {event.generation}: {event.why}", forced=True)
 
 
 def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -> list[Action]:
-    """Fills new slots, or lets the highest ones leave by a planned view. Those in quarantine are tried again when the
-    job grows, and when too few would be left without them."""
+    """Fills new slots, or lets the highest ones leave by a planned view.
+
+    Slots in quarantine are retried when the job grows, and when too few would be left without them.
+    """
     before, state.workers = state.workers, event.workers
     again = event.workers >= before or state.target_workers < policy.min_workers
     if again:
@@ -241,7 +243,8 @@ def _scale(state: State, event: h.Scale, now: float, policy: MembershipPolicy) -
 def _tick(state: State, now: float, policy: MembershipPolicy) -> list[Action]:
     forgive(state, now, policy)
     deaths = find_overdue(state, now, policy)
-    actions = [*kill(deaths), *lose_workers(state, deaths, now, policy)] if deaths else []
+    actions: list[Action] = [h.Kill(death.ref, death.why) for death in deaths]
+    actions += lose_workers(state, deaths, now, policy) if deaths else []
     if state.phase == "failed":
         return actions
     if state.phase == "gathering" and state.members:

@@ -1,4 +1,4 @@
-"""Who is given up: exits, silence, workers that are stuck, slots that are not worth another try. Pure."""
+"""Decides which workers are given up: exits, silence, stuck workers, slots that keep failing. Pure."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import math
 from collections.abc import Sequence
 
 from trueline.engine.contract import parse_ref
-from trueline.train.membership.events import Action, Death, FailJob, Kill, Log
+from trueline.train.membership.events import Action, Death, FailJob, Log
 from trueline.train.membership.poison import accuse, note_deaths
 from trueline.train.membership.state import Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
 BUSY = ("reading", "computing")
 FADE = 0.99
-"""What a tick (0.25 s) leaves of `State.silence_s`: half after 17 s."""
+"""Factor of `State.silence_s` at each tick (0.25 s): half is left after 17 s."""
 
 
 def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: MembershipPolicy) -> list[Action]:
-    """Deaths that were noticed together: one forced view without the dead, and replacements."""
+    """Handles deaths that were noticed together: one forced view without the dead, and replacements."""
     actions: list[Action] = []
     in_view: list[tuple[Member, str]] = []
-    for gone in deaths:
-        if state.members.get(gone.ref) is None and gone.ref not in state.pending:
+    for death in deaths:
+        if state.members.get(death.ref) is None and death.ref not in state.pending:
             continue
-        member = state.members.pop(gone.ref, None)
-        state.pending.pop(gone.ref, None)
-        if member is not None and (member.rank >= 0 or _at_work(member, gone)):
-            in_view.append((member, gone.why))
-        actions += _blame(state, gone, member, now, policy)
+        member = state.members.pop(death.ref, None)
+        state.pending.pop(death.ref, None)
+        if member is not None and (member.rank >= 0 or _at_work(member, death)):
+            in_view.append((member, death.why))
+        actions += _blame(state, death, member, now, policy)
         if state.phase == "failed":
             return actions
     note_deaths(state, [member for member, _ in in_view])
@@ -40,44 +40,44 @@ def lose_workers(state: State, deaths: Sequence[Death], now: float, policy: Memb
     return actions + fill(state, now)
 
 
-def _at_work(member: Member, gone: Death) -> bool:
-    """Whether it was to leave after a last step with the others and may have died in it: they have to be cut off."""
-    return member.left and member.left_at is None and not gone.clean
+def _at_work(member: Member, death: Death) -> bool:
+    """Whether a departing worker may have died in its last step with the others, which then have to be cut."""
+    return member.left and member.left_at is None and not death.clean
 
 
-def _blame(state: State, gone: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
-    """A death counts against the record that was being tried, else against the slot."""
+def _blame(state: State, death: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
+    """Counts a death against the record that was being tried, else against the slot."""
     if member is None or member.trying < 0:
-        return _count(state, gone, member, now, policy)
+        return _count(state, death, member, now, policy)
     state.rotation += 1
-    why = f"{gone.why} while record {member.trying} was tried"
-    return accuse(state, [member.trying], gone.ref, why, policy, member.trying_where)
+    why = f"{death.why} while record {member.trying} was tried"
+    return accuse(state, [member.trying], death.ref, why, policy, member.trying_where)
 
 
-def _count(state: State, gone: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
-    slot = parse_ref(gone.ref)[1]
+def _count(state: State, death: Death, member: Member | None, now: float, policy: MembershipPolicy) -> list[Action]:
+    slot = parse_ref(death.ref)[1]
     if slot >= state.workers or (member is not None and (member.stepped or member.leaving)):
         state.failures.pop(slot, None)
-        return _count_crash(state, gone, now, policy) if gone.failed and slot < state.workers else []
+        return _count_crash(state, death, now, policy) if death.failed and slot < state.workers else []
     before = state.failures.get(slot, Failures(0, state.committed, now))
     count = before.count + 1
     since = before.since_step if count > 1 else state.committed
     state.failures[slot] = Failures(count, since, now + policy.delay_s(count))
     if count < policy.max_failures:
         return []
-    why = f"worker slot {slot} died {count} times in a row before its first step; last: {gone.why}"
+    why = f"worker slot {slot} died {count} times in a row before its first step; last: {death.why}"
     if since == state.committed:
         state.phase = "failed"
         return [FailJob("train", why)]
-    return _quarantine(state, gone.ref, why, policy)
+    return _quarantine(state, death.ref, why, policy)
 
 
-def _count_crash(state: State, gone: Death, now: float, policy: MembershipPolicy) -> list[Action]:
-    """A failure after steps: what stands out against the other slots is the slot's, and the job is better off without.
+def _count_crash(state: State, death: Death, now: float, policy: MembershipPolicy) -> list[Action]:
+    """Counts a failure after steps of its own; a slot that stands out against the others goes into quarantine.
 
-    Where all fail alike it is the code or the data, and each replacement still brings some steps.
+    Where all slots fail alike the code or the data is at fault, and each replacement still brings some steps.
     """
-    slot, since = parse_ref(gone.ref)[1], now - policy.spell_s
+    slot, since = parse_ref(death.ref)[1], now - policy.spell_s
     recent = {one: [at for at in times if at > since] for one, times in state.crashes.items()}
     state.crashes = {one: times for one, times in recent.items() if times}
     mine = state.crashes.setdefault(slot, [])
@@ -88,7 +88,7 @@ def _count_crash(state: State, gone: Death, now: float, policy: MembershipPolicy
         return []
     del state.crashes[slot]
     why = f"worker slot {slot} failed {len(mine)} times in {now - mine[0]:.0f} s, all others {others} times; last: "
-    return _quarantine(state, gone.ref, why + gone.why, policy)
+    return _quarantine(state, death.ref, why + death.why, policy)
 
 
 def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> list[Action]:
@@ -108,7 +108,7 @@ def _quarantine(state: State, ref: str, why: str, policy: MembershipPolicy) -> l
 
 
 def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Death]:
-    """Whom to kill at this moment, and why."""
+    """The workers to kill now, and why."""
     found = []
     lease_s = lease(state, policy)
     for member in state.members.values():
@@ -125,10 +125,10 @@ def find_overdue(state: State, now: float, policy: MembershipPolicy) -> list[Dea
 
 
 def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:
-    """Members that compute while all others wait for them: for too long, by what the job is used to.
+    """Members that compute while all others wait for them, longer than the job's usual steps allow.
 
-    Nobody is stuck before a step of its own (compilers, caches), and not because the others waited for a moment only:
-    a step may be slow for everybody.
+    A member is not stuck before a step of its own (compilers, caches), nor while the others have waited only for a
+    moment: a step may be slow for all.
     """
     patience = _patience(state, policy)
     stuck, waited = [], False
@@ -147,7 +147,7 @@ def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:
 
 
 def count_stranded(state: State, policy: MembershipPolicy) -> int:
-    """How many members wait in a group that others have left for a planned view: nobody has cut it."""
+    """How many members wait in a group that others have left for a planned view and that is not cut."""
     if state.released or state.cut_below == state.generation:
         return 0
     view = [state.members[ref] for ref in state.view]
@@ -163,10 +163,10 @@ def _patience(state: State, policy: MembershipPolicy) -> float:
 
 
 def lease(state: State, policy: MembershipPolicy) -> float:
-    """For how long a member may be silent at this moment, in seconds.
+    """How many seconds a member may be silent now.
 
-    Where living members were silent for longer than usual, as on a machine that gives its processes their cores late,
-    silence tells less: the lease is three times the longest such silence of late, up to ten times the usual lease.
+    On a starved machine living members are silent for longer too. The lease is three times the longest recent silence
+    of a living member, between one and ten times the usual lease.
     Source: accrual failure detection, which judges a silence by those before it (Hayashibara et al., SRDS 2004).
 
     >>> policy = MembershipPolicy(workers=2, lease_s=3.0)
@@ -177,16 +177,12 @@ def lease(state: State, policy: MembershipPolicy) -> float:
 
 
 def forgive(state: State, now: float, policy: MembershipPolicy) -> None:
-    """A tick that comes late tells that the master itself stood still: nobody could be heard, so leases are longer."""
+    """Extends all leases when a tick comes late: the master itself stood still and received nothing."""
     late = math.inf if state.ticked_at is None else now - state.ticked_at - policy.tick_s
     state.ticked_at = now
-    state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # more would only last longer
+    state.silence_s = FADE * min(state.silence_s, 10.0 / 3.0 * policy.lease_s)  # a longer one would only last longer
     if late > policy.tick_s:
         for member in state.members.values():
             member.seen_at = min(now, member.seen_at + late)
             member.left_at = None if member.left_at is None else min(now, member.left_at + late)
         state.pending.update({ref: min(now, at + late) for ref, at in state.pending.items()})
-
-
-def kill(deaths: Sequence[Death]) -> list[Action]:
-    return [Kill(gone.ref, gone.why) for gone in deaths]

@@ -1,8 +1,8 @@
-"""Records that make whoever trains on them fail: votes, and what is set aside. Pure.
+"""Poison records, which make each worker fail that trains on them: votes, and what is set aside. Pure.
 
 One vote moves the records on to other workers (`rotation`); a second one, by another worker where there is one, sets a
 record aside. Some records do not raise but kill (a crash in C): when members die one after the other without a step
-between, the next views are **careful**: everybody says which record it tries alone, and a death while trying is a vote.
+between, the next views are **careful**: each worker announces the record that it tries alone, and a death is a vote.
 See docs/concepts/membership.md.
 """
 
@@ -17,7 +17,7 @@ WHY_CHARS = WHERE_CHARS = 300
 
 
 def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Action]:
-    """A worker's votes. A forced view that forms already cuts its group; another is for what was set aside."""
+    """Enters a worker's votes and forms a view; one that already forms serves too, unless a record was set aside."""
     before = len(state.set_aside)
     actions = accuse(state, event.records, event.ref, event.why, policy, event.where)
     aside = list(state.set_aside)[before:]
@@ -36,7 +36,7 @@ def suspect(state: State, event: Suspect, policy: MembershipPolicy) -> list[Acti
 def accuse(
     state: State, records: Sequence[int], ref: str, why: str, policy: MembershipPolicy, where: str = ""
 ) -> list[Action]:
-    """Enters one vote against each of `records`, which lie `where` the worker says."""
+    """Enters one vote against each of `records`; `where`: their part, file and record in it."""
     actions: list[Action] = []
     alone = len(state.view) == 1 and state.released
     for record in records:
@@ -59,7 +59,7 @@ def accuse(
 
 
 def note_deaths(state: State, died: Sequence[Member]) -> None:
-    """Members of a group that was at work have died: the second time without a step between calls for care."""
+    """Makes the next views careful when a group loses members twice without a step between."""
     if state.released and died:
         state.careful = state.careful or state.died_at == state.committed
         state.died_at = state.committed

@@ -1,8 +1,8 @@
-"""The state of a job's membership, and the three moves that all decisions are made of: fill slots, form a view, let go.
+"""The state of a job's membership, and what all decisions are made of: fill slots, form a view, settle.
 
 A **view** is a numbered list of workers; its number is the **generation**, the index in it the rank. A **slot** is a
-place for one worker; the workers that follow each other in it are its incarnations. The state changes in place: a copy
-for each heartbeat of ten thousand members would be most of the master's work. No I/O, no clock.
+place for one worker; successive workers in it are its incarnations. The state changes in place: a copy for each
+heartbeat of ten thousand members would be most of the master's work. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ class MembershipPolicy:
     workers: int
     """How many workers the job begins with; a dead one is replaced."""
     min_workers: int = 1
-    """With fewer the job waits."""
+    """The job waits while it has fewer."""
     gather_s: float = 30.0
-    """How long the first view waits for all workers once one is ready."""
+    """How long the first view waits for the other workers once one is ready."""
     lease_s: float = 3.0
-    """A worker that is silent for so long is given up; `health.lease` makes it longer on a starved machine."""
+    """A worker that is silent for longer is given up; `health.lease` extends it on a starved machine."""
     start_s: float = 180.0
-    """A worker that is not ready so long after its start is given up."""
+    """A worker that is not ready this long after its start is given up."""
     leave_s: float = 60.0
-    """A worker that still runs so long after a view without it is killed."""
+    """A worker that still runs this long after a view without it is killed."""
     stuck_s: float = 10.0
-    """A worker that computes for so long (or ten usual steps, if they are longer) while all others wait is given up."""
+    """A worker that computes for longer (and for ten usual steps) while all others wait is given up."""
     tick_s: float = 0.25
-    """Usual time between two ticks; a tick that comes much later tells of a master that was frozen."""
+    """Usual time between two ticks; after a much longer one the master was frozen."""
     refill_s: float = 0.25
-    """After a death the survivors apply a step before replacements start, but no later: starting costs them cores."""
+    """How long replacements of the dead wait for the survivors' next step: starting takes cores from it."""
     max_failures: int = 3
-    """So many deaths of one slot in a row before a step of its own put it into quarantine, or end a job that stands."""
+    """Deaths of one slot in a row, before a step of its own, that put it in quarantine; if the job has applied no step
+    since the first of them, it fails."""
     spell_s: float = 600.0
-    """Twice as many failures of one slot within so long, after steps of its own, do the same where the others have
-    hardly any."""
+    """Time in which twice as many failures of one slot, after steps of its own, put it into quarantine if all others
+    together have less than half as many."""
     set_aside: int = 100
-    """So many records may be set aside; one more ends the job."""
+    """Records that may be set aside; one more ends the job."""
 
     def delay_s(self, failures: int) -> float:
-        """How long a slot stays empty after so many deaths in a row before its first step.
+        """How long a slot stays empty after `failures` deaths in a row before its first step.
 
         >>> [MembershipPolicy(workers=1).delay_s(n) for n in (0, 1, 2, 3, 99)]
         [0.0, 0.0, 0.5, 1.0, 30.0]
@@ -59,7 +60,7 @@ class Member:
     ref: str
     slot: int
     store: str
-    """host:port of its rendezvous store; empty while a restarted master waits for it to say hello again."""
+    """host:port of its rendezvous store; empty while a restarted master waits for it to reconnect."""
     state: str = ""
     """host:port where joiners fetch its state."""
     seen_at: float
@@ -72,16 +73,16 @@ class Member:
     joined: bool = False
     """It is or was in a view."""
     left_at: float | None = None
-    """When all others had gone on without it; it ends by itself when it has completed its last step."""
+    """When the others had all gone on without it; it ends by itself after its last step."""
     steps: int = -1
     base: int | None = None
-    """Steps that the job had when it first took part: what is beyond them it applied itself."""
+    """Steps that the job had when it first took part; it applied the later ones itself."""
     phase: str = ""
     phase_s: float = 0.0
-    """For how long it was in it when it was last heard."""
+    """How long it was in `phase` at its last heartbeat."""
     trying: int = -1
-    trying_where: str = ""
     """The record that it tries alone; -1: none."""
+    trying_where: str = ""
 
     @property
     def left(self) -> bool:
@@ -116,7 +117,7 @@ class State:
     view: tuple[str, ...] = ()
     released: bool = False
     finishing: bool = False
-    """Somebody has applied the last step."""
+    """A member has applied the last step."""
     members: dict[str, Member] = field(default_factory=dict)
     pending: dict[str, float] = field(default_factory=dict)
     """Started and not ready yet: ref -> when it was started."""
@@ -128,15 +129,15 @@ class State:
     """Next incarnation of each slot."""
     failures: dict[int, Failures] = field(default_factory=dict)
     crashes: dict[int, list[float]] = field(default_factory=dict)
-    """When the workers of a slot have failed by themselves, of late, after steps of their own."""
+    """Slot -> times of recent failures of its own workers, after steps of their own."""
     quarantined: dict[int, str] = field(default_factory=dict)
     """Slots that stay empty, and why."""
     suspects: dict[int, dict[str, str]] = field(default_factory=dict)
     """Votes against records: record -> worker -> why."""
     set_aside: dict[int, str] = field(default_factory=dict)
-    """Records that no step trains on any more, and why."""
+    """Records that are left out of training, and why."""
     places: dict[int, str] = field(default_factory=dict)
-    """Where those lie that are suspected or set aside: part, file and record in it."""
+    """Suspected and set-aside records -> part, file and record in it."""
     committed: int = 0
     """Steps known to be applied."""
     died_at: int = -1
@@ -151,15 +152,15 @@ class State:
     usual_s: float = 0.0
     """Time between two steps, smoothed."""
     silence_s: float = 0.0
-    """The longest silence, of late, of a member that was alive all the same; what lies back counts for less."""
+    """The longest recent silence of a living member; older ones count for less."""
 
     @property
     def target_workers(self) -> int:
-        """Workers that can be had: those wanted without the slots in quarantine."""
+        """Workers that the job can have: its slots without those in quarantine."""
         return self.workers - sum(slot < self.workers for slot in self.quarantined)
 
     def list_set_aside(self) -> list[dict[str, Any]]:
-        """What is set aside, for people."""
+        """The records that are set aside, as in summary and status."""
         aside = sorted(self.set_aside.items())
         return [{"record": record, "where": self.places.get(record, ""), "why": why} for record, why in aside]
 
@@ -185,10 +186,10 @@ def fill(state: State, now: float) -> list[Action]:
 
 
 def form(state: State, reason: str, *, forced: bool, keep: Member | None = None) -> list[Action]:
-    """A new view of all members that stay: survivors in their old order, then newcomers as they came.
+    """Forms a view of all members that stay: survivors in their old order, then newcomers as they came.
 
-    Those who are about to leave stay (or only `keep` of them) until somebody else has their state, and are called back
-    while they are there.
+    When no member that stays has the state, those that are leaving stay too (or only `keep` of them), and those that
+    have left are called back while they are still there.
     """
     here = [member for member in state.members.values() if member.left_at is None]
     staying = [member for member in here if not member.left and not state.is_leaving(member)]
@@ -212,10 +213,10 @@ def form(state: State, reason: str, *, forced: bool, keep: Member | None = None)
 
 
 def settle(state: State, policy: MembershipPolicy) -> list[Action]:
-    """A planned view with those who are ready and without those who go, as soon as one can take effect.
+    """Forms a planned view with the newcomers and without those that leave, as soon as one can take effect.
 
-    While a view forms, newcomers wait for it, so that a thousand of them cost a few views; those who go wait until
-    somebody who stays holds the state. When all go and nobody comes, one stays alone, so that the slots of the others
+    While a view forms, newcomers wait for it, so that a thousand of them cost a few views; those that leave wait until
+    a member that stays has the state. When all leave and none comes, one stays alone, so that the slots of the others
     can be filled again.
     """
     short = len(state.view) < policy.min_workers
@@ -236,12 +237,12 @@ def settle(state: State, policy: MembershipPolicy) -> list[Action]:
         going = []
     leaving = [member.ref for member in going if member is not keep]
     moves = ((refs, verb) for refs, verb in ((leaving, "leave"), (joining, "join")) if refs)
-    said = [f"{join_refs(refs)} {verb}{'s' if len(refs) == 1 else ''}" for refs, verb in moves]
-    return form(state, " and ".join(said), forced=False, keep=keep) if said else []
+    parts = [f"{join_refs(refs)} {verb}{'s' if len(refs) == 1 else ''}" for refs, verb in moves]
+    return form(state, " and ".join(parts), forced=False, keep=keep) if parts else []
 
 
 def join_refs(refs: Sequence[str]) -> str:
-    """Names for a reason, not too many.
+    """Refs for a reason, at most four by name.
 
     >>> join_refs(["a", "b"]), join_refs(list("abcdef"))
     ('a and b', 'a, b, c and 3 more')
