@@ -39,9 +39,9 @@ GOLDEN = bytes.fromhex(
 def test_recordio_of_the_original_library_is_read(tmp_path: Path) -> None:
     (tmp_path / "golden.recordio").write_bytes(GOLDEN)
     assert rows_of(open_records(tmp_path / "golden.recordio")) == [{"record": b"Hello"}] * 3
-    payload = b"\x05\0\0\0Hello" * 3
-    assert snappy.decompress(GOLDEN[20:]) == payload
-    assert GOLDEN[34:38] == snappy.masked_crc32c(payload).to_bytes(4, "little")
+    assert snappy.decompress(GOLDEN[20:]) == b"\x05\0\0\0Hello" * 3
+    for at, content in ((34, b"\x05\0\0\0"), (46, b"Hello")):
+        assert GOLDEN[at : at + 4] == snappy.masked_crc32c(content).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("count", [0, 2, 4, 1 << 31])
@@ -206,7 +206,7 @@ def test_an_index_is_kept_for_a_large_file_and_made_again_when_it_is_torn_or_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(offset_index.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(offset_index, "_WORTH_BYTES", 10)
+    monkeypatch.setattr(offset_index, "_MIN_FILE_BYTES", 10)
     path = WORLDS["csv"].write(tmp_path / "a", flat(50))
     assert rows_of(open_records(path)) == flat(50)
     (kept,) = (tmp_path / "cache" / "index").iterdir()

@@ -287,12 +287,12 @@ def test_readers_end_when_they_are_closed_or_forgotten():
 STUCK = """
 import os, signal, sys, time
 import numpy as np
-from trueline.data.loading.worker_pool import Readers
+from trueline.data.loading.worker_pool import ReaderPool
 from trueline.data.open import as_source
 class Stuck:
     def __len__(self): return 3
     def __getitem__(self, index): time.sleep(3600)
-readers = Readers(as_source(Stuck(), mode="training", feed=None, recipe="r"), 0, count=2)
+readers = ReaderPool(as_source(Stuck(), mode="training", feed=None, recipe="r"), 0, count=2)
 readers.prefetch(np.array([1]), epoch=0)
 print(*(reader.pid for reader in readers._readers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
