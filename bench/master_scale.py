@@ -172,7 +172,7 @@ async def _measure(fleet: Fleet, master: psutil.Process, beat_s: float) -> dict[
     gathered_s = time.monotonic() - began
     rate = await fleet.beats(beat_s, 64)
     began = time.monotonic()
-    await fleet.stub(0).Broken(pb.Fault(ref=fleet.refs[0], generation=1, what="bench"), metadata=METADATA)
+    await fleet.stub(0).ReportBrokenGroup(pb.Fault(ref=fleet.refs[0], generation=1, what="bench"), metadata=METADATA)
     await fleet.all_inside(2)
     regroup_s = time.monotonic() - began
     rss = master.memory_info().rss / 2**20

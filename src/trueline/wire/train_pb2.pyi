@@ -5,7 +5,7 @@ The control plane of a training job. Every call carries the job's secret in the 
 "authorization" as "Bearer <secret>"; without it the master answers UNAUTHENTICATED.
 
 A worker is named by its ref ("worker-SLOT.INCARNATION"), which is also its fencing token: a ref that the
-master has given up gets FAILED_PRECONDITION ("fenced") at every door and has to exit.
+master has given up gets FAILED_PRECONDITION ("fenced") from every call and has to exit.
 """
 
 from collections import abc as _abc

@@ -59,8 +59,8 @@ class MasterStub:
                 request_serializer=trueline_dot_wire_dot_train__pb2.Worker.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
-        self.Broken = channel.unary_unary(
-                '/trueline.train.v1.Master/Broken',
+        self.ReportBrokenGroup = channel.unary_unary(
+                '/trueline.train.v1.Master/ReportBrokenGroup',
                 request_serializer=trueline_dot_wire_dot_train__pb2.Fault.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
@@ -69,8 +69,8 @@ class MasterStub:
                 request_serializer=trueline_dot_wire_dot_train__pb2.Fault.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
-        self.Saved = channel.unary_unary(
-                '/trueline.train.v1.Master/Saved',
+        self.RecordCheckpoint = channel.unary_unary(
+                '/trueline.train.v1.Master/RecordCheckpoint',
                 request_serializer=trueline_dot_wire_dot_train__pb2.Checkpoint.SerializeToString,
                 response_deserializer=trueline_dot_wire_dot_train__pb2.Ack.FromString,
                 _registered_method=True)
@@ -115,14 +115,14 @@ class MasterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """A worker says that it is ready to train and is told of every new view from then on.
+        """A worker is ready to train; every new view is streamed to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Enter(self, request, context):
-        """A member has left the group of an older generation and is ready to form this one. Answered when every
+        """A member has left the group of an older generation and is ready to form this one. Returns when every
         member of the view has entered, or at once (superseded) when a newer view exists.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,7 +130,7 @@ class MasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """A member has applied the job's last step. Answered as Enter is; `finished` ends the worker.
+        """A member has applied the job's last step. Returns as Enter does; `finished` ends the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,7 +150,7 @@ class MasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Broken(self, request, context):
+    def ReportBrokenGroup(self, request, context):
         """The group of a generation cannot be formed or failed with every member alive: a new view is needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -158,13 +158,13 @@ class MasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fail(self, request, context):
-        """The worker met an error that would meet every worker (a bug in the recipe): the job ends.
+        """An error that every worker would meet (a bug in the recipe) ends the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Saved(self, request, context):
+    def RecordCheckpoint(self, request, context):
         """A checkpoint is on the disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -187,14 +187,14 @@ class MasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """For operators: another number of workers, from now on.
+        """For operators: sets the number of workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be.
+        """For operators: requests a checkpoint of the steps applied so far, or of later ones, as soon as possible.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,7 +208,7 @@ class MasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """For launchers and viewers: what happened, from an event number on.
+        """For launchers and viewers: streams the events after a number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,8 +249,8 @@ def add_MasterServicer_to_server(servicer, server):
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Worker.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
-            'Broken': grpc.unary_unary_rpc_method_handler(
-                    servicer.Broken,
+            'ReportBrokenGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportBrokenGroup,
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Fault.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
@@ -259,8 +259,8 @@ def add_MasterServicer_to_server(servicer, server):
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Fault.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
-            'Saved': grpc.unary_unary_rpc_method_handler(
-                    servicer.Saved,
+            'RecordCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordCheckpoint,
                     request_deserializer=trueline_dot_wire_dot_train__pb2.Checkpoint.FromString,
                     response_serializer=trueline_dot_wire_dot_train__pb2.Ack.SerializeToString,
             ),
@@ -446,7 +446,7 @@ class Master:
             _registered_method=True)
 
     @staticmethod
-    def Broken(request,
+    def ReportBrokenGroup(request,
             target,
             options=(),
             channel_credentials=None,
@@ -459,7 +459,7 @@ class Master:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/trueline.train.v1.Master/Broken',
+            '/trueline.train.v1.Master/ReportBrokenGroup',
             trueline_dot_wire_dot_train__pb2.Fault.SerializeToString,
             trueline_dot_wire_dot_train__pb2.Ack.FromString,
             options,
@@ -500,7 +500,7 @@ class Master:
             _registered_method=True)
 
     @staticmethod
-    def Saved(request,
+    def RecordCheckpoint(request,
             target,
             options=(),
             channel_credentials=None,
@@ -513,7 +513,7 @@ class Master:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/trueline.train.v1.Master/Saved',
+            '/trueline.train.v1.Master/RecordCheckpoint',
             trueline_dot_wire_dot_train__pb2.Checkpoint.SerializeToString,
             trueline_dot_wire_dot_train__pb2.Ack.FromString,
             options,

@@ -5,7 +5,7 @@ The control plane of a training job. Every call carries the job's secret in the 
 "authorization" as "Bearer <secret>"; without it the master answers UNAUTHENTICATED.
 
 A worker is named by its ref ("worker-SLOT.INCARNATION"), which is also its fencing token: a ref that the
-master has given up gets FAILED_PRECONDITION ("fenced") at every door and has to exit.
+master has given up gets FAILED_PRECONDITION ("fenced") from every call and has to exit.
 """
 
 from collections import abc as _abc
@@ -37,22 +37,22 @@ class MasterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MasterAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_train_pb2.Hello, _train_pb2.View]
-    """A worker says that it is ready to train and is told of every new view from then on."""
+    """A worker is ready to train; every new view is streamed to it."""
     Enter: _grpc.UnaryUnaryMultiCallable[_train_pb2.Entry, _train_pb2.Plan]
-    """A member has left the group of an older generation and is ready to form this one. Answered when every
+    """A member has left the group of an older generation and is ready to form this one. Returns when every
     member of the view has entered, or at once (superseded) when a newer view exists.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_train_pb2.Entry, _train_pb2.Plan]
-    """A member has applied the job's last step. Answered as Enter is; `finished` ends the worker."""
+    """A member has applied the job's last step. Returns as Enter does; `finished` ends the worker."""
     Report: _grpc.UnaryUnaryMultiCallable[_train_pb2.Progress, _train_pb2.Ack]
     """Heartbeat and progress."""
     Leave: _grpc.UnaryUnaryMultiCallable[_train_pb2.Worker, _train_pb2.Ack]
     """A planned departure (preemption notice): takes effect between two steps."""
-    Broken: _grpc.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]
+    ReportBrokenGroup: _grpc.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]
     """The group of a generation cannot be formed or failed with every member alive: a new view is needed."""
     Fail: _grpc.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]
-    """The worker met an error that would meet every worker (a bug in the recipe): the job ends."""
-    Saved: _grpc.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]
+    """An error that every worker would meet (a bug in the recipe) ends the job."""
+    RecordCheckpoint: _grpc.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]
     """A checkpoint is on the disk."""
     Suspect: _grpc.UnaryUnaryMultiCallable[_train_pb2.Suspicion, _train_pb2.Ack]
     """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
@@ -61,13 +61,13 @@ class MasterStub:
     Try: _grpc.UnaryUnaryMultiCallable[_train_pb2.Trial, _train_pb2.Ack]
     """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
     Scale: _grpc.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]
-    """For operators: another number of workers, from now on."""
+    """For operators: sets the number of workers."""
     Save: _grpc.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.Ack]
-    """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
+    """For operators: requests a checkpoint of the steps applied so far, or of later ones, as soon as possible."""
     Status: _grpc.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]
     """For operators: the job as one JSON object."""
     Follow: _grpc.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]
-    """For launchers and viewers: what happened, from an event number on."""
+    """For launchers and viewers: streams the events after a number."""
     Stop: _grpc.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]
     """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
 
@@ -75,22 +75,22 @@ class MasterStub:
 class MasterAsyncStub(MasterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_train_pb2.Hello, _train_pb2.View]  # type: ignore[assignment]
-    """A worker says that it is ready to train and is told of every new view from then on."""
+    """A worker is ready to train; every new view is streamed to it."""
     Enter: _aio.UnaryUnaryMultiCallable[_train_pb2.Entry, _train_pb2.Plan]  # type: ignore[assignment]
-    """A member has left the group of an older generation and is ready to form this one. Answered when every
+    """A member has left the group of an older generation and is ready to form this one. Returns when every
     member of the view has entered, or at once (superseded) when a newer view exists.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_train_pb2.Entry, _train_pb2.Plan]  # type: ignore[assignment]
-    """A member has applied the job's last step. Answered as Enter is; `finished` ends the worker."""
+    """A member has applied the job's last step. Returns as Enter does; `finished` ends the worker."""
     Report: _aio.UnaryUnaryMultiCallable[_train_pb2.Progress, _train_pb2.Ack]  # type: ignore[assignment]
     """Heartbeat and progress."""
     Leave: _aio.UnaryUnaryMultiCallable[_train_pb2.Worker, _train_pb2.Ack]  # type: ignore[assignment]
     """A planned departure (preemption notice): takes effect between two steps."""
-    Broken: _aio.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]  # type: ignore[assignment]
+    ReportBrokenGroup: _aio.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]  # type: ignore[assignment]
     """The group of a generation cannot be formed or failed with every member alive: a new view is needed."""
     Fail: _aio.UnaryUnaryMultiCallable[_train_pb2.Fault, _train_pb2.Ack]  # type: ignore[assignment]
-    """The worker met an error that would meet every worker (a bug in the recipe): the job ends."""
-    Saved: _aio.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]  # type: ignore[assignment]
+    """An error that every worker would meet (a bug in the recipe) ends the job."""
+    RecordCheckpoint: _aio.UnaryUnaryMultiCallable[_train_pb2.Checkpoint, _train_pb2.Ack]  # type: ignore[assignment]
     """A checkpoint is on the disk."""
     Suspect: _aio.UnaryUnaryMultiCallable[_train_pb2.Suspicion, _train_pb2.Ack]  # type: ignore[assignment]
     """These records made a worker fail: one vote against each. With a second vote, by another worker where there is
@@ -99,13 +99,13 @@ class MasterAsyncStub(MasterStub):
     Try: _aio.UnaryUnaryMultiCallable[_train_pb2.Trial, _train_pb2.Ack]  # type: ignore[assignment]
     """A careful worker is about to try this record alone; should it die now, that counts as its vote."""
     Scale: _aio.UnaryUnaryMultiCallable[_train_pb2.ScaleRequest, _train_pb2.Ack]  # type: ignore[assignment]
-    """For operators: another number of workers, from now on."""
+    """For operators: sets the number of workers."""
     Save: _aio.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.Ack]  # type: ignore[assignment]
-    """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
+    """For operators: requests a checkpoint of the steps applied so far, or of later ones, as soon as possible."""
     Status: _aio.UnaryUnaryMultiCallable[_train_pb2.Cursor, _train_pb2.JobStatus]  # type: ignore[assignment]
     """For operators: the job as one JSON object."""
     Follow: _aio.UnaryStreamMultiCallable[_train_pb2.Cursor, _train_pb2.Events]  # type: ignore[assignment]
-    """For launchers and viewers: what happened, from an event number on."""
+    """For launchers and viewers: streams the events after a number."""
     Stop: _aio.UnaryUnaryMultiCallable[_train_pb2.StopRequest, _train_pb2.Ack]  # type: ignore[assignment]
     """Ends the job: workers get SIGTERM, then SIGKILL after grace_s."""
 
@@ -116,7 +116,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Hello,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_train_pb2.View], _abc.AsyncIterator[_train_pb2.View]]:
-        """A worker says that it is ready to train and is told of every new view from then on."""
+        """A worker is ready to train; every new view is streamed to it."""
 
     @_abc_1.abstractmethod
     def Enter(
@@ -124,7 +124,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Entry,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Plan, _abc.Awaitable[_train_pb2.Plan]]:
-        """A member has left the group of an older generation and is ready to form this one. Answered when every
+        """A member has left the group of an older generation and is ready to form this one. Returns when every
         member of the view has entered, or at once (superseded) when a newer view exists.
         """
 
@@ -134,7 +134,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Entry,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Plan, _abc.Awaitable[_train_pb2.Plan]]:
-        """A member has applied the job's last step. Answered as Enter is; `finished` ends the worker."""
+        """A member has applied the job's last step. Returns as Enter does; `finished` ends the worker."""
 
     @_abc_1.abstractmethod
     def Report(
@@ -153,7 +153,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         """A planned departure (preemption notice): takes effect between two steps."""
 
     @_abc_1.abstractmethod
-    def Broken(
+    def ReportBrokenGroup(
         self,
         request: _train_pb2.Fault,
         context: _ServicerContext,
@@ -166,10 +166,10 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Fault,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
-        """The worker met an error that would meet every worker (a bug in the recipe): the job ends."""
+        """An error that every worker would meet (a bug in the recipe) ends the job."""
 
     @_abc_1.abstractmethod
-    def Saved(
+    def RecordCheckpoint(
         self,
         request: _train_pb2.Checkpoint,
         context: _ServicerContext,
@@ -200,7 +200,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
-        """For operators: another number of workers, from now on."""
+        """For operators: sets the number of workers."""
 
     @_abc_1.abstractmethod
     def Save(
@@ -208,7 +208,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Cursor,
         context: _ServicerContext,
     ) -> _typing.Union[_train_pb2.Ack, _abc.Awaitable[_train_pb2.Ack]]:
-        """For operators: a checkpoint of the steps applied so far, or of later ones, as soon as can be."""
+        """For operators: requests a checkpoint of the steps applied so far, or of later ones, as soon as possible."""
 
     @_abc_1.abstractmethod
     def Status(
@@ -224,7 +224,7 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _train_pb2.Cursor,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_train_pb2.Events], _abc.AsyncIterator[_train_pb2.Events]]:
-        """For launchers and viewers: what happened, from an event number on."""
+        """For launchers and viewers: streams the events after a number."""
 
     @_abc_1.abstractmethod
     def Stop(

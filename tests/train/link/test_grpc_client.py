@@ -251,9 +251,9 @@ def fenced(self, request, context):
 CALLS = {
     "Enter": lambda link: link.enter(1, 5, 0.0), "Report": lambda link: link._send(everything=True),
     "Suspect": lambda link: link.suspect(1, 2, "odd", ""), "Try": lambda link: link.announce_trial(1, 2, ""),
-    "Saved": lambda link: link.report_checkpoint(1, "/c", "d"), "Leave": MasterLink.leave,
+    "RecordCheckpoint": lambda link: link.report_checkpoint(1, "/c", "d"), "Leave": MasterLink.leave,
     "Fail": lambda link: link.fail("x", "y"), "Finish": lambda link: link.finish(1, 5, ()),
-    "Broken": lambda link: link.report_broken_group(1, "x"),
+    "ReportBrokenGroup": lambda link: link.report_broken_group(1, "x"),
     "Watch": lambda link: link._watch(pb.Hello(ref="worker-0.0")),  # what a thread of its own does
 }  # fmt: skip
 
@@ -289,7 +289,7 @@ def test_what_a_worker_says_arrives_as_it_was_said_with_the_jobs_secret():
         heard.append(request)
         return pb.Ack()
 
-    for name in ("Suspect", "Try", "Saved", "Leave", "Broken", "Fail"):
+    for name in ("Suspect", "Try", "RecordCheckpoint", "Leave", "ReportBrokenGroup", "Fail"):
         setattr(Hearing, name, hear)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     pb_grpc.add_MasterServicer_to_server(Hearing(), server)

@@ -20,9 +20,9 @@ def calls(ref: str) -> dict[str, tuple[str, object]]:
     return {
         "Report": pb.Progress(ref=ref, generation=1, step=1, applied=[STEP]),
         "Leave": pb.Worker(ref=ref),
-        "Broken": pb.Fault(ref=ref, generation=1, what="reset by peer"),
+        "ReportBrokenGroup": pb.Fault(ref=ref, generation=1, what="reset by peer"),
         "Fail": pb.Fault(ref=ref, what="recipe_raised|odd", detail="look"),
-        "Saved": pb.Checkpoint(ref=ref, step=1, path="/elsewhere"),
+        "RecordCheckpoint": pb.Checkpoint(ref=ref, step=1, path="/elsewhere"),
         "Suspect": pb.Suspicion(ref=ref, records=[3], why="odd"),
         "Try": pb.Trial(ref=ref, record=3),
         "Enter": pb.Entry(ref=ref, generation=1, step=1, progress=pb.Progress(ref=ref, applied=[STEP])),
@@ -129,7 +129,7 @@ def test_who_enters_brings_along_what_it_had_not_reported_and_its_speed(tmp_path
 def test_a_group_that_cannot_be_used_is_said_of_its_own_generation_only(tmp_path):
     async def act(master, stub):
         for generation in (0, 1, 1):
-            await stub.Broken(pb.Fault(ref=A, generation=generation, what="reset by peer"), metadata=SECRET)
+            await stub.ReportBrokenGroup(pb.Fault(ref=A, generation=generation, what="reset by peer"), metadata=SECRET)
         return master.state.generation, master.view.reason
 
     assert scene(tmp_path, act) == (2, f"{A} cannot use generation 1: reset by peer")
@@ -217,7 +217,9 @@ def test_a_checkpoint_that_was_asked_for_is_wanted_until_one_of_that_step_or_lat
         await stub.Report(pb.Progress(ref=A, step=2, applied=[pb.Applied(step=1, records=4)]), metadata=SECRET)
         asked.append((await stub.Save(pb.Cursor(), metadata=SECRET)).save_from)
         for step in (1, 2):
-            await stub.Saved(pb.Checkpoint(ref=A, step=step, path=f"/step-{step}", digest="d"), metadata=SECRET)
+            await stub.RecordCheckpoint(
+                pb.Checkpoint(ref=A, step=step, path=f"/step-{step}", digest="d"), metadata=SECRET
+            )
             asked.append((await stub.Report(pb.Progress(ref=A, step=2), metadata=SECRET)).save_from)
         return asked, master.state.checkpoint, [body for kind, body in master.journal.rows() if kind == "CKPT"]
 

@@ -193,13 +193,13 @@ class MasterLink:
             self._evaluations.popleft()
 
     def report_checkpoint(self, step: int, path: str, digest: str) -> None:
-        self._call(self._master.Saved, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
+        self._call(self._master.RecordCheckpoint, pb.Checkpoint(ref=self.ref, step=step, path=path, digest=digest))
 
     def leave(self) -> None:
         self._call(self._master.Leave, pb.Worker(ref=self.ref))
 
     def report_broken_group(self, generation: int, why: str) -> None:
-        self._call(self._master.Broken, pb.Fault(ref=self.ref, generation=generation, what=why))
+        self._call(self._master.ReportBrokenGroup, pb.Fault(ref=self.ref, generation=generation, what=why))
 
     def fail(self, what: str, detail: str) -> None:
         self._call(self._master.Fail, pb.Fault(ref=self.ref, what=what, detail=detail))

@@ -101,7 +101,7 @@ class MasterService(pb_grpc.MasterServicer):
         self.master.emit("worker.leaving", worker=request.ref)
         return pb.Ack()
 
-    async def Broken(self, request: pb.Fault, context: Context) -> pb.Ack:
+    async def ReportBrokenGroup(self, request: pb.Fault, context: Context) -> pb.Ack:
         await self._handle(h.GroupBroken(request.ref, request.generation, request.what), context)
         return pb.Ack()
 
@@ -112,7 +112,7 @@ class MasterService(pb_grpc.MasterServicer):
         self.master.fail(code, f"{request.ref}: {why}", request.detail)
         return pb.Ack()
 
-    async def Saved(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
+    async def RecordCheckpoint(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
         await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
         if request.step >= self.master.save_from:
             self.master.save_from = 0
