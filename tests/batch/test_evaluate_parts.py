@@ -51,7 +51,7 @@ def test_an_evaluation_that_was_cut_short_goes_on_and_one_of_something_else_is_r
     evaluate(MEASURED, trained, batch=32, out=tmp_path / "values", part_records=64, format="jsonl")
     assert there.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "values").iterdir()}.items()
     assert len(rows_in(tmp_path / "values")) == 333
-    with pytest.raises(DataError, match="made of something else"):
+    with pytest.raises(DataError, match="written with another plan"):
         evaluate(MEASURED, None, batch=32, out=tmp_path / "values", part_records=64, format="jsonl")
 
 

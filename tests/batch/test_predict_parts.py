@@ -75,9 +75,9 @@ def test_a_folder_of_other_predictions_is_refused_and_left_as_it_is(trained: Pat
     predict(MEASURED, trained, tmp_path / "parts", batch=32, part_records=64)
     before = contents(tmp_path / "parts")
     others = checkpoint_of(MEASURED, tmp_path / "others", seed=2)
-    with pytest.raises(DataError, match="holds what was made of something else"):
+    with pytest.raises(DataError, match="was written with another plan"):
         predict(MEASURED, others, tmp_path / "parts", batch=32, part_records=64)
-    with pytest.raises(DataError, match="holds what was made of something else"):
+    with pytest.raises(DataError, match="was written with another plan"):
         predict(MEASURED, trained, tmp_path / "parts", batch=32, part_records=64, mode="evaluation")
     assert contents(tmp_path / "parts") == before
 

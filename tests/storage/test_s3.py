@@ -89,7 +89,7 @@ def test_parts_that_were_written_before_a_death_are_not_written_again(bucket: st
         again.write(start, stop, table[start:stop])
     again.commit()
     assert rows_of(open_records(f"{bucket}/answers")) == table.to_pylist()
-    with pytest.raises(DataError, match="made of something else"):
+    with pytest.raises(DataError, match="written with another plan"):
         RangeWriter(f"{bucket}/answers", WritePlan(num_records=100, range_records=40, of="model 8"))
 
 
@@ -140,7 +140,7 @@ def test_of_two_plans_that_begin_at_the_same_moment_one_is_refused(
         return found
 
     monkeypatch.setattr(StoreFolder, "get", overtaken)
-    with pytest.raises(DataError, match=r"holds what was made of something else: .*model 8"):
+    with pytest.raises(DataError, match=r"was written with another plan: .*model 8"):
         RangeWriter(f"{bucket}/answers", plan)
 
 

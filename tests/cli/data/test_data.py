@@ -100,7 +100,7 @@ def test_inspect_of_records_without_pictures_says_what_a_picture_is(
     pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     assert app.run(["data", "inspect", str(clicks), "--pictures", str(tmp_path / "sheet.png")]) != 0
     said = capsys.readouterr().err
-    assert "none of the columns id, word is pictures in 5 samples" in said
+    assert "none of the columns id, word holds images in 5 samples" in said
     assert "nested lists of grey values" in said
     assert not (tmp_path / "sheet.png").exists()
 

@@ -49,7 +49,7 @@ def test_a_chunk_that_lies_about_its_count_is_an_error_and_no_record_is_dropped(
     data = bytearray(recordio.encode_chunk([b"a", b"", b"ccc"], compressor="none"))
     data[16:20] = count.to_bytes(4, "little")
     (tmp_path / "liar.recordio").write_bytes(data)
-    with pytest.raises(DataError, match=r"liar\.recordio lies at byte 0: the chunk claims"):
+    with pytest.raises(DataError, match=r"liar\.recordio is damaged at byte 0: the chunk claims"):
         rows_of(open_records(tmp_path / "liar.recordio"))
 
 

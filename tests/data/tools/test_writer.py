@@ -140,7 +140,7 @@ def test_a_package_that_refuses_the_condition_itself_is_written_to_without_it(tm
 
 def test_another_plan_a_foreign_folder_and_wrong_ranges_are_refused(tmp_path: Path) -> None:
     RangeWriter(tmp_path / "out", WritePlan(num_records=100, of="one"))
-    with pytest.raises(DataError, match="holds what was made of something else"):
+    with pytest.raises(DataError, match="was written with another plan"):
         RangeWriter(tmp_path / "out", WritePlan(num_records=100, of="two"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").touch()
@@ -221,7 +221,7 @@ def test_a_conversion_that_was_killed_goes_on_and_one_of_changed_records_is_refu
     assert rows_of(open_records(tmp_path / "out")) == flat(150)
     (tmp_path / "out" / COMMIT).unlink()
     WORLDS["csv"].write(tmp_path / "world", flat(151))
-    with pytest.raises(DataError, match="holds what was made of something else"):
+    with pytest.raises(DataError, match="was written with another plan"):
         inspect.convert(path, tmp_path / "out", range_records=32)
 
 
@@ -277,9 +277,9 @@ def test_a_folder_is_verified_against_its_commit_list(tmp_path: Path) -> None:
     found = inspect.verify(out).faults
     assert [(Path(one.file).name, one.records) for one in found] == [(parts[0].name, 30), (parts[3].name, 10)]
     assert "bytes of another content" in found[0].why
-    assert "it is not there" in found[1].why
+    assert "it is missing" in found[1].why
     (out / "part-9.parquet").write_bytes(parts[1].read_bytes())
-    assert "it is no part of what _commit.json lists" in inspect.verify(out).faults[-1].why
+    assert "_commit.json does not list it" in inspect.verify(out).faults[-1].why
 
 
 @pytest.mark.parametrize(

@@ -37,5 +37,5 @@ def command(
     from trueline.data.tools import inspect as look
 
     with advance_bar("convert", quiet=quiet or as_json) as advanced:
-        done = look.convert(list(uris), where, to=to, format=format_, range_records=range_records, advanced=advanced)
+        done = look.convert(list(uris), where, to=to, format=format_, range_records=range_records, progress=advanced)
     say(f"{where}: {done['num_records']} records in {len(done['parts'])} parts of {to}", done, as_json=as_json)

@@ -29,7 +29,7 @@ def command(uris: tuple[str, ...], format_: str, quiet: bool, as_json: bool) -> 
     from trueline.data.tools import inspect as look
 
     with advance_bar("verify", quiet=quiet or as_json) as advanced:
-        found = look.verify(list(uris), format=format_, advanced=advanced)
+        found = look.verify(list(uris), format=format_, progress=advanced)
     lines = [f"bad: {one.unit} of {one.file}: {one.why}" for one in found.faults]
     lines.append(f"{found.records} records in {found.units} units can be read")
     lines += [f"note: {found.note}"] if found.note else []

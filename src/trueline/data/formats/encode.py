@@ -1,8 +1,7 @@
-"""A table of records as the bytes of a whole file, in each format that can be written.
+"""Encodes a table of records as the bytes of a whole file, in each format that can be written.
 
-A format that cannot hold a column says so by name. RecordIO and ArrayRecord hold bytes: a table of one binary or string
-column gives its values, any other one JSON object for each record, in which binary values are base64, as in JSON of
-protocol buffers (https://protobuf.dev/programming-guides/json).
+RecordIO and ArrayRecord hold bytes: those of a table of one binary or string column, otherwise one JSON object for each
+record, with binary values in base64 as in JSON of protocol buffers (https://protobuf.dev/programming-guides/json).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from trueline.data.records import describe_columns
 from trueline.errors import DataError
 
 GROUP_RECORDS = 8192
-"""Records of a row group or record batch: what a reader decodes at once."""
+"""Records of a row group or record batch."""
 
 
 def encode_table(table: pa.Table, format: str) -> bytes:
-    """`table` as a file of `format` (one of PACKERS). Raises DataError for columns that it cannot hold."""
+    """`table` as a file of `format` (one of ENCODERS). Raises DataError that names columns which it cannot hold."""
     return ENCODERS[format][1](table)
 
 
@@ -63,7 +62,7 @@ def _jsonl(table: pa.Table) -> bytes:
 
 
 def _recordio(table: pa.Table) -> bytes:
-    """Chunks of at most 1 MiB of records (a larger record is a chunk of its own), as snappy."""
+    """Snappy chunks of at most 1 MiB of records; a larger record is a chunk of its own."""
     out, records, num_bytes = [], list[bytes](), 0
     for record in _values(table):
         if records and num_bytes + len(record) > CHUNK_BYTES:
@@ -99,7 +98,7 @@ ENCODERS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
     "mxnet": (".rec", _mxnet),
     "arrayrecord": (".array_record", _array_record),
 }
-"""Name: ending, and what makes the bytes."""
+"""Name: ending, encoder."""
 
 
 def _values(table: pa.Table) -> Iterator[bytes]:
@@ -109,7 +108,7 @@ def _values(table: pa.Table) -> Iterator[bytes]:
     name = table.column_names[0]
     for number, value in enumerate(table[name].to_pylist()):
         if value is None:
-            raise DataError(f"record {number} has no '{name}': a format of bytes cannot tell a null from empty bytes")
+            raise DataError(f"record {number} has no '{name}': a format of bytes has no nulls")
         yield value.encode() if isinstance(value, str) else value
 
 
@@ -119,7 +118,7 @@ def _json_lines(table: pa.Table, *, base64_bytes: bool = False) -> Iterator[byte
         try:
             yield json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain).encode()
         except (TypeError, ValueError) as error:
-            wrong = [name for name, value in row.items() if _unsayable(value, () if base64_bytes else bytes)]
+            wrong = [name for name, value in row.items() if _has_no_json(value, () if base64_bytes else bytes)]
             where = f"'{wrong[0]}' of record {number}" if wrong else f"record {number}"
             raise DataError(f"JSON cannot hold {where}: {error}", hint="write Parquet or Arrow") from error
 
@@ -136,10 +135,10 @@ def _plain_or_base64(value: Any) -> str:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else _plain(value)
 
 
-def _unsayable(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a number without a form in JSON, or a value of one of `kinds`, is anywhere in it."""
+def _has_no_json(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether `value` contains a number that is not finite, or a value of one of `kinds`."""
     if isinstance(value, dict | list):
-        return any(_unsayable(one, kinds) for one in (value.values() if isinstance(value, dict) else value))
+        return any(_has_no_json(item, kinds) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, kinds) or (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -1,10 +1,9 @@
 """Records from RecordIO files: ElasticDL's chunks (wangkuiyi/recordio) and MXNet's parts (dmlc-core).
 
-Both become one column, `record` (binary). Which of the two a file is, its first four bytes say. In ElasticDL's format
-a unit is a chunk, whose CRC-32 is compared whenever it is read; write chunks of at most 1 MiB, since a chunk is
-decoded as a whole. In MXNet's a unit is a run of 4096 records; it has no checksums, only its framing is verified. A
-chunk of a torn file is an error when the file is listed, not a count that cannot be read later. Source: recordio's
-header.go, chunk.go; dmlc-core's recordio.h, recordio.cc.
+Both have one column, `record` (binary); the first four bytes of a file tell them apart. In ElasticDL's format a unit is
+a chunk, whose CRC-32 is verified at every read; write chunks of at most 1 MiB, since a chunk is decoded as a whole. In
+MXNet's a unit is a run of 4096 records, without checksums: only the framing is verified. A torn file is an error when
+it is listed. Source: recordio's header.go, chunk.go; dmlc-core's recordio.h, recordio.cc.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import gzip
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -48,7 +48,7 @@ class RecordIoFormat:
 
     @property
     def checked(self) -> bool:
-        """Whether all files that were listed have checksums: MXNet's have none."""
+        """Whether all listed files have checksums; MXNet's have none."""
         return not self._starts
 
     def list(self, file: File) -> FileListing:
@@ -87,7 +87,7 @@ class RecordIoFormat:
 
 
 def _chunks(file: File) -> Iterator[FileUnit]:
-    """Reads headers only. Raises DataError for one that is damaged or reaches beyond the file."""
+    """Reads the headers. Raises DataError for one that is damaged or reaches beyond the file."""
     at, size = 0, file.stamp.size
     with file.open() as opened:
         while at < size:
@@ -102,10 +102,10 @@ def _chunks(file: File) -> Iterator[FileUnit]:
                     f"{file.uri} is torn at byte {at}: magic {magic:#010x}, compressor {compressor} begin no chunk"
                 )
             if end > size:
-                raise DataError(f"{file.uri} is torn at byte {at}: its chunk ends {end - size} bytes behind the file")
+                raise DataError(f"{file.uri} is torn at byte {at}: its chunk ends {end - size} bytes after the file")
             part = FileUnit(count, at, end)
             if not count and length:
-                _chunk_records(header + opened.read(length), part, file)  # nobody would read it later
+                _chunk_records(header + opened.read(length), part, file)  # it is not read later
             yield part
             at = end
 
@@ -126,12 +126,11 @@ def _chunk_records(data: bytes, part: FileUnit, file: File) -> pa.Table:
 
 
 def _unpack(payload: bytes | memoryview, part: FileUnit, file: File) -> pa.Array:
-    """`length, bytes` again and again, as one Arrow array: contents are moved once."""
-    alike = _of_one_length(payload, part.count)
-    if alike is not None:
-        count, length = alike.shape
-        offsets, values = np.arange(count + 1, dtype=np.int64) * length, pa.py_buffer(np.ascontiguousarray(alike))
-        return _binary(offsets, values)
+    """One Arrow array of a payload of (length, bytes) pairs, copied once."""
+    rows = _of_one_length(payload, part.count)
+    if rows is not None:
+        count, length = rows.shape
+        return _binary(np.arange(count + 1, dtype=np.int64) * length, pa.py_buffer(np.ascontiguousarray(rows)))
     records: list[bytes] = []
     at, size = 0, len(payload)
     unpack, whole = struct.Struct("<I").unpack_from, bytes(payload)
@@ -141,17 +140,14 @@ def _unpack(payload: bytes | memoryview, part: FileUnit, file: File) -> pa.Array
         records.append(whole[begin:at])
     if at != size or len(records) != part.count:
         raise DataError(
-            f"{file.uri} lies at byte {part.at}: the chunk claims {part.count} records in {size} bytes, "
+            f"{file.uri} is damaged at byte {part.at}: the chunk claims {part.count} records in {size} bytes, "
             f"but {len(records)} records end at byte {at}"
         )
     return _binary(np.cumsum([0, *map(len, records)], dtype=np.int64), pa.py_buffer(b"".join(records)))
 
 
 def _of_one_length(payload: bytes | memoryview, count: int) -> npt.NDArray[np.uint8] | None:
-    """The contents [count, length] of records that are all of one length; None for any others.
-
-    Equal heads at equal distances are proof: each says where the next one is.
-    """
+    """The contents [count, length] of records of one length, proven by equal heads at equal distances; else None."""
     if not count or len(payload) % count or len(payload) < 4 * count:
         return None
     table = np.frombuffer(payload, np.uint8).reshape(count, -1)
@@ -165,7 +161,7 @@ def _binary(offsets: Ints, values: pa.Buffer) -> pa.Array:
 
 
 def _runs(starts: Ints) -> Iterator[FileUnit]:
-    """Cut where a unit would pass 4096 records or 4 MiB, if it has more than one: it is read whole."""
+    """Units of at most 4096 records and 4 MiB; a larger record is a unit of its own."""
     first, count = 0, len(starts) - 1
     while first < count:
         fitting = int(np.searchsorted(starts, starts[first] + _UNIT_BYTES, side="right")) - 1
@@ -175,14 +171,14 @@ def _runs(starts: Ints) -> Iterator[FileUnit]:
 
 
 def find_dmlc_starts(file: File) -> Ints:
-    """The bytes at which MXNet's records begin, and the end of the file. Reads the heads of parts only."""
+    """The bytes at which MXNet's records begin, and the end of the file. Reads the heads of parts."""
     starts, at, size, inside = [], 0, file.stamp.size, False
     with file.open() as opened:
         while at < size:
             opened.seek(at)
             flag, length = _part_head(opened, at, file.uri)
             if inside == (flag in (_WHOLE, _FIRST)):
-                raise DataError(f"{file.uri} is torn at byte {at}: a part of kind {flag} cannot stand here")
+                raise DataError(f"{file.uri} is torn at byte {at}: a part of kind {flag} is out of place")
             if not inside:
                 starts.append(at)
             inside = flag not in (_WHOLE, _LAST)
@@ -204,7 +200,7 @@ def _part_head(opened: BinaryIO, at: int, uri: str) -> tuple[int, int]:
 
 
 def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
-    """The records of a run of parts. Where a record was cut, the writer had dropped the magic: it is put back.
+    """The records of a run of parts, with the magic that the writer dropped between them put back.
 
     Raises ValueError that names the byte, counted from `start`.
     """
@@ -228,17 +224,17 @@ def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
 def encode_chunk(records: list[bytes], *, compressor: str = "snappy") -> bytes:
     """`records` as a chunk of ElasticDL's format."""
     payload = b"".join(len(record).to_bytes(4, "little") + record for record in records)
-    ways: dict[str, Callable[[bytes], bytes]] = {"none": bytes, "snappy": snappy.compress, "gzip": _gzip}
-    stored = ways[compressor](payload)
+    compress: dict[str, Callable[[bytes], bytes]] = {
+        "none": bytes,
+        "snappy": snappy.compress,
+        "gzip": partial(gzip.compress, compresslevel=6, mtime=0),
+    }
+    stored = compress[compressor](payload)
     return HEADER.pack(MAGIC, zlib.crc32(stored), COMPRESSORS[compressor], len(stored), len(records)) + stored
 
 
-def _gzip(data: bytes) -> bytes:
-    return gzip.compress(data, compresslevel=6, mtime=0)
-
-
 def encode_dmlc_record(record: bytes) -> bytes:
-    """`record` in MXNet's format: cut wherever the magic stands at a multiple of four bytes."""
+    """`record` in MXNet's format: cut at every magic that is aligned to four bytes."""
     magic = DMLC_MAGIC.to_bytes(4, "little")
     cuts, at = [], record.find(magic)
     while at >= 0:

@@ -1,17 +1,14 @@
-"""Processes that read records ahead of the training, for data sets whose reading is Python's work.
+"""Reader processes that prefetch batches, for data sets that decode, crop or tokenise in Python.
 
-A map-style Dataset decodes, crops and tokenises in Python, one record after the other, and so may the `feed` of records
-in files; a thread would only take turns with the training. Each of these processes is a fork of the worker, made before
-the worker has threads of its own, and touches no device; it is asked for whole batches, and answers in memory that both
-see:
+A thread would compete with the training for the interpreter. Each reader is a fork of the worker, made before the
+worker starts threads, and uses no device. It gets requests for whole batches and returns them in shared memory:
 
     worker ──(number, epoch) + memfd of indices──▶ reader: SeededReader.read
     worker ◀──(number, size)  + memfd of tensors── reader
 
-What a batch is does not depend on who reads it: random numbers are the record's own (`seeded.py`), so any number of
-readers gives the same training. Memory is bounded by the batches that are asked for ahead, `ahead` in all. A memfd
-has no name, so nothing is left behind by whoever dies. A reader that dies takes its worker with it (`ReaderLost`):
-the master replaces the worker, and tries the records one by one where one of them is to blame.
+Random numbers are seeded for each record (`seeding.py`), so any number of readers gives the same training. `ahead`
+batches in all bound the memory. A memfd has no name, so a process that dies leaves nothing behind. When a reader dies
+its worker ends too (`ReaderLost`); the master replaces it, and tries records one by one to find one that is to blame.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -44,29 +41,26 @@ if TYPE_CHECKING:
     from trueline.data.source import Indices
 
 _HEAD = struct.Struct("!qqq")
-"""Number of the request, its epoch or whether it succeeded, bytes of what lies behind the tensors."""
+"""Number of the request, its epoch or success, bytes after the tensors."""
 _ALIGNMENT = 64
 _PR_SET_PDEATHSIG = 1
 
 
 class ReaderLost(RuntimeError):
-    """A reader died; this process cannot read any more."""
+    """A reader process died, so this process cannot go on reading."""
 
 
 def make_reader(
     source: Source, seed: int, place: Callable[[Batch], Batch] = lambda batch: batch, *, readers: int = 0
 ) -> SeededReader | ReaderPool:
-    """Who reads `source` for a worker: `readers` processes if that can be, else this process.
-
-    It can where a fork may go on with what this process has opened, or opens it again for itself (`Forkable`).
-    """
+    """Reads `source` in `readers` processes if it is `Forkable`, otherwise in this process."""
     if readers and isinstance(source, Forkable) and source.forks:
         return ReaderPool(source, seed, place, count=readers)
     return SeededReader(source, seed, place)
 
 
 class ReaderPool:
-    """`count` processes that do what a SeededReader does; make it in the main thread, before others are started."""
+    """A SeededReader in `count` processes; to be made in the main thread, before others are started."""
 
     prefetches = True
 
@@ -80,48 +74,48 @@ class ReaderPool:
         for _ in range(count):
             self._readers.append(_ReaderProcess(source, seed, siblings=self._readers))
         self.close: Callable[[], object] = weakref.finalize(self, _end, os.getpid(), self._readers)
-        """Ends the processes; so does the end of this object, and of this process."""
+        """Ends the processes, as the end of this object and of this process do."""
 
     @property
     def ahead(self) -> int:
-        """So many batches may be asked for before they are read."""
+        """How many batches may be prefetched."""
         return len(self._readers)
 
     def read(self, indices: Indices, *, epoch: int) -> Batch:
         """The records `indices` of `epoch`. Raises DataError, ReaderLost."""
         key = epoch, indices.tobytes()
         if key not in self._coming:
-            for reader, number in self._coming.values():  # what was expected did not come: the members changed
-                reader.let_go(number)
+            for reader, number in self._coming.values():  # others were requested: the members changed
+                reader.drop(number)
             self._coming.clear()
             self._ask(key, indices)
         reader, number = self._coming.pop(key)
         return self._place(reader.take(number))
 
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
-        """Has `indices` read meanwhile, and returns at once; does nothing when enough is under way."""
+        """Requests `indices` and returns at once; does nothing when enough are under way."""
         key = epoch, indices.tobytes()
         if len(self._coming) < self.ahead and key not in self._coming and len(indices):
             self._ask(key, indices)
 
     def read_ahead(self, indices: Indices, *, epoch: int) -> None:
-        """Nothing: the processes read while this one computes, and need no time of its own."""
+        """Nothing: the processes read ahead by themselves."""
 
     def _ask(self, key: tuple[int, bytes], indices: Indices) -> None:
-        reader = min(self._readers, key=lambda one: len(one.waiting))
+        reader = min(self._readers, key=lambda reader: len(reader.waiting))
         self._numbers += 1
         reader.ask(self._numbers, key[0], indices)
         self._coming[key] = reader, self._numbers
 
 
 def _end(owner: int, readers: list[_ReaderProcess]) -> None:
-    if os.getpid() == owner:  # and not a fork of it
+    if os.getpid() == owner:  # not a fork of it
         for reader in readers:
             reader.close()
 
 
 class _ReaderProcess:
-    """This side of one process."""
+    """The worker's side of one reader process."""
 
     line: socket.socket
 
@@ -129,18 +123,18 @@ class _ReaderProcess:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of threads that hold locks; torch's own only wait for work, which a reader never gives them.
+            # Python warns of threads that may hold locks; torch's only wait for work, which a reader never has.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
-            for line in (mine, *(one.line for one in siblings)):
+            for line in (mine, *(sibling.line for sibling in siblings)):
                 line.close()
-            _live(theirs, source, seed, parent)
+            _run_reader(theirs, source, seed, parent)
         theirs.close()
         self.line = mine
         self.waiting: list[int] = []
-        self._needless: set[int] = set()
-        self._here: dict[int, Batch | DataError] = {}
+        self._dropped: set[int] = set()
+        self._results: dict[int, Batch | DataError] = {}
 
     def ask(self, number: int, epoch: int, indices: Indices) -> None:
         """Sends a request. Raises ReaderLost."""
@@ -150,14 +144,14 @@ class _ReaderProcess:
             raise self._lost_error() from error
         self.waiting.append(number)
 
-    def let_go(self, number: int) -> None:
-        """Nobody will take the answer to `number`."""
-        if self._here.pop(number, None) is None:
-            self._needless.add(number)
+    def drop(self, number: int) -> None:
+        """Discards the result of request `number`."""
+        if self._results.pop(number, None) is None:
+            self._dropped.add(number)
 
     def take(self, number: int) -> Batch:
-        """The answer to `number`, when it is there. Raises DataError, ReaderLost."""
-        while number not in self._here:
+        """Waits for the result of request `number`. Raises DataError, ReaderLost."""
+        while number not in self._results:
             try:
                 head, memory = _receive(self.line)
             except OSError as error:
@@ -166,29 +160,32 @@ class _ReaderProcess:
                 raise self._lost_error()
             answered, succeeded, size = head
             self.waiting.remove(answered)
-            if answered in self._needless:
-                self._needless.discard(answered)
+            if answered in self._dropped:
+                self._dropped.discard(answered)
+            elif succeeded:
+                self._results[answered] = Batch(*_Unpickler(memory, size).load())
             else:
-                self._here[answered] = _decode_batch(memory, size) if succeeded else _refusal(memory, size)
-        found = self._here.pop(number)
-        if isinstance(found, DataError):
-            raise found
-        return found
+                message, hint = pickle.loads(memory[len(memory) - size :])
+                self._results[answered] = DataError(message, hint=hint)
+        result = self._results.pop(number)
+        if isinstance(result, DataError):
+            raise result
+        return result
 
     def _lost_error(self) -> ReaderLost:
         return ReaderLost(f"reader process {self.pid} died while it read records ahead")
 
     def close(self) -> None:
         self.line.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # dead already
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it is dead
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
 
-def _live(line: socket.socket, source: Source, seed: int, parent: int) -> None:
-    """The life of a reader; it ends with the worker, which may have ended already."""
+def _run_reader(line: socket.socket, source: Source, seed: int, parent: int) -> NoReturn:
+    """Runs in the reader process, and ends with the worker, which may have ended before."""
     code = 1
-    gc.freeze()  # the destructor of what the worker left behind may wait for threads, which a fork does not have
+    gc.freeze()  # destructors of the worker's objects may wait for threads, which a fork does not have
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -197,13 +194,13 @@ def _live(line: socket.socket, source: Source, seed: int, parent: int) -> None:
             _serve(line, SeededReader(source, seed))
         code = 0
     finally:
-        os._exit(code)  # nothing of the worker's is to be cleaned up here
+        os._exit(code)  # skips the worker's cleanup
 
 
 def _serve(line: socket.socket, reader: SeededReader) -> None:
     import torch
 
-    torch.set_num_threads(1)  # a fork has none of the threads that its parent computed with
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
     while True:
         head, memory = _receive(line)
         if memory is None:
@@ -211,26 +208,24 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
         number, epoch, size = head
         try:
             batch = reader.read(np.frombuffer(memory, np.int64, count=size // 8), epoch=epoch)
-            tensors, rest = _encode_batch(batch)
-            succeeded = True
-        except Exception as error:  # noqa: BLE001  the process boundary: whoever asked is told, and goes on
+            stream = io.BytesIO()
+            pickler = _Pickler(stream)
+            pickler.dump((batch.inputs, batch.labels))
+            tensors, rest, succeeded = pickler.tensors, stream.getvalue(), True
+        except Exception as error:  # noqa: BLE001  the process boundary: the worker raises it
             traceback.print_exc()
-            tensors, rest, succeeded = [], pickle.dumps(_describe_error(error)), False
+            if not isinstance(error, TruelineError):
+                error = DataError(f"reading fails: {type(error).__name__}: {error}")
+            tensors, rest, succeeded = [], pickle.dumps((error.message, error.hint)), False
         _send(line, number, succeeded, rest, tensors)
 
 
-def _describe_error(error: Exception) -> tuple[str, str]:
-    if isinstance(error, TruelineError):
-        return error.message, error.hint
-    return f"reading fails: {type(error).__name__}: {error}", ""
-
-
-# What goes through the memory: tensors one after the other, each at a multiple of 64 bytes, and then a pickle of
-# what they lie in, written by a fork of the process that reads it.
+# The memory holds tensors, each at a multiple of 64 bytes, and then a pickle of what contains them, written by a fork
+# of the process that reads it.
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the tensors to `tensors` and writes where they will lie."""
+    """Collects tensors in `tensors` and pickles their offsets."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
@@ -250,6 +245,8 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Makes tensors of `memory`, which stays mapped as long as one of them exists."""
+
     def __init__(self, memory: mmap.mmap, size: int) -> None:
         super().__init__(io.BytesIO(memory[len(memory) - size :]))
         self._memory = memory
@@ -265,29 +262,12 @@ class _Unpickler(pickle.Unpickler):
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).reshape(shape)
 
 
-def _encode_batch(batch: Batch) -> tuple[list[memoryview], bytes]:
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump((batch.inputs, batch.labels))
-    return pickler.tensors, stream.getvalue()
-
-
-def _decode_batch(memory: mmap.mmap, size: int) -> Batch:
-    """The batch; its tensors lie in `memory`, which stays as long as one of them does."""
-    return Batch(*_Unpickler(memory, size).load())
-
-
-def _refusal(memory: mmap.mmap, size: int) -> DataError:
-    message, hint = pickle.loads(memory[len(memory) - size :])
-    return DataError(message, hint=hint)
-
-
 def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Sequence[memoryview] = ()) -> None:
-    """Hands over memory with `tensors` and, at its end, `rest`. The message itself is small and never waits long."""
+    """Sends memory with `tensors` and, at its end, `rest`."""
     handle = os.memfd_create("trueline-batch", os.MFD_CLOEXEC)
     try:
         size = sum(_align(len(tensor)) for tensor in tensors)
@@ -304,7 +284,7 @@ def _send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Seq
 
 
 def _receive(line: socket.socket) -> tuple[tuple[int, int, int], mmap.mmap | None]:
-    """The next message with its memory; none when the other side has closed."""
+    """The next message with its memory; None when the other side has closed."""
     head, handles, _, _ = socket.recv_fds(line, _HEAD.size, 1)
     if not head:
         return (0, 0, 0), None

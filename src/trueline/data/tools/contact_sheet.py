@@ -1,6 +1,6 @@
-"""Samples as pictures: one sheet of those columns that are images, each with what the other columns say of it.
+"""A contact sheet of samples: the columns that are images, each with the values of the other columns.
 
-A column is drawn when it is binary that Pillow can decode, or nested lists of numbers: rows of grey values.
+An image is binary that Pillow can decode, or nested lists of numbers: rows of grey values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CAPTION_CHARS = 26
 
 
 def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
-    """Writes the sheet of `samples` to the PNG file `path`, and returns how many pictures are on it.
+    """Writes the PNG file `path` and returns the number of images on it.
 
-    Raises DataError when no column is pictures, UsageError when Pillow is not installed, StorageError.
+    Raises DataError without a column of images, UsageError when Pillow is not installed, StorageError.
     """
     try:
         from PIL import Image, ImageDraw
@@ -37,8 +37,8 @@ def draw(samples: pa.Table, path: str | PathLike[str]) -> int:
     tiles = [tile for number, row in enumerate(rows, 1) for tile in _tiles(number, row)]
     if not tiles:
         raise DataError(
-            f"none of the columns {join_names(samples.column_names)} is pictures in {len(rows)} samples",
-            hint="pictures are encoded images (PNG, JPEG, ...) or nested lists of grey values",
+            f"none of the columns {join_names(samples.column_names)} holds images in {len(rows)} samples",
+            hint="images are encoded (PNG, JPEG, ...) or nested lists of grey values",
         )
     across = min(WIDE, len(tiles))
     down = -(-len(tiles) // across)
@@ -70,17 +70,17 @@ def size(picture: Image) -> str:
 
 
 def image_of(value: bytes) -> Image | None:
-    """The image that `value` encodes, if it does and Pillow is there."""
+    """The encoded image, or None, also without Pillow."""
     try:
         from PIL import Image
     except ImportError:
         return None
     try:
-        found = Image.open(io.BytesIO(value))
-        found.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # no image, a torn one, or a bomb
+        image = Image.open(io.BytesIO(value))
+        image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    return found
+    return image
 
 
 def _picture(value: object) -> Image | None:
@@ -90,7 +90,7 @@ def _picture(value: object) -> Image | None:
         return None
     try:
         grey = np.array(value, np.float64)
-    except (ValueError, TypeError):  # rows of unequal length, or of no numbers
+    except (ValueError, TypeError):  # rows of several lengths, or not of numbers
         return None
     if grey.ndim != 2 or not grey.size or not np.isfinite(grey).all():
         return None
@@ -102,7 +102,7 @@ def _picture(value: object) -> Image | None:
 
 
 def _fit(picture: Image) -> Image:
-    """As large as a tile holds; small ones are enlarged pixel by pixel."""
+    """Scaled to a tile; small images are enlarged pixel by pixel."""
     from PIL import Image
 
     scale = TILE / max(picture.size)

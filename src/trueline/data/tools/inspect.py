@@ -1,4 +1,4 @@
-"""Looking at records: what there is, whether all of it can be read, and the same in another format."""
+"""Inspects, verifies and converts records."""
 
 from __future__ import annotations
 
@@ -21,15 +21,11 @@ from trueline.errors import DataError
 from trueline.storage.listing import COMMIT, PLAN, is_visible
 from trueline.storage.location import Uri, is_remote, local_path
 
-Progress = Callable[[int, int], None]
-"""Told how many records are done, and of how many."""
+Progress = Callable[[int, int], object]
+"""Called with the number of records done, and of all."""
 
 _CACHE_BYTES = 256 << 20
 _WITHOUT_CHECKSUMS = ("CSV", "JSON Lines", "Arrow IPC", "tar")
-
-
-def no_news(done: int, of: int) -> None:
-    """An `Advanced` that keeps it to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,58 +40,58 @@ class InspectedRecords:
 
 def inspect(uris: Uri | Sequence[Uri], *, format: str = "", samples: int = 5) -> InspectedRecords:
     """Counts, columns and `samples` records spread over the source. Raises DataError."""
-    found = open_records(uris, format=format)
-    total = count_records(found)
-    if not total:
-        return InspectedRecords(0, 0, 0, found.schema, found.schema.empty_table(), found.fingerprint())
-    some = min(samples, total)
-    wanted = [total * number // some for number in range(some)]
-    table = TableCache(found, _CACHE_BYTES).take(wanted) if wanted else found.schema.empty_table()
-    largest = max(unit.count for unit in found.units)
-    return InspectedRecords(total, len(found.units), largest, found.schema, table, found.fingerprint())
+    records = open_records(uris, format=format)
+    total = count_records(records)
+    count = min(samples, total)
+    indices = [total * number // count for number in range(count)]
+    table = TableCache(records, _CACHE_BYTES).take(indices) if indices else records.schema.empty_table()
+    largest = max((unit.count for unit in records.units), default=0)
+    return InspectedRecords(total, len(records.units), largest, records.schema, table, records.fingerprint())
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRecords:
     records: int
-    """How many could be read, and in how many units."""
+    """Readable records, in this many units."""
     units: int
     faults: tuple[Quarantined, ...]
     note: str
-    """What this format cannot show."""
+    """What this format cannot detect."""
 
 
-def verify(uris: Uri | Sequence[Uri], *, format: str = "", advanced: Progress = no_news) -> VerifiedRecords:
-    """Reads every record once and goes on behind what cannot be read. Raises DataError where nothing can be listed."""
-    found = open_records(uris, format=format, on_bad="files")
-    faults = list(found.quarantined) if isinstance(found, FileRecords) else []
-    records, units, total = 0, 0, count_records(found)
+def verify(
+    uris: Uri | Sequence[Uri], *, format: str = "", progress: Progress = lambda done, total: None
+) -> VerifiedRecords:
+    """Reads every record once and skips units that cannot be read. Raises DataError where nothing can be listed."""
+    source = open_records(uris, format=format, on_bad="files")
+    faults = list(source.quarantined) if isinstance(source, FileRecords) else []
+    records, units, total = 0, 0, count_records(source)
     for uri in [uris] if isinstance(uris, str | PathLike) else uris:
         faults += compare_with_commit(uri)
-    for number, unit in enumerate(found.units):
+    for number, unit in enumerate(source.units):
         try:
-            records += len(found.load(number, 0, unit.count))
+            records += len(source.load(number, 0, unit.count))
             units += 1
         except DataError as error:
             faults.append(Quarantined(unit.uri.rpartition("#")[0], unit.uri, unit.count, error.message))
-        advanced(unit.offset + unit.count, total)
-    return VerifiedRecords(records, units, tuple(faults), _note(found))
+        progress(unit.offset + unit.count, total)
+    return VerifiedRecords(records, units, tuple(faults), _note(source))
 
 
-def _note(found: Records) -> str:
-    if not isinstance(found, FileRecords):
+def _note(records: Records) -> str:
+    if not isinstance(records, FileRecords):
         return ""
-    kind = found.format
-    if isinstance(kind, ParquetFormat):
+    format = records.format
+    if isinstance(format, ParquetFormat):
         return "Parquet has checksums where its writer wrote them: elsewhere a changed value would not show"
-    without = kind.name if kind.name in _WITHOUT_CHECKSUMS else ""
-    if isinstance(kind, RecordIoFormat) and not kind.checked:
+    without = format.name if format.name in _WITHOUT_CHECKSUMS else ""
+    if isinstance(format, RecordIoFormat) and not format.checked:
         without = "MXNet's RecordIO"
     return f"{without} has no checksums: a changed value would not show" if without else ""
 
 
 def compare_with_commit(where: Uri) -> list[Quarantined]:
-    """The parts of the folder `where` that are not what its commit list says; none where nobody has planned any."""
+    """The parts of the folder `where` that differ from its commit list; none for a folder without a plan."""
     if not may_be_folder(where):
         return []
     folder, faults = open_folder(where), list[Quarantined]()
@@ -107,16 +103,14 @@ def compare_with_commit(where: Uri) -> list[Quarantined]:
     for part in facts["parts"]:
         data = folder.get(part["name"])
         if data is None:
-            why = f"{COMMIT} lists it, and it is not there"
+            why = f"{COMMIT} lists it, and it is missing"
         elif files.sha256_bytes(data) != part["sha256"]:
-            why = f"it is not what {COMMIT} says: {len(data)} bytes of another content, expected {part['bytes']}"
+            why = f"it differs from {COMMIT}: {len(data)} bytes of another content, expected {part['bytes']}"
         else:
             continue
         faults.append(Quarantined(f"{where}/{part['name']}", "part", part["records"], why))
     strangers = {name for name in folder.names() if is_visible(name)} - {part["name"] for part in facts["parts"]}
-    faults += [
-        Quarantined(f"{where}/{name}", "part", 0, f"it is no part of what {COMMIT} lists") for name in sorted(strangers)
-    ]
+    faults += [Quarantined(f"{where}/{name}", "part", 0, f"{COMMIT} does not list it") for name in sorted(strangers)]
     return faults
 
 
@@ -134,26 +128,26 @@ def convert(
     to: str = "parquet",
     format: str = "",
     range_records: int = RANGE_RECORDS,
-    advanced: Progress = no_news,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Writes all records of `uris` to the folder `where` as `to`, in their order; returns the commit list.
+    """Writes all records of `uris` to the folder `where` in the format `to`; returns the commit list.
 
-    What an earlier run has written stays. Raises DataError, also where the source changed since that run.
+    Continues an earlier run. Raises DataError, also when the source has changed since that run.
     """
     given = [uris] if isinstance(uris, str | PathLike) else list(uris)
-    found = open_records(given, format=format)
-    total = count_records(found)
+    records = open_records(given, format=format)
+    total = count_records(records)
     if not total:
         raise DataError(f"{describe_uris(given)} holds no records")
-    plan = WritePlan(num_records=total, range_records=range_records, format=to, of=found.fingerprint())
+    plan = WritePlan(num_records=total, range_records=range_records, format=to, of=records.fingerprint())
     writer = RangeWriter(where, plan)
     done = read_commit(where)
     if done is not None and not writer.missing():
         return done
-    tables = TableCache(found, _CACHE_BYTES)
+    tables = TableCache(records, _CACHE_BYTES)
     for start, stop in writer.missing():
         writer.write(start, stop, tables.run(start, stop))
-        advanced(stop, total)
+        progress(stop, total)
     return writer.commit()
 
 

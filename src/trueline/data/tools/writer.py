@@ -1,17 +1,16 @@
-"""Records written by range, each range once, whoever dies on the way.
+"""Writes records by range, each range exactly once, in a local folder or a store of fsspec.
 
-    <where>/_plan.json                              how many records, in ranges of how many, of what
+    <where>/_plan.json                              number of records, size of the ranges, digest of the source
     <where>/part-000000000000-000000065536.parquet  a range, whole or absent: a rename, or one PUT of an object
-    <where>/_commit.json                            every part with records and digest; it comes last
+    <where>/_commit.json                            every part with records and digest; written last
 
-Many processes may write one folder: they agree on the plan, and of a range that two of them write the first one's part
-stays, also when the second was frozen for an hour and computes other numbers. On a disk a part is named by link(2), in
-a store by a PUT with `If-None-Match: *`. Which stores refuse such a PUT is tried, not believed. Where one does not,
-a writer looks before it writes, and one that is frozen between the two still replaces the part.
+Several processes may write one folder. They agree on the plan, and of a range that two of them write the first one's
+part stays, even if the second was suspended meanwhile and has other content. On a disk link(2) names a part, in a store
+a PUT with `If-None-Match: *`. A writer tests at its start whether the store honours this; where it does not, the writer
+looks before it writes, and a writer that is suspended in between can still replace a part.
 
-Who starts again writes what is missing. A folder without its commit list, or with less than that names, is not read
-(`whole.py`); names that begin with `_` hold no records. Local folders and every store of fsspec. Source: RFC 9110,
-section 13.1.2.
+A restarted writer writes what is missing. A folder that lacks its commit list or a part of it is not read
+(`storage/listing.py`). Source: RFC 9110, section 13.1.2.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from trueline.data.formats.encode import ENCODERS, encode_table
 from trueline.errors import DataError, StorageError, join_names
 from trueline.storage.listing import COMMIT, PLAN
 from trueline.storage.location import Uri, is_remote, local_path
+from trueline.storage.object_store import open_store, redact_text
 
 RANGE_RECORDS = 65536
 TWICE = "_twice"
@@ -35,10 +35,10 @@ _TWICE = b"Written a second time by each writer at its start, to see whether thi
 
 
 class Folder(Protocol):
-    """Files by name, each whole or absent. Raises StorageError."""
+    """Files by name, each whole or absent. Its methods raise StorageError."""
 
     def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
-        """Whether `data` was written; without `replace` it is not where `name` is there."""
+        """Whether `data` was written: without `replace` an existing `name` stays."""
         ...
 
     def get(self, name: str) -> bytes | None: ...
@@ -72,7 +72,7 @@ class StoreFolder:
     fs: Any
     root: str
     refuses: bool | None = field(default=None, init=False)
-    """Whether the store refuses to write an object that is there; None until it was tried."""
+    """Whether the store refuses to overwrite an object; None until it was tested."""
 
     def write(self, name: str, data: bytes, *, replace: bool = False) -> bool:
         path = f"{self.root}/{name}"
@@ -92,8 +92,8 @@ class StoreFolder:
         return True
 
     def _exists(self, path: str) -> bool:
-        """Asked also where the store refuses: what is there need not be sent, and large objects go in several parts,
-        for whose end some stores know no condition."""
+        """Used also where the store refuses: it saves sending the object, and some stores know no condition for objects
+        in several parts."""
         self.fs.invalidate_cache(self.root)
         return bool(self.fs.exists(path))
 
@@ -107,16 +107,15 @@ class StoreFolder:
         return True
 
     def _overwrites(self) -> str:
-        """Why the store cannot be relied on to refuse, or nothing. Tried on an object that nobody reads: who reads the
-        plan could find one that is being replaced."""
+        """Why the store does not refuse to overwrite; empty if it does. Tested on an object that nothing reads."""
         from fsspec import AbstractFileSystem
 
         if getattr(self.fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
-            return "its package knows no condition, and only looks before it writes"
+            return "its package has no conditional PUT, and only looks before it writes"
         try:
             twice = all(self._create(f"{self.root}/{TWICE}", _TWICE) for _ in range(2))
-        except Exception as error:  # noqa: BLE001 - packages say in their own ways that they know no condition
-            return _words(error)
+        except Exception as error:  # noqa: BLE001 - each package has its own error for a missing conditional PUT
+            return _describe_error(error)
         return "it wrote an object a second time" if twice else ""
 
     def get(self, name: str) -> bytes | None:
@@ -138,36 +137,32 @@ class StoreFolder:
 
 
 def _is_conflict(error: Exception) -> bool:
-    """s3fs makes a FileExistsError of AWS's answer only; Swift's 412, and the answer to the one of two writers at the
-    same moment that lost, are in the cause."""
-    answer = getattr(error.__cause__, "response", None) or {}
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    lost = answer.get("Error", {}).get("Code") == "ConditionalRequestConflict"
+    """s3fs raises FileExistsError for AWS's response only; Swift's 412, and the loser's response of two simultaneous
+    writers, are in the cause."""
+    response = getattr(error.__cause__, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    lost = response.get("Error", {}).get("Code") == "ConditionalRequestConflict"
     return isinstance(error, FileExistsError) or status == 412 or lost
 
 
 def _store_error(where: str, error: OSError) -> StorageError:
-    return StorageError(f"the store fails at {where}: {_words(error)}")
+    return StorageError(f"the store fails at {where}: {_describe_error(error)}")
 
 
-def _words(error: Exception) -> str:
-    from trueline.storage.object_store import redact_text
-
+def _describe_error(error: Exception) -> str:
     return redact_text(f"{type(error).__name__}: {error}")
 
 
 def open_folder(where: Uri) -> Folder:
     if not is_remote(where):
         return LocalFolder(local_path(where))
-    from trueline.storage.object_store import open_store
-
     fs, root = open_store(str(where))
     return StoreFolder(fs, root.rstrip("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """What a folder is to hold. `of` is a digest of what the records are made from."""
+    """The content of a folder. `of` is a digest of the records' source."""
 
     num_records: int
     range_records: int = RANGE_RECORDS
@@ -192,28 +187,27 @@ class RangeWriter:
             raise DataError(f"{plan.num_records} records in ranges of {plan.range_records}; expected 1 or more")
         self.plan, self._where, self._folder = plan, where, open_folder(where)
         mine = _json(asdict(plan))
-        found = self._folder.get(PLAN)
-        if found is None:
+        theirs = self._folder.get(PLAN)
+        if theirs is None:
             strangers = sorted(name for name in self._folder.names() if not name.startswith(".") and name != TWICE)
             if strangers:
                 raise DataError(f"{where} is not empty (it has {join_names(strangers[:3])})", hint="name a new folder")
             self._folder.write(PLAN, mine)
-            found = self._folder.get(PLAN)  # of two that begin at the same moment one gives way
-        if found != mine:
-            theirs = (found or b"").decode(errors="replace").strip()
+            theirs = self._folder.get(PLAN)  # of two simultaneous writers the first decides
+        if theirs != mine:
+            plan_text = (theirs or b"").decode(errors="replace").strip()
             raise DataError(
-                f"{where} holds what was made of something else: {theirs}, now {mine.decode()}",
+                f"{where} was written with another plan: {plan_text}, now {mine.decode()}",
                 hint="name a new folder, or give the arguments of the first run",
             )
 
     def missing(self) -> list[tuple[int, int]]:
-        """The ranges that nobody has written, in order."""
-        there = self._folder.names()
-        return [(start, stop) for start, stop in self.plan.ranges() if self.plan.name(start, stop) not in there]
+        """The ranges without a part, in order."""
+        names = self._folder.names()
+        return [(start, stop) for start, stop in self.plan.ranges() if self.plan.name(start, stop) not in names]
 
     def write(self, start: int, stop: int, table: pa.Table) -> None:
-        """Records [start, stop), which is one of the plan's ranges; if it is there, it stays. Raises DataError,
-        StorageError."""
+        """Writes one of the plan's ranges; an existing part stays. Raises DataError, StorageError."""
         if (start, stop) not in ((s, e) for s, e in self.plan.ranges()[start // self.plan.range_records :][:1]):
             raise DataError(f"[{start}, {stop}) is no range of the plan (they are of {self.plan.range_records})")
         if len(table) != stop - start:
@@ -221,14 +215,14 @@ class RangeWriter:
         name, data = self.plan.name(start, stop), encode_table(table, self.plan.format)
         if self._folder.write(name, data):
             return
-        there = self._folder.get(name)
-        if there is None:
-            raise StorageError(f"{name} of {self._where} was there and is gone", hint="start again: it is missing now")
-        if there != data:  # otherwise the first writer was this one, whose store's package asked twice
+        existing = self._folder.get(name)
+        if existing is None:
+            raise StorageError(f"{name} of {self._where} has disappeared", hint="start again: it is missing now")
+        if existing != data:  # otherwise it may be this writer's, whose store's package sent it twice
             events.emit("part.kept", name=name, why="another writer was first, and wrote other content")
 
     def commit(self) -> dict[str, Any]:
-        """Says that all is there. Raises DataError that names what is missing."""
+        """Writes and returns the commit list. Raises DataError that names a missing range."""
         lost = self.missing()
         if lost:
             raise DataError(f"{self._where} lacks {len(lost)} of {len(self.plan.ranges())} ranges, first {lost[0]}")
@@ -237,7 +231,7 @@ class RangeWriter:
             name = self.plan.name(start, stop)
             data = self._folder.get(name)
             if data is None:
-                raise DataError(f"{name} went from {self._where} while it was committed")
+                raise DataError(f"{name} disappeared from {self._where} during the commit")
             parts.append(
                 {"name": name, "records": stop - start, "bytes": len(data), "sha256": files.sha256_bytes(data)}
             )
@@ -247,9 +241,8 @@ class RangeWriter:
 
 
 def read_commit(where: Uri) -> dict[str, Any] | None:
-    """The commit list of a folder, or None when it has none."""
-    found = open_folder(where).get(COMMIT)
-    facts: dict[str, Any] | None = None if found is None else json.loads(found)
+    data = open_folder(where).get(COMMIT)
+    facts: dict[str, Any] | None = None if data is None else json.loads(data)
     return facts
 
 
