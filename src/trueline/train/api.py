@@ -25,10 +25,10 @@ from trueline.storage.location import Location, parse_location, split_location
 from trueline.train import settings as job_settings
 from trueline.train.job_dir import JobDir
 from trueline.train.launch import overrides as settled
+from trueline.train.launch.jobs import format_set_aside
 from trueline.train.launch.launcher import LocalJob
 from trueline.train.launch.overrides import Overrides
 from trueline.train.master.journal import Journal
-from trueline.train.master.status import format_set_aside
 from trueline.train.settings import Fault, JobSettings, parse_workers
 
 USUAL_WORKERS = 3

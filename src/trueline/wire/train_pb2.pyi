@@ -45,7 +45,7 @@ class Hello(_message.Message):
     """records of a shard into which it cuts steps; 0: it cuts none"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """how many of its records lie together, where the order is one of windows"""
+        """records that lie together, where the order is one of windows"""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class View(_message.Message):
     rotation: _builtins.int
     """shares are dealt to the ranks shifted by this: suspicious records change hands"""
     careful: _builtins.bool
-    """try each record alone, and say so, before the step: somebody dies of one"""
+    """announce and try each record alone before the step: one of them kills its worker"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """refs; the index is the rank"""
 
     @_builtins.property
     def set_aside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """records that no step trains on any more"""
+        """records that are left out of training"""
 
     def __init__(
         self,
@@ -434,7 +434,7 @@ class Ack(_message.Message):
     committed: _builtins.int
     """steps in the master's log"""
     save_from: _builtins.int
-    """somebody asks for a checkpoint of so many steps or more; 0: nobody"""
+    """an operator wants a checkpoint of this step or a later one; 0: none is wanted"""
     def __init__(
         self,
         *,

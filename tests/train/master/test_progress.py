@@ -54,8 +54,8 @@ def test_records_that_were_set_aside_are_missing_only_where_the_certificate_name
     books = account(whole, part, signed(2, out=(3, 7), low=0))
     assert books.find_faults(JOB, {3: "odd", 7: "odd"}) == []
     assert books.find_faults(JOB, {3: "odd"}) == [
-        "epoch 1: record 7 was left out and nobody has set it aside",
-        "epoch 2: record 7 was left out and nobody has set it aside",
+        "epoch 1: record 7 was left out and is not set aside",
+        "epoch 2: record 7 was left out and is not set aside",
     ]
     silent = account(whole, signed(1, out=(3,), named=(), low=0), signed(2)).find_faults(JOB, {3: "odd"})
     assert "epoch 1: 9 records were applied, planned were 10" in silent
@@ -79,13 +79,13 @@ def test_where_records_are_drawn_a_certificate_names_positions_and_the_records_t
     books = drawn_account(signed(0), drawn(1, (3, 7), (5, 5)), drawn(2, (2,), (5,)))
     assert books.find_faults(JOB, {5: "odd"}) == []
     assert books.find_faults(JOB, {3: "odd", 7: "odd", 2: "odd"}) == [
-        "epoch 1: record 5 was left out and nobody has set it aside",
-        "epoch 2: record 5 was left out and nobody has set it aside",
+        "epoch 1: record 5 was left out and is not set aside",
+        "epoch 2: record 5 was left out and is not set aside",
     ]
     by_chance = drawn_account(signed(0), drawn(1, (3,), ()), signed(2))  # record 3 would have stood at position 3
     assert (by_chance.find_faults(JOB, {3: "odd"}), len(by_chance.find_faults(JOB, {5: "odd"}))) == ([], 1)
     short = drawn_account(signed(0), drawn(1, (3, 7), (5,)), signed(2)).find_faults(JOB, {5: "odd", 3: "odd", 7: "odd"})
-    assert short == ["epoch 1: 2 records were left out and 1 are said to have stood there"]
+    assert short == ["epoch 1: 2 records were left out and 1 are named in their places"]
     silent = drawn_account(signed(0), drawn(1, (3, 7), (5, 5)), signed(2, out=(2,), named=(), low=0))
     assert "epoch 2: 9 records were applied, planned were 10" in silent.find_faults(JOB, {5: "odd"})
 
@@ -95,7 +95,7 @@ def test_where_records_are_not_drawn_nothing_else_can_have_stood_at_their_number
     other.set_aside_of.append(5)
     for blocks in (IN_ORDER, ()):
         faults = drawn_account(signed(0), other, signed(2), blocks=blocks).find_faults(JOB, {5: "odd", 3: "odd"})
-        assert faults == ["epoch 1: 1 records were left out and 1 are said to have stood there"]
+        assert faults == ["epoch 1: 1 records were left out and 1 are named in their places"]
 
 
 def test_a_record_that_is_named_as_left_out_and_was_applied_is_found_out():
@@ -596,11 +596,11 @@ def test_what_stood_at_a_position_counts_only_where_records_are_said_to_be_drawn
     kept = np.setdiff1d(np.arange(10), [3])
     named = {**GOOD, "records": 9, "digest": ledger.digest(kept), "set_aside": [3], "set_aside_of": [5]}
     planned = PlannedRecords(10, WHOLE.digest, True, (3,))
-    said = ["1 records were left out and 1 are said to have stood there"]
+    said = ["1 records were left out and 1 are named in their places"]
     assert find_certificate_faults(named, steps=3, planned=planned, set_aside={5}) == said
     assert find_certificate_faults(named, steps=3, planned=planned, set_aside={5}, drawn=True) == []
     assert find_certificate_faults(named, steps=3, planned=planned, drawn=True) == [
-        "record 5 was left out and nobody has set it aside"
+        "record 5 was left out and is not set aside"
     ]
 
 
@@ -608,8 +608,8 @@ def test_all_faults_of_a_certificate_are_named_in_order():
     bad = {**GOOD, "steps": 4, "records": 7, "digest": WRONG, "tally_min": 0, "tally_max": 2, "set_aside": [3, 7]}
     kept = ledger.digest(np.setdiff1d(np.arange(10), [3, 7]))
     assert find_certificate_faults(bad, steps=3, planned=PlannedRecords(10, WHOLE.digest, True, (3, 7))) == [
-        "record 3 was left out and nobody has set it aside",
-        "record 7 was left out and nobody has set it aside",
+        "record 3 was left out and is not set aside",
+        "record 7 was left out and is not set aside",
         "7 records were applied and 2 set aside, planned were 10",
         "4 steps were applied, the epoch has 3",
         f"the digest of the applied records is {WRONG:06x}, not {kept:06x}",

@@ -11,7 +11,6 @@ import pytest
 from trueline.errors import StorageError
 from trueline.train.master.journal import Journal
 from trueline.train.master.master import Master
-from trueline.train.master.status import describe_job
 from trueline.train.membership import events as h
 from trueline.train.settings import Fault
 from trueline.wire import train_pb2 as pb
@@ -189,7 +188,7 @@ def test_deaths_that_the_engine_tells_of_in_one_go_cost_one_view(job, tmp_path):
 
 def test_status_needs_no_worker(job, tmp_path):
     master = Master(job, tmp_path, Journal(tmp_path / "log"), NoEngine(), "secret", lambda: 0.0)
-    assert describe_job(job, master.state, master.progress, now=0.0, uptime_s=0.0)["members"] == []
+    assert master.progress.describe(job, master.state, now=0.0, uptime_s=0.0)["members"] == []
     master.journal.close()
 
 

@@ -40,7 +40,7 @@ def command(job: str, as_json: bool) -> None:
 
 def text_of(facts: dict[str, Any], now: float) -> str:
     """The facts for people."""
-    from trueline.train.master.status import format_set_aside
+    from trueline.train.launch.jobs import format_set_aside
 
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""

@@ -139,6 +139,16 @@ def last_view(folder: Path) -> tuple[str, ...]:
     return tuple(_read_journal(folder).get("VIEW", {}).get("members", ()))
 
 
+def format_set_aside(aside: dict[str, Any]) -> str:
+    """A record that was set aside, in a line.
+
+    >>> format_set_aside({"record": 17, "where": "record 5 of b.parquet#1", "why": "worker-0.0: OSError: torn"})
+    'set aside: record 17 (record 5 of b.parquet#1): worker-0.0: OSError: torn'
+    """
+    where = f" ({aside['where']})" if aside.get("where") else ""
+    return f"set aside: record {aside['record']}{where}: {aside['why']}"
+
+
 # The master of a running job. --------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
-"""The master's state and what its decisions cause.
+"""The master's state: a thin shell around `membership.decide`.
 
-A thin shell around `membership.decide`: RPCs (`service.py`), engine events and time become its events; its actions
-become rows of the journal, answers to workers, and orders to the engine.
+RPCs (`service.py`), engine events and time become its events; its actions become rows of the journal, answers to
+workers, and orders to the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trueline.wire import train_pb2 as pb
 
 TICK_S = 0.25
 CAPACITY_S = 30.0
-"""How long what the engine says of its room is believed."""
+"""How long the engine's capacity is cached."""
 ENTRIES = {h.WORKER: "trueline.train.worker.main:main"}
 """What a process of each role runs."""
 _HINTS = {
@@ -83,7 +83,7 @@ class Master:
         self._deaths: dict[str, h.Death] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.save_from = 0
-        """An operator asks for a checkpoint of so many steps or more; 0: nobody."""
+        """An operator wants a checkpoint of this step or a later one; 0: none is wanted."""
         self.stopped = asyncio.Event()
         self.failed = False
         if self.state.generation:
@@ -92,12 +92,12 @@ class Master:
     # Decisions and what they cause. ------------------------------------------------------------------------------
 
     def handle(self, event: h.Event) -> bool:
-        """Decides on `event` and acts; False when its sender is fenced."""
+        """Decides on `event` and acts; returns False when its sender is fenced."""
         try:
             return self._carry_out(members.decide(self.state, event, self.now(), self.policy))
         except StorageError as error:
             self.fail(error.code, error.message, error.hint)
-        except Exception as error:  # noqa: BLE001  a state that nobody can trust any more
+        except Exception as error:  # noqa: BLE001  the state may be inconsistent
             self.fail_unexpectedly(error)
         return True
 
@@ -107,14 +107,12 @@ class Master:
         rows = [(action.kind, action.body) for action in actions if isinstance(action, h.Log)]
         self.log(*rows)
         if self.failed:
-            return True  # what the journal could not take does not happen
+            return True  # what is not in the journal does not happen
         specs = [self._spec(action) for action in actions if isinstance(action, h.Start)]
         for action in actions:
             self._act(action)
         if specs:
-            self.spawn(
-                self._send_order(lambda: self.engine.add([spec for spec in specs if spec.ref in self.state.pending]))
-            )
+            self.spawn(self._send_order(lambda: self.engine.add([s for s in specs if s.ref in self.state.pending])))
         return not any(isinstance(action, h.Fence) for action in actions)
 
     def _act(self, action: h.Action) -> None:
@@ -206,35 +204,35 @@ class Master:
         self.emit("job.finished", steps=state.committed, summary=json.dumps(summary))
 
     def fail(self, code: str, why: str, hint: str) -> None:
-        """Ends the job for everybody; only the first reason counts."""
+        """Ends the job for all workers; only the first reason counts."""
         if self.failed:
             return
         self.state.phase, self.failed = "failed", True
-        with contextlib.suppress(StorageError):  # what is to be told may be that the disk is full
+        with contextlib.suppress(StorageError):  # the reason may be a full disk
             self.journal.append(("FAIL", {"code": code, "why": why}))
         for ref in (*self.state.members, *self.state.pending):
             self.spawn(self.engine.kill(ref))
         self.emit("job.failed", code=code, why=why, hint=hint)
 
     def fail_unexpectedly(self, error: Exception) -> None:
-        """Ends the job for an exception that nobody expected; the traceback goes to the log."""
+        """Ends the job for an unexpected exception; the traceback goes to the log."""
         logging.getLogger("trueline").error("the master met an unexpected exception", exc_info=error)
         why = f"the master met an unexpected {type(error).__name__}: {error}"
         self.fail("internal", why, f"please report this with {self.folder.log('master')}; go on with --resume")
 
     def log(self, *rows: Row) -> None:
-        """Appends to the journal; one that cannot be written ends the job: a later master would know too little."""
+        """Appends to the journal; a failure ends the job, since a later master would lack the rows."""
         try:
             self.journal.append(*rows)
         except StorageError as error:
             self.fail(error.code, error.message, "free some space, then go on with --resume")
 
     def emit(self, name: str, **fields: events.Field) -> None:
-        """Reports to the log and to everybody who follows."""
+        """Publishes an event: to the log, the job's folder, followers and the page."""
         self.publisher.publish(name, fields)
 
     def record_progress(self, progress: pb.Progress) -> int:
-        """Enters a worker's report into the account; returns the steps in the log."""
+        """Enters a worker's report; returns the steps in the log."""
         report = self.progress.enter_report(progress, self.now())
         self.log(*report.rows)
         if report.fault:
@@ -243,23 +241,22 @@ class Master:
         return self.progress.logged
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` beside everything else."""
+        """Runs `work` as a task; an exception in it ends the job."""
         task = asyncio.ensure_future(self._guard(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Awaits `work` of the master's own; what goes wrong ends the job, but for an engine that is away."""
         try:
             await work
         except OSError as error:
             events.emit("engine.unreachable", why=str(error))
-        except Exception as error:  # noqa: BLE001  nobody else would see it: the job would stand still
+        except Exception as error:  # noqa: BLE001  otherwise the job would stand still, unnoticed
             self.fail_unexpectedly(error)
 
     async def _send_order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Gives an order to the engine until it is taken: an agent may die while it hears it. Twice does no harm."""
+        """Repeats an order until the engine has taken it; orders are idempotent."""
         while not self.stopped.is_set():
             try:
                 await order()
@@ -268,12 +265,12 @@ class Master:
                 events.emit("engine.unreachable", why=str(error))
                 await asyncio.sleep(TICK_S)  # the launcher starts the agent again
 
-    # What the engine and time bring. -----------------------------------------------------------------------------
+    # The engine and time. ----------------------------------------------------------------------------------------
 
     async def run_engine(self) -> None:
-        """Follows the engine for ever; an agent that was restarted is asked again."""
+        """Follows the engine's processes, across restarts of its agent."""
         while not self.stopped.is_set():
-            with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases have to do
+            with contextlib.suppress(OSError):  # the launcher restarts a dead agent; until then leases find the dead
                 async for seen in self.engine.watch():
                     if seen.alive:
                         self.emit("worker.running", worker=seen.ref, pid=seen.pid)
@@ -281,23 +278,23 @@ class Master:
                         self._note_death(h.Death(seen.ref, seen.reason, clean=seen.code == 0, failed=seen.failed))
             await asyncio.sleep(TICK_S)
 
-    def _note_death(self, gone: h.Death) -> None:
-        """Deaths that are noticed in the same turn of the loop are decided on together."""
-        if gone.ref not in self.state.members and gone.ref not in self.state.pending:
+    def _note_death(self, death: h.Death) -> None:
+        """Collects the deaths of one turn of the loop, so that they cost one view."""
+        if death.ref not in self.state.members and death.ref not in self.state.pending:
             return
         if not self._deaths:
             asyncio.get_running_loop().call_soon(self._handle_deaths)
-        self._deaths[gone.ref] = gone
+        self._deaths[death.ref] = death
 
     def _handle_deaths(self) -> None:
-        lost, self._deaths = self._deaths, {}
+        deaths, self._deaths = tuple(self._deaths.values()), {}
         if self.state.phase == "running":
-            for gone in lost.values():
-                self.emit("worker.lost", worker=gone.ref, why=gone.why)
-        self.handle(h.Deaths(tuple(lost.values())))
+            for death in deaths:
+                self.emit("worker.lost", worker=death.ref, why=death.why)
+        self.handle(h.Deaths(deaths))
 
     async def adopt(self, *, launch: bool = True) -> None:
-        """Finds out from the engine who runs. `launch`: the launcher starts or resumes the job, not only its master."""
+        """Adopts the running workers. `launch`: the launcher starts or resumes the job, not only its master."""
         alive = {seen.ref for seen in await self.engine.list() if seen.alive}
         if alive and self.state.phase == "running":
             for ref in self.state.members.keys() - alive:
@@ -310,24 +307,20 @@ class Master:
             self.handle(h.Tick())
 
     async def run_scaling(self) -> None:
-        """Follows throughput and room, while exactly the workers that are wanted are at work."""
-        state, room, looked = self.state, None, -math.inf
+        """Autoscales while exactly the target number of workers is at work."""
+        state, capacity, asked_at = self.state, None, -math.inf
         while not self.stopped.is_set():
             await asyncio.sleep(4 * TICK_S)
-            if self.now() - looked > CAPACITY_S:
-                with contextlib.suppress(OSError):  # an engine that is away has the room that it had
-                    room, looked = await self.engine.capacity(), self.now()
-            if (
-                state.phase != "running"
-                or not state.released
-                or state.finishing
-                or len(state.view) != state.target_workers
-            ):
+            if self.now() - asked_at > CAPACITY_S:
+                with contextlib.suppress(OSError):  # while the engine is away, its last capacity counts
+                    capacity, asked_at = await self.engine.capacity(), self.now()
+            at_work = state.phase == "running" and state.released and not state.finishing
+            if not at_work or len(state.view) != state.target_workers:
                 continue
-            bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=room)
-            wanted, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
+            bounds = Bounds(low=self.job.min_workers, high=self.job.workers, capacity=capacity)
+            target, why = decide(self._scaling, len(state.view), self.progress.records_applied, self.now(), bounds)
             if why:
-                self.handle(h.Scale(wanted + state.workers - state.target_workers, why))
+                self.handle(h.Scale(target + state.workers - state.target_workers, why))
 
     # For operators. ----------------------------------------------------------------------------------------------
 

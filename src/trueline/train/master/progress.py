@@ -1,7 +1,7 @@
-"""The master's account of a job: which steps were reported, what regrouping cost, what the epochs' certificates say.
+"""The progress of a job: reported steps, the cost of regroups, the epochs' certificates.
 
-Pure bookkeeping over what workers report and what the journal holds. Reports may come twice and from several workers;
-the first one of a step counts, and one with another digest is an alarm. Torch-free.
+Pure bookkeeping over workers' reports and the journal's rows. A step may be reported twice and by several workers; the
+first report counts, and one with another digest is a fault. Torch-free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EVALUATED = ("step", "records", "loss", "metrics", "best", "stop")
 
 @dataclass(slots=True)
 class ReportOutcome:
-    """What a worker's report brought: rows for the journal, events to tell, and the fault in words (empty: none)."""
+    """What a worker's report leads to: rows for the journal, events to publish, and a fault (empty: none)."""
 
     rows: list[Row] = field(default_factory=list)
     events: list[tuple[str, dict[str, Field]]] = field(default_factory=list)
@@ -41,14 +41,14 @@ class ReportOutcome:
 
 
 class JobProgress:
-    """Replayed from the journal's rows, so that a restarted master goes on where the last one was."""
+    """Replayed from the journal's rows by a restarted master."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.num_records = 0
         self.total_steps = 0
         self.shard_records = 0
         self.blocks: tuple[int, ...] = ()
-        """How many records lie together in the source, where the order is one of windows."""
+        """Records that lie together in the source, where the order is one of windows."""
         self.logged = 0
         """Steps in the log: the next step to be logged."""
         self.loss = 0.0
@@ -62,9 +62,9 @@ class JobProgress:
         self._formed: set[int] = set()
         """Generations of which a step is in the log."""
         self.records_applied = 0
-        """Records of all steps that were reported to this master, steps done again included."""
+        """Records of all steps that were reported to this master, repeated steps included."""
         self.reading_s = self.steps_s = 0.0
-        """What the worker that reports spent in the steps reported to this master: on reading, and in all."""
+        """Seconds that the reporting worker spent in these steps: on reading, and in all."""
         self.recent: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         for kind, body in rows:
             self.apply(kind, body)
@@ -95,18 +95,13 @@ class JobProgress:
     def accept_facts(
         self, num_records: int, total_steps: int, shard_records: int, blocks: tuple[int, ...] = ()
     ) -> tuple[str, list[Row]]:
-        """Checks a worker's view of data and model against the others'.
+        """Compares what a worker sees of data and model with the other workers' facts.
 
-        Returns the fault in words (empty: none) and rows for the journal.
+        Returns the fault (empty: none) and rows for the journal.
         """
         if not self.total_steps:
-            facts: dict[str, Any] = {
-                "num_records": num_records,
-                "total_steps": total_steps,
-                "shard_records": shard_records,
-            }
-            if blocks:
-                facts["blocks"] = list(blocks)
+            facts: dict[str, Any] = {"num_records": num_records, "total_steps": total_steps}
+            facts |= {"shard_records": shard_records, **({"blocks": list(blocks)} if blocks else {})}
             self.apply("FACTS", facts)
             return "", [("FACTS", facts)]
         if (num_records, total_steps) != (self.num_records, self.total_steps):
@@ -124,14 +119,14 @@ class JobProgress:
         self.regroups[generation] = {"generation": generation, "reason": reason, "gap_ms": 0.0, "workers": 0}
 
     def truncate(self, steps: int) -> None:
-        """The surviving state has applied `steps` steps: what the log has beyond them never happened."""
+        """Drops the steps after `steps`, which the surviving state has not applied."""
         self.logged = min(self.logged, steps)
         for kept in (self.digests, self.evaluations):
             for step in [step for step in kept if step > steps or (step == steps and kept is self.digests)]:
                 del kept[step]
 
     def reconstruct(self, steps: int) -> None:
-        """The surviving state has applied `steps` steps, though nobody is left to report the last of them."""
+        """Counts `steps` steps as logged: the surviving state has applied them, though their reports are lost."""
         self.logged = max(self.logged, steps)
 
     def enter_report(self, progress: pb.Progress, now: float = 0.0) -> ReportOutcome:
@@ -176,10 +171,10 @@ class JobProgress:
         times = {name: getattr(applied, name) for name in _TIMES}
         self.reading_s += applied.data_ms / 1e3
         self.steps_s += (applied.data_ms + applied.compute_ms + applied.wait_ms + applied.commit_ms) / 1e3
-        told: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
-        if applied.shares:  # they are others than before
-            told["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
-        found.events.append(("step.applied", told))
+        fields: dict[str, Field] = {"total": self.total_steps, **body, "rates": rates, **times}
+        if applied.shares:  # other ones than before
+            fields["shares"] = "[" + ", ".join(map(str, applied.shares)) + "]"
+        found.events.append(("step.applied", fields))
 
     def _remember(self, step: int, digest: int) -> None:
         self.digests[step] = digest
@@ -203,14 +198,14 @@ class JobProgress:
 
     @property
     def last_step(self) -> int:
-        """Steps that the job has in all: fewer than planned when an evaluation has stopped it."""
+        """Steps of the whole job: fewer than planned when an evaluation has stopped it."""
         stops = [step for step, evaluation in self.evaluations.items() if evaluation["stop"]]
         return min(stops, default=self.total_steps)
 
     def find_faults(self, job: JobSettings, set_aside: Collection[int] = ()) -> list[str]:
-        """What is wrong with the job's epochs: nothing, when every record was applied exactly once in each.
+        """The faults of the job's epochs; none, when every record was applied exactly once in each.
 
-        An epoch in which training was stopped early has the records of the steps up to there.
+        An epoch in which training was stopped early has the records of its steps up to there.
         """
         epoch_steps = max(1, self.total_steps // job.epochs)
         found = []
@@ -228,8 +223,8 @@ class JobProgress:
         return found
 
     def summarize(self, job: JobSettings, state: State) -> dict[str, Any]:
-        """The job in numbers, for people and for the bundle's lineage."""
-        # A gap is what the workers lost to a regroup; views that led to no step of their own have none.
+        """The finished job in numbers, for users and for the bundle's lineage."""
+        # Views that led to no step have no gap.
         regroups = [regroup for regroup in self.regroups.values() if regroup["workers"]]
         return {
             "name": job.name,
@@ -248,7 +243,48 @@ class JobProgress:
             "steps_s": self.steps_s,
             "stopped_early": self.last_step < self.total_steps,
             "set_aside": state.list_set_aside(),
-            "quarantined": [{"slot": slot, "why": why} for slot, why in sorted(state.quarantined.items())],
+            "quarantined": state.list_quarantined(),
+        }
+
+    def describe(self, job: JobSettings, state: State, *, now: float, uptime_s: float) -> dict[str, Any]:
+        """The job as one JSON object, for `trueline status` and for programs.
+
+        `since`: seconds for which a member has been in its phase; `rate`: records a second that it computes.
+        """
+        generation, rates = self.rates
+        known = rates if generation == state.generation and len(rates) == len(state.view) else ()
+        members = [
+            {
+                "ref": member.ref,
+                "rank": member.rank,
+                "steps": member.steps,
+                "phase": member.phase,
+                "since": round(member.phase_s + now - member.seen_at, 3),
+                "rate": round(known[member.rank] if known and member.rank >= 0 else member.rate, 1),
+            }
+            for member in state.members.values()
+        ]
+        evaluations = self.list_evaluations()
+        epoch_steps = max(1, self.total_steps // max(1, job.epochs))
+        return {
+            "name": job.name,
+            "phase": state.phase,
+            "generation": state.generation,
+            "workers": state.workers,
+            "members": members,
+            "pending": list(state.pending),
+            "quarantined": state.list_quarantined(),
+            "set_aside": state.list_set_aside(),
+            "careful": state.careful,
+            "committed": state.committed,
+            "total_steps": self.total_steps,
+            "epoch": min(state.committed // epoch_steps, job.epochs - 1),
+            "loss": self.loss,
+            "records_per_s": round(self.records_per_s(now), 1),
+            "checkpoint": state.checkpoint,
+            "checkpoint_step": state.checkpoint_step,
+            "evaluations": {"last": evaluations[-1] if evaluations else None, "best": self.find_best()},
+            "uptime_s": round(uptime_s, 1),
         }
 
     def list_evaluations(self) -> list[dict[str, Any]]:
@@ -269,7 +305,7 @@ class PlannedRecords:
     digest: int
     whole: bool
     out: tuple[int, ...] = ()
-    """Which of those that a certificate names as left out are among them."""
+    """The records among them that a certificate names as left out."""
 
 
 def plan_records(
@@ -301,20 +337,19 @@ def find_certificate_faults(
     set_aside: Collection[int] = (),
     drawn: bool = False,
 ) -> list[str]:
-    """What a certificate shows to be wrong with an epoch: nothing, when each planned record was applied exactly once.
+    """The faults of an epoch by its certificate; none, when each planned record was applied exactly once.
 
-    Records may be left out if the certificate names them and the master has set them aside. What it names counts as
-    not applied; a record that was applied before it was set aside is not named. Where the source has an order of its
-    own (`drawn`), it names positions, and beside them the records that would have stood there, as all members have
-    computed them: a step in which two did so differently is not applied.
+    Records may be left out if the certificate names them and the master has set them aside. A record that was applied
+    before it was set aside is not named. Where the source has an order of its own (`drawn`), the certificate names
+    positions, and beside them the records that would have stood there, as all members have computed them.
     """
     out, named, of = planned.out, certificate.get("set_aside", ()), certificate.get("set_aside_of", ())
     if of and (not drawn or len(of) != len(named)):
-        return [f"{len(named)} records were left out and {len(of)} are said to have stood there"]
+        return [f"{len(named)} records were left out and {len(of)} are named in their places"]
     origins = dict(zip(named, of or named, strict=True))
     digest = (planned.digest - ledger.digest(np.array(out, dtype=np.int64))) % (1 << ledger.DIGEST_BITS)
-    unasked = sorted({origins[one] for one in out} - set(set_aside))
-    faults = [f"record {record} was left out and nobody has set it aside" for record in unasked]
+    unknown = sorted({origins[one] for one in out} - set(set_aside))
+    faults = [f"record {record} was left out and is not set aside" for record in unknown]
     if certificate["records"] + len(out) != planned.records:
         aside = f" and {len(out)} set aside" if out else ""
         faults.append(f"{certificate['records']} records were applied{aside}, planned were {planned.records}")
@@ -323,7 +358,7 @@ def find_certificate_faults(
     if certificate["digest"] != digest:
         faults.append(f"the digest of the applied records is {certificate['digest']:06x}, not {digest:06x}")
     fewest, most = certificate["tally_min"], certificate["tally_max"]
-    untallied = fewest == -1 and most <= 0  # too many records to tally one by one, or none that was not left out
+    untallied = fewest == -1 and most <= 0  # too many records for a tally, or all left out
     once = most == 1 and (fewest in (-1, 1) or (fewest == 0 and (out or not planned.whole)))
     if not (untallied or once):
         faults.append(f"records were applied {max(fewest, 0)} to {most} times")

@@ -1,7 +1,7 @@
-"""The master's process: torch-free, it knows who is in the job.
+"""The master's process. No torch.
 
-It may be killed at any instant: training goes on, and the next master replays the journal, asks the engine what runs,
-and adopts it. Workers reconnect to the port.
+It may be killed at any instant: training goes on, and the next master replays the journal, asks the engine which
+workers run, and adopts them. Workers reconnect to the port.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trueline.train.monitor import server as page
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 BURST = 100_000
-"""Calls that may wait at the door: all workers come back at once after a master's death. gRPC cancels from 1,000 on."""
+"""Calls that may be pending: all workers reconnect at once after a master's death. gRPC's own limit is 1,000."""
 PAGE_S, PAGE_SHARE = 1.0, 0.2
-"""A successor's page opens so long after it, and reads the past in so much of a processor's time: when a master dies,
-all that its workers and its launcher do for it comes at once already, and the steps of training pay for it."""
+"""Delay of the page after a master's death, and the part of a processor that reading past events may take: the
+reconnections of that moment already take processor time from the steps of training."""
 
 
 async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> int:
@@ -47,7 +47,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
     master = Master(job, job_dir, journal, engine, secret, clock.monotonic_s)
     live = page.Page(job_dir, page.token_of(secret), share=PAGE_SHARE)
     master.publisher.hook = live.add_event
-    launch = folder.read_master() is None  # the launcher has removed that of an earlier launch
+    launch = folder.read_master() is None  # the launcher removes that of an earlier launch
     options = [("grpc.so_reuseport", 0), ("grpc.server.max_pending_requests", BURST),
                ("grpc.server.max_pending_requests_hard_limit", BURST)]  # fmt: skip
     server = grpc.aio.server(interceptors=[SecretInterceptor(secret, master.fail_unexpectedly)], options=options)
@@ -67,7 +67,7 @@ async def run(job_dir: Path, engine: Engine, port: int, page_port: int = 0) -> i
 
     async def show_later() -> None:
         await asyncio.sleep(PAGE_S)
-        with contextlib.suppress(StorageError):  # the address that is written there is the right one in general
+        with contextlib.suppress(StorageError):  # the address there is usually right already
             await show()
 
     if launch:

@@ -1,22 +1,22 @@
-"""The master's door: the RPCs of workers, launchers and operators, turned into events of the core.
+"""The master's gRPC service: turns the calls of workers, launchers and operators into events of the membership.
 
-Every call carries the job's secret. An exception that nobody expected ends the job with code `internal` and its
-traceback in the master's log: workers would take the gRPC error for a master that is away, and wait for ever.
+Every call carries the job's secret. An unexpected exception ends the job with code `internal` and its traceback in the
+master's log: workers would take the gRPC error for a master that is away, and wait without end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 
 from trueline.train import settings
 from trueline.train.master.master import Master
-from trueline.train.master.status import describe_job
 from trueline.train.membership import events as h
 from trueline.train.membership.decide import scale_fault
 from trueline.train.settings import beyond
@@ -24,9 +24,9 @@ from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 CALL_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
-"""What ends a call and no more: it was refused, or its caller is gone before the answer, as fenced workers are."""
+"""What ends only the call: it was refused, or its caller is gone, as fenced workers are."""
 Context = Any
-"""grpc.aio.ServicerContext; its stubs are generic in ways that say nothing here."""
+"""grpc.aio.ServicerContext, whose stubs are generic to no use here."""
 
 
 class MasterService(pb_grpc.MasterServicer):
@@ -37,15 +37,16 @@ class MasterService(pb_grpc.MasterServicer):
         if not known:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fenced: {ref} is not of this job any more")
 
-    async def _handle(self, event: h.WorkerEvent, context: Context) -> None:
+    async def _handle(self, event: h.WorkerEvent, context: Context) -> pb.Ack:
         await self._require(self.master.handle(event), event.ref, context)
+        return pb.Ack()
 
     # Workers. --------------------------------------------------------------------------------------------------------
 
     async def Watch(self, request: pb.Hello, context: Context) -> AsyncIterator[pb.View]:
         master = self.master
         if master.job.script and not master.job.epochs:
-            master.job = settings.load(master.job_dir)  # settled by the first worker whose script has come so far
+            master.job = settings.load(master.job_dir)  # settled by the first worker whose script made its Elastic
         newcomer = request.ref not in master.state.members
         fault, rows = master.progress.accept_facts(
             request.num_records, request.total_steps, request.shard_records, tuple(request.blocks)
@@ -72,22 +73,21 @@ class MasterService(pb_grpc.MasterServicer):
     async def Enter(self, request: pb.Entry, context: Context) -> pb.Plan:
         if request.HasField("progress") and request.ref in self.master.state.members:
             self.master.record_progress(request.progress)
-        happened = h.Entered(request.ref, request.generation, request.step, request.rate)
-        return await self._wait(self.master.entries, happened, request, context)
+        event = h.Entered(request.ref, request.generation, request.step, request.rate)
+        return await self._wait(self.master.entries, event, context)
 
     async def Finish(self, request: pb.Entry, context: Context) -> pb.Plan:
         if self.master.state.phase == "finished":
             return pb.Plan(finished=True)
-        happened = h.Finished(request.ref, request.generation)
-        return await self._wait(self.master.finishing, happened, request, context)
+        return await self._wait(self.master.finishing, h.Finished(request.ref, request.generation), context)
 
     async def _wait(
-        self, waiting: dict[str, asyncio.Future[pb.Plan]], happened: h.WorkerEvent, request: pb.Entry, context: Context
+        self, waiting: dict[str, asyncio.Future[pb.Plan]], event: h.Entered | h.Finished, context: Context
     ) -> pb.Plan:
-        if request.generation != self.master.state.generation:
+        if event.generation != self.master.state.generation:
             return pb.Plan(superseded=True)
-        future = waiting[request.ref] = asyncio.get_running_loop().create_future()
-        await self._handle(happened, context)
+        future = waiting[event.ref] = asyncio.get_running_loop().create_future()
+        await self._handle(event, context)
         plan: pb.Plan = await future
         return plan
 
@@ -97,13 +97,12 @@ class MasterService(pb_grpc.MasterServicer):
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Leave(self, request: pb.Worker, context: Context) -> pb.Ack:
-        await self._handle(h.Leaving(request.ref), context)
+        ack = await self._handle(h.Leaving(request.ref), context)
         self.master.emit("worker.leaving", worker=request.ref)
-        return pb.Ack()
+        return ack
 
     async def ReportBrokenGroup(self, request: pb.Fault, context: Context) -> pb.Ack:
-        await self._handle(h.GroupBroken(request.ref, request.generation, request.what), context)
-        return pb.Ack()
+        return await self._handle(h.GroupBroken(request.ref, request.generation, request.what), context)
 
     async def Fail(self, request: pb.Fault, context: Context) -> pb.Ack:
         state = self.master.state
@@ -113,18 +112,17 @@ class MasterService(pb_grpc.MasterServicer):
         return pb.Ack()
 
     async def RecordCheckpoint(self, request: pb.Checkpoint, context: Context) -> pb.Ack:
-        await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
+        ack = await self._handle(h.Saved(request.ref, request.step, request.path, request.digest), context)
         if request.step >= self.master.save_from:
             self.master.save_from = 0
-        return pb.Ack()
+        return ack
 
     async def Suspect(self, request: pb.Suspicion, context: Context) -> pb.Ack:
-        await self._handle(h.Suspect(request.ref, tuple(request.records), request.why, request.where), context)
-        return pb.Ack()
+        event = h.Suspect(request.ref, tuple(request.records), request.why, request.where)
+        return await self._handle(event, context)
 
     async def Try(self, request: pb.Trial, context: Context) -> pb.Ack:
-        await self._handle(h.Trial(request.ref, request.record, request.where), context)
-        return pb.Ack()
+        return await self._handle(h.Trial(request.ref, request.record, request.where), context)
 
     # Launchers and operators. ----------------------------------------------------------------------------------------
 
@@ -141,10 +139,8 @@ class MasterService(pb_grpc.MasterServicer):
         return pb.Ack(committed=committed, save_from=self.master.save_from)
 
     async def Status(self, request: pb.Cursor, context: Context) -> pb.JobStatus:
-        master = self.master
-        facts = describe_job(
-            master.job, master.state, master.progress, now=master.now(), uptime_s=master.now() - master.born
-        )
+        master, now = self.master, self.master.now()
+        facts = master.progress.describe(master.job, master.state, now=now, uptime_s=now - master.born)
         return pb.JobStatus(json=json.dumps(facts))
 
     async def Follow(self, request: pb.Cursor, context: Context) -> AsyncIterator[pb.Events]:
@@ -157,7 +153,7 @@ class MasterService(pb_grpc.MasterServicer):
 
 
 class CachedSerializer:
-    """Serializes a message that goes to everybody once: a view of ten thousand workers goes to ten thousand."""
+    """Serializes a message that goes to all workers once: a view of ten thousand workers goes to ten thousand."""
 
     def __init__(self, serialize: Callable[[Any], bytes]) -> None:
         self._serialize, self._message, self._data = serialize, None, b""
@@ -169,11 +165,11 @@ class CachedSerializer:
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers nobody without the job's secret, and hands exceptions that nobody expected to `crashed`."""
+    """Refuses calls without the job's secret, and passes unexpected exceptions to `on_crash`."""
 
-    def __init__(self, secret: str, crashed: Callable[[Exception], None]) -> None:
-        self._wanted = f"Bearer {secret}".encode()
-        self._crashed = crashed
+    def __init__(self, secret: str, on_crash: Callable[[Exception], None]) -> None:
+        self._expected = f"Bearer {secret}".encode()
+        self._on_crash = on_crash
         self._serializers: dict[str, CachedSerializer] = {}
         self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
@@ -184,7 +180,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         given = dict(details.invocation_metadata).get("authorization", "")
-        if not hmac.compare_digest(str(given).encode(), self._wanted):
+        if not hmac.compare_digest(str(given).encode(), self._expected):
             return self._refusal
         handler: Any = await continuation(details)
         if handler is None:
@@ -194,27 +190,27 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler._replace(unary_stream=self._guard_stream(handler.unary_stream), response_serializer=once)
         return handler._replace(unary_unary=self._guard(handler.unary_unary), response_serializer=once)
 
+    @contextlib.contextmanager
+    def _reporting_crashes(self) -> Iterator[None]:
+        try:
+            yield
+        except CALL_ENDED:
+            raise
+        except Exception as error:
+            self._on_crash(error)
+            raise
+
     def _guard(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
-            try:
+            with self._reporting_crashes():
                 return await method(request, context)
-            except CALL_ENDED:
-                raise
-            except Exception as error:
-                self._crashed(error)
-                raise
 
         return call
 
     def _guard_stream(self, method: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-            try:
+            with self._reporting_crashes():
                 async for message in method(request, context):
                     yield message
-            except CALL_ENDED:
-                raise
-            except Exception as error:
-                self._crashed(error)
-                raise
 
         return call

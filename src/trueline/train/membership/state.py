@@ -164,6 +164,10 @@ class State:
         aside = sorted(self.set_aside.items())
         return [{"record": record, "where": self.places.get(record, ""), "why": why} for record, why in aside]
 
+    def list_quarantined(self) -> list[dict[str, Any]]:
+        """The slots in quarantine, as in summary and status."""
+        return [{"slot": slot, "why": why} for slot, why in sorted(self.quarantined.items())]
+
     def is_leaving(self, member: Member) -> bool:
         return member.leaving or member.slot >= self.workers
 
