@@ -12,7 +12,7 @@ from trueline import serve
 from trueline.errors import Overloaded, RequestError
 from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
 from trueline.torchserve import responses
-from trueline.web.tokens import Forbidden, Unauthorized
+from trueline.web.auth import Forbidden, Unauthorized
 from worlds import archives, bundles, servers
 from worlds.waiting import until
 

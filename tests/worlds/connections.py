@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from trueline.web.connection import Connection
 from trueline.web.header_cache import HeaderCache
 from trueline.web.limits import HttpLimits
 from trueline.web.messages import Request, Response
-from trueline.web.server import HttpServer
+from trueline.web.server import Connection, HttpServer
 
 LIMITS = HttpLimits(chunks=50, body_bytes=1000, head_bytes=400, pipelined=4)
 

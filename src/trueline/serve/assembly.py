@@ -25,11 +25,10 @@ from trueline.serve.protocols.errors import NO_RESOURCE, is_oip
 from trueline.serve.protocols.oip.repository import Repository
 from trueline.serve.protocols.router import Extension, Routes
 from trueline.serve.settings import Settings
-from trueline.web import tokens, tracing
+from trueline.web import auth, tracing
 from trueline.web.access_log import AccessLog
-from trueline.web.auth import AuthMiddleware
+from trueline.web.auth import AuthMiddleware, Keys, TokenKind
 from trueline.web.messages import App, Request, Response
-from trueline.web.tokens import Keys, TokenKind
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -89,7 +88,7 @@ def assemble(settings: Settings) -> Parts:
         fleet=fleet,
         store=store,
         sources=Sources(settings, store, loop),
-        keys=tokens.load_keys(Path(settings.key_file)) if settings.key_file is not None else None,
+        keys=auth.load_keys(Path(settings.key_file)) if settings.key_file is not None else None,
         state=state,
         handlers=handlers_of(settings),
     )

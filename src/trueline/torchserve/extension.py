@@ -18,7 +18,7 @@ from trueline.torchserve.responses import TorchServeErrors
 from trueline.torchserve.rest import TorchServeRoutes
 from trueline.torchserve.workflows.registry import Workflows
 from trueline.web.access_log import AccessLog
-from trueline.web.tokens import Keys
+from trueline.web.auth import Keys
 
 
 class TorchServe:

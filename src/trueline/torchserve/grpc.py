@@ -32,9 +32,9 @@ from trueline.serve.protocols.grpc_base import Context, header
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.management import Management
 from trueline.web.access_log import AccessLog
+from trueline.web.auth import Keys, TokenKind
 from trueline.web.messages import Request, Response
 from trueline.web.streaming import StreamBroken
-from trueline.web.tokens import Keys, TokenKind
 from trueline.wire import torchserve_pb2 as pb
 
 INFERENCE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"

@@ -35,8 +35,8 @@ from trueline.torchserve import responses
 from trueline.torchserve.responses import whole
 from trueline.torchserve.workflows import rest as workflow_face
 from trueline.torchserve.workflows.registry import Workflows
+from trueline.web.auth import Keys
 from trueline.web.messages import Request, Response, query_of
-from trueline.web.tokens import Keys
 
 Find = Callable[[str], Awaitable[Found]]
 _OF_ARCHIVES = frozenset(

@@ -18,8 +18,8 @@ from trueline.serve.handlers.response import reply
 from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
 from trueline.serve.protocols.errors import extra
+from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
-from trueline.web.tokens import Forbidden, Unauthorized
 
 _TYPES = {
     401: "InvalidKeyException",

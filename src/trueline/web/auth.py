@@ -1,14 +1,127 @@
-"""Token authentication around an App: a request without the right token is refused before the App reads it."""
+"""Authentication by bearer tokens in a key file: one for requests, one for management, one to renew the others.
+
+The file has TorchServe's form (`key_file.json`), is readable by its owner alone, and is created when it is missing.
+Tokens have at least 128 bits, are compared in constant time, and may have an expiration time.
+Source: TorchServe's token_authorization_api page; RFC 6750 for 401 and 403.
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import stat
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
 
-from trueline.errors import RequestError
+import msgspec
+
+from trueline import files
+from trueline.errors import RequestError, UsageError
 from trueline.web.messages import Answer, App, Request, Response
-from trueline.web.tokens import Keys, TokenKind, Unauthorized
 
 _CHALLENGE = b'www-authenticate: Bearer realm="trueline"\r\n'
+TokenKind = Literal["inference", "management", "API"]
+MIN_CHARS = 16
+"""A shorter token can be guessed; TorchServe's had 8."""
+
+
+class Unauthorized(RequestError):
+    """No token came with the request."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(RequestError):
+    """The token is a wrong one, or it has expired."""
+
+    code = "forbidden"
+    status = 403
+    torchserve_type = "InvalidKeyException"
+
+
+class _Entry(msgspec.Struct, rename={"expires": "expiration time"}, omit_defaults=True):
+    key: str
+    expires: str | None = None
+
+
+class Keys:
+    """The tokens of one key file."""
+
+    def __init__(self, path: Path, entries: dict[str, _Entry], now: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._entries = entries
+        self._now = now
+        self._read = _stamp(path)
+
+    def refresh(self) -> None:
+        """Reads tokens that another process renewed. Raises UsageError for a broken file; the old tokens stay valid."""
+        if _stamp(self._path) != self._read:
+            self._read = _stamp(self._path)
+            self._entries = load_keys(self._path, now=self._now)._entries
+
+    def check(self, kind: TokenKind, authorization: bytes | None) -> None:
+        """Raises Unauthorized without a bearer token, Forbidden for a wrong or expired one."""
+        scheme, _, token = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not token:
+            raise Unauthorized("this server needs a token", hint="send the header Authorization: Bearer TOKEN")
+        entry = self._entries[kind]
+        right = hmac.compare_digest(token.strip(), entry.key.encode())
+        if not right or self._has_expired(entry):
+            raise Forbidden("the token is not valid for this, or it has expired")
+
+    def _has_expired(self, entry: _Entry) -> bool:
+        if entry.expires is None:
+            return False
+        return datetime.fromisoformat(entry.expires).timestamp() <= self._now()
+
+    def renew(self, kind: TokenKind) -> None:
+        """Replaces a token. Raises StorageError; the old one then stays valid."""
+        entries = self._entries | {kind: _Entry(key=secrets.token_urlsafe(32))}
+        _write(self._path, entries)
+        self._entries = entries
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_ino)
+
+
+def load_keys(path: Path, *, now: Callable[[], float] = time.time) -> Keys:
+    """The keys in the file `path`, which is created when it is missing. Raises UsageError, StorageError."""
+    if not path.exists():
+        entries = {kind: _Entry(key=secrets.token_urlsafe(32)) for kind in ("management", "inference", "API")}
+        _write(path, entries)
+        return Keys(path, entries, now)
+    try:
+        mode = path.stat().st_mode
+        entries = msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
+        for entry in entries.values():
+            if entry.expires is not None and datetime.fromisoformat(entry.expires).tzinfo is None:
+                entry.expires = datetime.fromisoformat(entry.expires).replace(tzinfo=UTC).isoformat()
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise UsageError(f"{path} is no key file: {error}", hint="delete it, and a new one is created") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UsageError(f"others may read the key file {path}", hint=f"chmod 600 {path}")
+    weak = [
+        kind for kind in ("inference", "management", "API") if len(entries.get(kind, _Entry(key="")).key) < MIN_CHARS
+    ]
+    if weak:
+        raise UsageError(
+            f"{path} has no '{weak[0]}' key of at least {MIN_CHARS} characters",
+            hint="delete the file, and one with keys of 256 bits is created",
+        )
+    return Keys(path, entries, now)
+
+
+def _write(path: Path, entries: dict[str, _Entry]) -> None:
+    files.write_atomic(path, msgspec.json.format(msgspec.json.encode(entries), indent=2) + b"\n", mode=0o600)
 
 
 def is_open(path: str) -> bool:

@@ -29,25 +29,6 @@ class UpgradeRequested(Exception):
 class RequestParser:
     """The requests of one connection as they arrive. Public attributes describe the current one."""
 
-    __slots__ = (
-        "_body",
-        "_chunks",
-        "_fresh",
-        "_head_bytes",
-        "_header_cache",
-        "_headers",
-        "_in_body",
-        "_limits",
-        "_now",
-        "_parser",
-        "_take",
-        "continue_due",
-        "num_bytes",
-        "silent_bytes",
-        "since",
-        "target",
-    )
-
     def __init__(
         self, limits: HttpLimits, header_cache: HeaderCache, now: Callable[[], float], take: Callable[[Request], object]
     ) -> None:

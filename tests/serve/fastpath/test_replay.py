@@ -29,10 +29,9 @@ from trueline.serve.protocols.router import Routes
 from trueline.serve.traffic.shadow import Shadow
 from trueline.torchserve.extension import TorchServe
 from trueline.web.access_log import AccessLogMiddleware
-from trueline.web.connection import Connection
 from trueline.web.limits import HttpLimits
 from trueline.web.messages import Answer, App, InlineFuture, Request, Response
-from trueline.web.server import HttpServer
+from trueline.web.server import Connection, HttpServer
 from worlds import bundles
 from worlds.connections import Wire
 from worlds.servers import load_as_if

@@ -17,7 +17,7 @@ from trueline.errors import TruelineError
 from trueline.serve.models import desired_state
 from trueline.serve.models.controller import Fleet, Found
 from trueline.serve.models.desired_state import Wanted, WantedModel, WantedVersion
-from trueline.web.tokens import Keys
+from trueline.web.auth import Keys
 
 
 class Companion(Protocol):

@@ -17,8 +17,8 @@ from trueline.serve.models.catalog import Models
 from trueline.serve.models.version import Version
 from trueline.serve.protocols.oip.grpc import Face, read_inputs
 from trueline.serve.protocols.router import Routes
-from trueline.web import tokens
-from trueline.web.tokens import Forbidden, Unauthorized
+from trueline.web import auth
+from trueline.web.auth import Forbidden, Unauthorized
 from trueline.wire import inference_pb2 as pb
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
@@ -151,7 +151,7 @@ def test_each_method_asks_for_its_own_token_and_health_for_none(
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({kind: {"key": key} for kind, key in TOKENS.items()}))
     path.chmod(0o600)
-    guarded = Face(Routes(Models(), loop), tokens.load_keys(path))
+    guarded = Face(Routes(Models(), loop), auth.load_keys(path))
     for name in OPEN:
         guarded._check(name, Call())
     for names, kind in ((ASKED, "inference"), (MANAGED, "management")):

@@ -26,7 +26,7 @@ from trueline.serve.protocols.oip import binary, codec, json_tensors
 from trueline.serve.protocols.oip import triton as extensions
 from trueline.serve.protocols.router import Routes
 from trueline.web.access_log import AccessLog
-from trueline.web.tokens import Keys, TokenKind
+from trueline.web.auth import Keys, TokenKind
 from trueline.wire import inference_pb2 as pb
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ import pytest
 
 from trueline import files
 from trueline.errors import StorageError, UsageError
-from trueline.web import tokens
-from trueline.web.auth import AuthMiddleware
+from trueline.web import auth
+from trueline.web.auth import AuthMiddleware, Forbidden, Keys, TokenKind, Unauthorized
 from trueline.web.messages import Request, Response
-from trueline.web.tokens import Forbidden, Keys, TokenKind, Unauthorized
 
 
 class Open:
@@ -44,7 +43,7 @@ def asked(app: AuthMiddleware, path: str, token: str | None) -> int:
 
 def test_each_token_opens_its_own_doors(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    keys = tokens.load_keys(path)
+    keys = auth.load_keys(path)
     token = {kind: one["key"] for kind, one in json.loads(path.read_text()).items()}
     inner = Open()
     data = guard(inner, keys, "inference")
@@ -64,7 +63,7 @@ def test_each_token_opens_its_own_doors(tmp_path: Path) -> None:
 
 def test_a_renewed_token_ends_the_old_one_at_once(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    keys = tokens.load_keys(path)
+    keys = auth.load_keys(path)
     old = json.loads(path.read_text())["inference"]["key"]
     keys.renew("inference")
     new = json.loads(path.read_text())["inference"]["key"]
@@ -80,7 +79,7 @@ def test_a_token_ends_when_it_says(tmp_path: Path) -> None:
     path.write_text(json.dumps({"inference": entry, "management": entry, "API": entry}))
     path.chmod(0o600)
     now = [1_795_000_000.0]
-    keys = tokens.load_keys(path, now=lambda: now[0])
+    keys = auth.load_keys(path, now=lambda: now[0])
     noon = 1_795_176_000.0  # 2026-11-20 12:00 UTC
     keys.check("inference", b"Bearer " + b"k" * 20)
     now[0] = noon
@@ -105,7 +104,7 @@ def test_a_weak_or_open_key_file_is_refused(tmp_path: Path, text: str, mode: int
     path.write_text(text)
     path.chmod(mode)
     with pytest.raises(UsageError, match=words):
-        tokens.load_keys(path)
+        auth.load_keys(path)
 
 
 def key_file(path: Path, **entries: dict[str, str]) -> Path:
@@ -121,16 +120,16 @@ def test_a_key_file_that_its_group_or_others_may_touch_is_refused(tmp_path: Path
     path = key_file(tmp_path / "keys.json")
     path.chmod(mode)
     with pytest.raises(UsageError, match="others may read the key file"):
-        tokens.load_keys(path)
+        auth.load_keys(path)
     path.chmod(0o400)
-    tokens.load_keys(path).check("inference", b"Bearer inference-0123456789abcdef")
+    auth.load_keys(path).check("inference", b"Bearer inference-0123456789abcdef")
 
 
 @pytest.mark.parametrize("kind", ["inference", "management", "API"])
 def test_a_token_of_sixteen_characters_is_the_shortest_for_each_kind(tmp_path: Path, kind: str) -> None:
-    tokens.load_keys(key_file(tmp_path / "fine.json", **{kind: {"key": "k" * 16}}))
+    auth.load_keys(key_file(tmp_path / "fine.json", **{kind: {"key": "k" * 16}}))
     with pytest.raises(UsageError, match=f"no '{kind}' key of at least 16 characters"):
-        tokens.load_keys(key_file(tmp_path / "weak.json", **{kind: {"key": "k" * 15}}))
+        auth.load_keys(key_file(tmp_path / "weak.json", **{kind: {"key": "k" * 15}}))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_a_token_of_sixteen_characters_is_the_shortest_for_each_kind(tmp_path: P
               "management-0123456789abcdef", "INFERENCE-0123456789ABCDEF"]
 )  # fmt: skip
 def test_nothing_near_a_token_and_no_other_kinds_token_is_taken_for_it(tmp_path: Path, token: str) -> None:
-    keys = tokens.load_keys(key_file(tmp_path / "keys.json"))
+    keys = auth.load_keys(key_file(tmp_path / "keys.json"))
     keys.check("inference", b"Bearer inference-0123456789abcdef")
     with pytest.raises(Forbidden):
         keys.check("inference", f"Bearer {token}".encode())
@@ -147,7 +146,7 @@ def test_nothing_near_a_token_and_no_other_kinds_token_is_taken_for_it(tmp_path:
 @pytest.mark.parametrize("given", [None, b"", b"Bearer", b"Bearer ", b"Basic inference-0123456789abcdef",
                                    b"inference-0123456789abcdef"])  # fmt: skip
 def test_what_is_no_bearer_token_is_none(tmp_path: Path, given: bytes | None) -> None:
-    keys = tokens.load_keys(key_file(tmp_path / "keys.json"))
+    keys = auth.load_keys(key_file(tmp_path / "keys.json"))
     with pytest.raises(Unauthorized):
         keys.check("inference", given)
 
@@ -156,7 +155,7 @@ def test_what_is_no_bearer_token_is_none(tmp_path: Path, given: bytes | None) ->
 def test_a_token_is_valid_until_the_second_at_which_it_ends(tmp_path: Path, seconds: int, valid: bool) -> None:
     ending = {"key": "k" * 20, "expiration time": "2026-11-20T12:00:00+00:00"}
     now = 1_795_176_000.0 + seconds
-    keys = tokens.load_keys(key_file(tmp_path / "keys.json", inference=ending), now=lambda: now)
+    keys = auth.load_keys(key_file(tmp_path / "keys.json", inference=ending), now=lambda: now)
     if valid:
         keys.check("inference", b"Bearer " + b"k" * 20)
     else:
@@ -168,7 +167,7 @@ def test_a_token_is_valid_until_the_second_at_which_it_ends(tmp_path: Path, seco
 def test_a_token_that_ended_is_renewed_without_its_end_and_the_others_stay(tmp_path: Path) -> None:
     ending = {"key": "k" * 20, "expiration time": "2026-11-20T12:00:00+00:00"}
     path = key_file(tmp_path / "keys.json", inference=ending)
-    keys = tokens.load_keys(path, now=lambda: 2e9)
+    keys = auth.load_keys(path, now=lambda: 2e9)
     keys.renew("inference")
     told = json.loads(path.read_text())
     keys.check("inference", f"Bearer {told['inference']['key']}".encode())
@@ -181,7 +180,7 @@ def test_a_token_that_ended_is_renewed_without_its_end_and_the_others_stay(tmp_p
 
 
 def test_a_token_that_cannot_be_written_down_is_not_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = tokens.load_keys(key_file(tmp_path / "keys.json"))
+    keys = auth.load_keys(key_file(tmp_path / "keys.json"))
 
     def full(*_: object, **__: object) -> None:
         raise StorageError("no space left on the device")
@@ -194,7 +193,7 @@ def test_a_token_that_cannot_be_written_down_is_not_renewed(tmp_path: Path, monk
 
 def test_what_another_process_renewed_is_taken_and_a_torn_file_leaves_the_old_tokens(tmp_path: Path) -> None:
     path = key_file(tmp_path / "keys.json")
-    keys, other = tokens.load_keys(path), tokens.load_keys(path)
+    keys, other = auth.load_keys(path), auth.load_keys(path)
     other.renew("inference")
     keys.refresh()
     keys.check("inference", f"Bearer {json.loads(path.read_text())['inference']['key']}".encode())
@@ -210,7 +209,7 @@ def test_what_another_process_renewed_is_taken_and_a_torn_file_leaves_the_old_to
                                   "/models", "/dashboard/x", "/"])  # fmt: skip
 def test_only_health_and_the_pages_are_open(tmp_path: Path, path: str) -> None:
     inner = Open()
-    data = guard(inner, tokens.load_keys(key_file(tmp_path / "keys.json")), "inference")
+    data = guard(inner, auth.load_keys(key_file(tmp_path / "keys.json")), "inference")
     assert asked(data, path, None) == 401
     assert inner.reached == 0
     for open_path in ("/ping", "/health", "/dashboard", "/try", "/v2/health/live", "/v2/health/ready"):
