@@ -1,6 +1,6 @@
-"""Where a worker's model computes: on the CPU, or on a CUDA device of its machine.
+"""The device of a worker: the CPU, or a CUDA device of its machine.
 
-What workers say to each other goes through host memory whatever they compute on, so a job may have both kinds.
+Workers exchange data through host memory, so a job may have both kinds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trueline.errors import UsageError
 from trueline.train.settings import device_kind
 
 
-def choose(wanted: str, slot: int) -> torch.device:
-    """The device of worker `slot`: with `cuda` and `auto` the devices of a machine are dealt out in turn.
+def choose(setting: str, slot: int) -> torch.device:
+    """The device of worker `slot`: with `cuda` and `auto` workers take the devices of a machine in turn.
 
     Call it in the worker: a process that has used CUDA cannot be forked. Raises UsageError for a device that this
     machine does not have; `auto` is the CPU then.
     """
-    kind, number = device_kind(wanted)
+    kind, number = device_kind(setting)
     count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not count):
         return torch.device("cpu")
@@ -31,7 +31,7 @@ def choose(wanted: str, slot: int) -> torch.device:
     if index >= count:
         found = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
         raise UsageError(
-            f"device is '{wanted}', and torch {torch.__version__} finds {found} here",
+            f"device is '{setting}', and torch {torch.__version__} finds {found} here",
             hint="say cpu or auto; nvidia-smi shows what there is, and torch has to be built for CUDA",
         )
     torch.cuda.set_device(index)
@@ -48,33 +48,33 @@ def slot_of(ref: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def choose_own(wanted: str, *, repeatable: bool = False) -> torch.device:
-    """The device of this worker; in a process that is in no job, that of a first worker.
+def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
+    """The device of this worker; outside a job, that of worker 0.
 
-    `repeatable` asks CUDA for algorithms that give the same bits every time; where it has none, torch warns.
+    `repeatable` selects CUDA algorithms that give the same bits every time; where there is none, torch warns.
     """
     if repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA is first used
-    device = choose(wanted, slot_of(os.environ.get("TRUELINE_REF", "")))
+    device = choose(setting, slot_of(os.environ.get("TRUELINE_REF", "")))
     if repeatable and device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device
 
 
 def is_lost(error: BaseException) -> bool:
-    """True when `error` says that the device, or a reader, serves this process no more: what it does next fails too."""
+    """Whether the device or a reader is lost to this process, so that everything it does next fails too."""
     return isinstance(error, torch.AcceleratorError | ReaderLost)
 
 
 def of_model(model: torch.nn.Module) -> torch.device:
-    """Where its first parameter lies."""
+    """The device of the model's first parameter."""
     return next((value.device for value in model.parameters()), torch.device("cpu"))
 
 
 def place(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`, whatever they are nested in.
 
-    The way to CUDA leads through pinned memory, so that the copy goes beside what the device is computing.
+    Copies to CUDA go through pinned memory, so that they run beside the device's computation.
     """
     if isinstance(value, torch.Tensor):
         if value.device == device:
@@ -100,7 +100,7 @@ def place_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def wrap_for_host(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`model` on `device`, which is called with tensors in host memory and answers with such."""
+    """Moves `model` to `device`; it still takes and returns tensors in host memory."""
     if device.type == "cpu":
         return model
     inside, host = model.to(device).forward, torch.device("cpu")

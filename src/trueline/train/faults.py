@@ -16,7 +16,7 @@ from trueline.train.settings import Fault, Phase
 
 
 class Faults:
-    """The faults of one worker; without any it costs a truth value."""
+    """The faults of one worker. Without any, a call only tests a list."""
 
     def __init__(self, faults: tuple[Fault, ...], ref: str) -> None:
         slot, incarnation = parse_ref(ref)[1:] if faults else (-1, -1)
@@ -25,14 +25,14 @@ class Faults:
         self._due = [(number, fault) for number, fault in mine if fault.incarnation in (incarnation, -1)]
 
     def at(self, phase: Phase, step: int) -> None:
-        """Here `phase` of the step after `step` applied ones begins."""
+        """Strikes if a fault is due in `phase` after `step` applied steps."""
         if not self._due:
             return
         for number, fault in self._pop_due(phase, step):
             self._strike(number, fault, step)
 
     def arm_backward(self, step: int, model: torch.nn.Module) -> None:
-        """In the middle of backward: when the gradient that is ready last is, others are on their way."""
+        """Strikes in the middle of backward: when the last gradient is ready, the others are on their way."""
         if not self._due:
             return
         for number, fault in self._pop_due("backward", step):
@@ -50,16 +50,16 @@ class Faults:
             os.kill(os.getpid(), fault.signal)
 
     def _claim(self, number: int, fault: Fault, step: int) -> bool:
-        """Whether nobody in this slot has carried the fault out before; notes that this worker does."""
+        """Claims a fault for this worker; False when an earlier worker of this slot has carried it out."""
         folder = JobDir(Path(os.environ["TRUELINE_JOB"])).faults
         folder.mkdir(exist_ok=True)
         try:
             handle = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
-        told = {"phase": fault.phase, "step": step, "worker": self._ref, "signal": fault.signal,
+        record = {"phase": fault.phase, "step": step, "worker": self._ref, "signal": fault.signal,
                 "at_ns": time.monotonic_ns()}  # fmt: skip
-        os.write(handle, json.dumps(told).encode())
+        os.write(handle, json.dumps(record).encode())
         os.close(handle)
         return True
 

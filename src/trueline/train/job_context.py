@@ -1,7 +1,7 @@
-"""What an `Elastic` that a user's script makes has of the job it is in: where checkpoints go, injected faults.
+"""Job context for an `Elastic` created in a user script: checkpoint location and injected faults.
 
-The script decides on epochs, records of a step and seed. The first worker that has made its Elastic writes them into
-JOB/job.json, where the master and a later launch find them; whoever says something else afterwards is refused.
+The script decides on epochs, global batch and seed. The first worker that makes its Elastic writes them to
+JOB/job.json for the master and later launches; an Elastic with other values is refused.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def of_script(plan: JobPlan, source: Source) -> tuple[Keeper | None, tuple[Fault
     return Keeper.of(job, Path(job_dir), facts), job.faults
 
 
-def settle(folder: Path, **said: int) -> JobSettings:
-    """The job's settings with what the script says of its steps. Raises UsageError when the job began otherwise."""
+def settle(folder: Path, **values: int) -> JobSettings:
+    """The job's settings with the script's values. Raises UsageError when the job began with others."""
     job = job_settings.load(folder)
     if not job.epochs:
-        job = msgspec.structs.replace(job, **said)
+        job = msgspec.structs.replace(job, **values)
         job_settings.save(job, folder)
-    for name, value in said.items():
+    for name, value in values.items():
         if getattr(job, name) != value:
             raise UsageError(
                 f"the script made an Elastic with {name}={value}, and the job began with {getattr(job, name)}",

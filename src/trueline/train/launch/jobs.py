@@ -1,7 +1,6 @@
-"""Jobs as an operator sees and steers them from outside: which there are, how they are, more workers, an end.
+"""Jobs from outside, for operators: list, status, scale, halt.
 
-What a dead job was doing is in its journal, what a running one does is asked of its master; nothing here is needed
-for a job to run. Torch-free.
+A running job's master is asked; of a dead job the journal is read. No job needs this module to run. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ State = Literal["prepared", "running", "finished", "failed", "stopped", "dead", 
 """`dead`: its launcher has gone without an end (SIGKILL, power); `damaged`: its job.json cannot be read."""
 RUNS = Path("runs")
 END_S = 30.0
-"""A launcher needs less than a second to end its processes; one that needs longer hangs."""
+"""A launcher that takes longer to end its processes hangs; usually that takes less than a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What a job's folder tells of it. `step` counts applied steps, `checkpoint` those in the newest checkpoint."""
+    """A job by its folder. `step`: applied steps; `checkpoint`: steps in the newest checkpoint."""
 
     folder: Path
     name: str
@@ -76,7 +75,7 @@ def list_jobs(runs: Path = RUNS) -> list[JobRecord]:
 
 
 def _read_or_damaged(folder: Path) -> JobRecord:
-    """One folder that cannot be read must not hide the other jobs."""
+    """A folder that cannot be read must not hide the other jobs."""
     try:
         return read_job(folder)
     except UsageError as error:
@@ -88,7 +87,7 @@ def _read_or_damaged(folder: Path) -> JobRecord:
 
 
 def read_job(folder: Path) -> JobRecord:
-    """What is on the disk of the job in `folder`. Raises UsageError when there is none."""
+    """The job in `folder`, as it is on the disk. Raises UsageError when there is none."""
     settings = job_settings.load(folder)
     launch = JobDir(folder).read_launch()
     state, why = _state(folder, launch)
@@ -121,21 +120,20 @@ def _state(folder: Path, launch: LaunchRecord | None) -> tuple[State, str]:
 
 
 def _read_journal(folder: Path) -> dict[str, dict[str, Any]]:
-    """The newest row of each kind in the master's log, which may be written meanwhile; TRUNCATE only if no step
-    followed it."""
+    """The newest row of each kind in the journal, which may grow meanwhile; TRUNCATE only if no step followed it."""
     uri = f"file:{quote(str(JobDir(folder).journal))}?mode=ro"
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(uri, uri=True)) as log:
         for kinds in (("COMMIT", "TRUNCATE"), ("COMMIT",), ("VIEW",), ("CKPT",), ("FACTS",)):
             marks = ", ".join("?" * len(kinds))
             other = "" if "COMMIT" in kinds else "kind <> 'COMMIT' AND"  # so that the journal's index serves
             query = f"SELECT kind, body FROM log WHERE {other} kind IN ({marks}) ORDER BY seq DESC LIMIT 1"
-            found |= {kind: json.loads(body) for kind, body in log.execute(query, kinds)}
-    return found
+            rows |= {kind: json.loads(body) for kind, body in log.execute(query, kinds)}
+    return rows
 
 
 def last_view(folder: Path) -> tuple[str, ...]:
-    """The workers that the job's last group had."""
+    """The workers of the job's last group."""
     return tuple(_read_journal(folder).get("VIEW", {}).get("members", ()))
 
 
@@ -153,7 +151,7 @@ def format_set_aside(aside: dict[str, Any]) -> str:
 
 
 def status(folder: Path) -> dict[str, Any] | None:
-    """What the master says of the job; None when it does not answer."""
+    """The job's status by its master; None when that does not answer."""
     try:
         with _master(folder) as ask:
             found: dict[str, Any] = json.loads(ask("Status", pb.Cursor()).json)
@@ -163,7 +161,7 @@ def status(folder: Path) -> dict[str, Any] | None:
 
 
 def scale(folder: Path, workers: int) -> None:
-    """From now on the job has so many workers. Raises UsageError with the reason when it cannot, or does not run."""
+    """Sets the job's number of workers. Raises UsageError when the job refuses it or does not run."""
     _expect_running(folder)
     with _master(folder) as ask:
         ask("Scale", pb.ScaleRequest(workers=workers, why="trueline scale"))
@@ -180,7 +178,7 @@ def _expect_running(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
-    """Calls of the job's master. Raises TrainError when it does not answer, UsageError when it refuses."""
+    """A function that calls the job's master. It raises TrainError without an answer, UsageError when refused."""
     job_dir = JobDir(folder)
     try:
         master, secret = job_dir.read_master(), job_dir.read_secret()
@@ -207,17 +205,17 @@ def _master(folder: Path) -> Iterator[Callable[[str, Any], Any]]:
 
 
 def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> JobRecord:
-    """Ends the job and returns what is left of it; the steps after its newest checkpoint will be done again.
+    """Ends the job and returns its record; steps after its newest checkpoint will be repeated.
 
-    Asks for a checkpoint, and waits for it up to `patience_s`. Raises UsageError when the job does
-    not run, TrainError when it does not end.
+    Requests a checkpoint first and waits up to `patience_s` seconds for it. Raises UsageError when the job does not
+    run, TrainError when it does not end.
     """
     _expect_running(folder)
     _await_checkpoint(folder, patience_s)
     try:
         with _master(folder) as ask:
             ask("Stop", pb.StopRequest(why=why))
-    except TrainError:  # its launcher will do; the kernel ends the others with it
+    except TrainError:  # end its launcher; the others end with it
         launch = JobDir(folder).read_launch()
         if launch is not None and JobDir(folder).is_held():
             os.kill(launch.pid, signal.SIGTERM)
@@ -225,24 +223,24 @@ def halt(folder: Path, *, patience_s: float, why: str = "trueline halt") -> JobR
     while JobDir(folder).is_held():
         if time.monotonic() > deadline:
             raise TrainError(f"the job in {folder} did not end within {END_S:.0f} s", hint="kill its launcher")
-        time.sleep(0.05)  # asks again
+        time.sleep(0.05)  # polls
     return read_job(folder)
 
 
 def _await_checkpoint(folder: Path, patience_s: float) -> None:
-    deadline, wanted = time.monotonic() + patience_s, 0
+    deadline, step = time.monotonic() + patience_s, 0
     events.emit("job.halting", patience_s=patience_s)
     while time.monotonic() < deadline and JobDir(folder).is_held():
-        if not wanted:
+        if not step:
             with contextlib.suppress(TrainError):  # the master is away; its successor may answer
-                wanted = _request_checkpoint(folder)
-        if wanted and read_job(folder).checkpoint >= wanted:
+                step = _request_checkpoint(folder)
+        if step and read_job(folder).checkpoint >= step:
             return
-        time.sleep(0.1)  # asks again
+        time.sleep(0.1)  # polls
 
 
 def _request_checkpoint(folder: Path) -> int:
-    """So many steps the checkpoint that was just asked for will have at least. Raises TrainError."""
+    """Requests a checkpoint; returns how many steps it will have at least. Raises TrainError."""
     with _master(folder) as ask:
-        wanted: int = ask("Save", pb.Cursor()).save_from
-    return wanted
+        step: int = ask("Save", pb.Cursor()).save_from
+    return step

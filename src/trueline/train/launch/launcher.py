@@ -1,11 +1,11 @@
-"""The launcher of a local job: it starts the agent and the master, keeps them running, and tells what happens.
+"""The launcher of a local job: starts the agent and the master, keeps them running, and passes on the job's events.
 
     trueline train ── lifeline ──▶ agent (zygote) ──fork──▶ workers
                    └─ lifeline ──▶ zygote ──fork──▶ master ◀──gRPC── workers
 
-A master that dies has a successor on the same port (`succession.py`), which adopts the workers. When the launcher
-ends, by whatever means, the lifeline ends with it and so do all its processes. How it ended is in JOB/launcher.json,
-unless it was killed with SIGKILL: then nobody holds JOB/lock, and the job is dead.
+A master that dies has a successor on the same port (`master/failover.py`), which adopts the workers. When the launcher
+ends, by whatever means, the lifeline ends with it and so do all its processes. JOB/launcher.json has how it ended; one
+that was killed with SIGKILL leaves it empty and JOB/lock free, and the job is dead.
 
 The launcher is the process of `trueline train`, or one of its own (`detach`) that survives the terminal.
 """
@@ -45,17 +45,17 @@ from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 PRELOAD = ("trueline.train.worker.main", "torch._dynamo", "torch.nn.parallel", "torch.optim")
-"""What every worker needs; the agent imports it once, and the libraries that the recipe imports. torch itself imports
+"""What the agent imports once for all workers, beside the libraries that the recipe imports. torch itself imports
 `torch._dynamo`, which takes about a second, when the first optimizer is made."""
 POLL_S = 0.25
-"""Between two looks at whether the agent lives; the end of a master's stream of events is looked into at once."""
+"""How often the agent is checked; the end of the master's stream of events is handled at once."""
 EXIT_S = 0.1
-"""After the end of that stream: the master's exit code follows at once, unless it was the stream alone."""
+"""How long to wait for the master's exit code after its stream of events has ended."""
 MAX_RESTARTS = 10
 
 
 class LocalJob:
-    """Runs the job whose settings are in `job_dir`. Use as a context: leaving it leaves no process behind."""
+    """Runs the job whose settings are in `job_dir`. A context manager: it leaves no process behind."""
 
     def __init__(self, job_dir: Path) -> None:
         self.job_dir = job_dir
@@ -67,27 +67,27 @@ class LocalJob:
         self._port = 0
         self._events: queue.Queue[pb.Events] = queue.Queue()
         self._master_channel: grpc.Channel | None = None
-        """To the master, whichever it is: they have one port."""
+        """All masters of a launch have one port."""
         self._closing = False
         self._page = ""
 
     def __enter__(self) -> LocalJob:
-        with contextlib.ExitStack() as held:  # what has begun is ended in the other order, however far this gets
-            held.callback(os.close, self.folder.hold())
-            held.enter_context(shutdown.signals_as_errors(self.job_dir))
+        with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
+            exits.callback(os.close, self.folder.hold())
+            exits.enter_context(shutdown.signals_as_errors(self.job_dir))
             _kill_leftovers(self.folder.read_launch())
             self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
             self.folder.write_launch(launch)
-            held.push(lambda kind, error, trace: self._record_end(launch, error))
+            exits.push(lambda kind, error, trace: self._record_end(launch, error))
             job = self.settings
             self._emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
             self._prepare()
-            held.callback(self._clean)
-            held.callback(self._end_processes)
+            exits.callback(self._clean)
+            exits.callback(self._end_processes)
             self.agent = self._start_agent()
             self._start_master()
-            self._exits = held.pop_all()
+            self._exits = exits.pop_all()
         return self
 
     def _prepare(self) -> None:
@@ -99,14 +99,14 @@ class LocalJob:
         self._sweep()
 
     def _emit(self, name: str, /, **fields: events.Field) -> None:
-        """An event of the launcher's own, for this process and for those who read the job's folder."""
+        """Emits an event of the launcher, in this process and in the job's folder."""
         events.emit(name, **fields)
         self.folder.record(name, **fields)
 
     def _sweep(self) -> None:
-        """Removes what a worker that was killed while it wrote a checkpoint has left; nobody of the job is alive.
+        """Removes half-written checkpoints of killed workers, while no process of the job is alive.
 
-        What was left in a store is swept when the job is resumed: that takes seconds, and its libraries.
+        An object store is swept when the job is resumed: that takes seconds, and its libraries.
         """
         where = parse_location(self.settings.checkpoints or self.folder.checkpoints)
         if isinstance(where, Path):
@@ -120,8 +120,8 @@ class LocalJob:
         self._closing = True
         self._stop_master()
         if self._master_channel is not None:
-            self._master_channel.close()  # who waits at it for another master waits no more
-        os.close(self._life_end)  # the end of every process of the job
+            self._master_channel.close()  # ends the wait for another master
+        os.close(self._life_end)  # ends every process of the job
         if self.master is not None:
             self.master.end()
         if self.agent is not None:
@@ -135,7 +135,7 @@ class LocalJob:
 
     def _record_end(self, launch: LaunchRecord, error: BaseException | None) -> None:
         outcome, why = shutdown.describe_end(error)
-        with contextlib.suppress(errors.StorageError):  # a full disk may be why it ends
+        with contextlib.suppress(errors.StorageError):  # the job may end because the disk is full
             self.folder.write_launch(msgspec.structs.replace(launch, ended=time.time(), outcome=outcome, why=why))
         self.folder.record("launcher.ended", outcome=outcome, why=why)
 
@@ -160,7 +160,7 @@ class LocalJob:
         self.master.start("--port", str(self._port))
 
     def _address(self) -> str:
-        """Where the master listens, once it does."""
+        """Waits until the master listens, and returns its address."""
         while (master := self.folder.read_master()) is None:
             if self.master is not None and (code := self.master.poll()) is not None:
                 raise errors.TrainError(
@@ -179,28 +179,28 @@ class LocalJob:
         return (("authorization", f"Bearer {self.folder.read_secret()}"),)
 
     def run(self) -> dict[str, Any]:
-        """Follows the job to its end and returns the summary. Raises what made it fail, or JobStopped."""
+        """Follows the job to its end and returns the summary. Raises the error that made it fail, or JobStopped."""
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
-        looked_at = time.monotonic()
+        checked_at = time.monotonic()
         summary: dict[str, Any] | None = None
         while summary is None:
-            said = None
+            bundle = None
             with contextlib.suppress(queue.Empty):
-                said = self._events.get(timeout=max(0.0, looked_at + POLL_S - time.monotonic()))
-            for event in said.events if said is not None else ():
+                bundle = self._events.get(timeout=max(0.0, checked_at + POLL_S - time.monotonic()))
+            for event in bundle.events if bundle is not None else ():
                 summary = self._handle_event(event) or summary
-            ended = said is not None and not said.events
-            if summary is None and (ended or time.monotonic() >= looked_at + POLL_S):
-                looked_at = time.monotonic()
+            ended = bundle is not None and not bundle.events
+            if summary is None and (ended or time.monotonic() >= checked_at + POLL_S):
+                checked_at = time.monotonic()
                 self._keep_alive(EXIT_S if ended else 0.0)
         if self.settings.script:
             shutdown.wait_for_scripts(self.job_dir, self.socket)
         return summary
 
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
-        """Passes an event on; returns the summary if it is the end."""
+        """Passes an event on; returns the summary if it is the job's end."""
         if event.name == "step.applied" and not events.has_listener():
-            return None  # they are many
+            return None  # too many to decode for nothing
         fields = json.loads(event.fields)
         if event.name == "job.failed":
             raise _make_error(fields)
@@ -209,37 +209,37 @@ class LocalJob:
             self._announce_page()
         if event.name == "job.stopping":
             raise shutdown.make_stopped_error(fields["why"], self.job_dir)
-        found: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
-        return found
+        summary: dict[str, Any] | None = json.loads(fields["summary"]) if event.name == "job.finished" else None
+        return summary
 
     def _announce_page(self) -> None:
-        """Not for JOB/events.jsonl: the address holds a token, and that file is everybody's."""
+        """Emits the page's URL, but not to JOB/events.jsonl: it holds a token, and that file is public."""
         master = self.folder.read_master()
         self._page = "" if master is None else master.page
         if self._page:
             events.emit("page.opened", url=self._page)
 
     def _follow(self) -> None:
-        """Brings the master's events, of every life of the master, in order."""
+        """Collects the events of every master in order."""
         while not self._closing:
-            with contextlib.suppress(grpc.RpcError, errors.TrainError, ValueError):  # ValueError: the line was closed
+            with contextlib.suppress(grpc.RpcError, errors.TrainError, ValueError):  # ValueError: a closed channel
                 self._master_channel = self._master_channel or self._channel()
                 master = pb_grpc.MasterStub(self._master_channel)
-                if self._closing:  # while the line was made, which nobody else will close
+                if self._closing:  # while the channel was made
                     self._master_channel.close()
                 for bundle in master.Follow(pb.Cursor(after=0), metadata=self._metadata, wait_for_ready=True):
                     self._events.put(bundle)
             self._events.put(pb.Events())
-            time.sleep(0.05)  # the master is away; it is being started again
+            time.sleep(0.05)  # the master is being started again
 
     def _keep_alive(self, patience_s: float = 0.0) -> None:
-        """Starts what died again. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
+        """Restarts what died. Workers of a dead agent go on; only their deaths are noticed late, by their lease."""
         agent = self.agent.poll() if self.agent is not None else None
         master = self.master.wait(patience_s) if self.master is not None else None
         if agent is not None:
             self._count_restart("agent", agent)
             self.agent = self._start_agent()
-        if master == 0 and self._events.empty():  # it was asked to end, and its last words did not come through
+        if master == 0 and self._events.empty():  # it was asked to end, and its last events are lost
             raise shutdown.make_stopped_error("its master was asked to end", self.job_dir)
         if master:
             self._count_restart("master", master)
@@ -256,10 +256,7 @@ class LocalJob:
 
 
 def detach(job_dir: Path) -> int:
-    """Launches the job in `job_dir` in a process of its own that outlives this one; returns its pid when it runs.
-
-    Raises TrainError when it does not.
-    """
+    """Launches the job in `job_dir` in a process that outlives this one; returns its pid. Raises TrainError."""
     folder = JobDir(job_dir)
     log = folder.log("launcher")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +272,7 @@ def detach(job_dir: Path) -> int:
         ],
         setsid=True,
     )
-    while (found := folder.read_launch()) is None or found.pid != pid:
+    while (launch := folder.read_launch()) is None or launch.pid != pid:
         if os.waitpid(pid, os.WNOHANG)[0]:
             raise errors.TrainError(f"the launcher of {job_dir} ended before it began", hint=f"see {log}")
         time.sleep(0.02)  # its imports take some 300 ms
@@ -294,11 +291,11 @@ def main() -> None:
 
 
 def _kill_leftovers(before: LaunchRecord | None) -> None:
-    """Ends what a launcher that was killed has left: a process that was stopped before it watched the lifeline."""
+    """Kills what a killed launcher has left: processes that were stopped before they watched the lifeline."""
     if before is None or before.ended or not before.scratch:
         return
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
             if entry.name.isdecimal() and before.scratch.encode() in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
     shutil.rmtree(before.scratch, ignore_errors=True)
@@ -311,7 +308,7 @@ def libraries_of(recipe: Path) -> list[str]:
     """
     try:
         body = ast.parse(recipe.read_bytes()).body
-    except (OSError, SyntaxError):  # not a file: module:object, whose imports nobody can know without running it
+    except (OSError, SyntaxError):  # module:object, whose imports are only known when it runs
         return []
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]

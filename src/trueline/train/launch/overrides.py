@@ -1,4 +1,4 @@
-"""What may be asked of a job, what is asked when nobody says anything, and what a resumed job has to keep."""
+"""Settings that a caller may give to a job, their checks, and those that a resumed job has to keep."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from trueline.train.settings import JobSettings, Precision, Shuffle, check_backe
 
 
 class Overrides(TypedDict, total=False):
-    """Settings of a job that a caller may give; what is None or left out is the recipe's, else the usual value.
-
-    What each means is said in `settings.JobSettings`.
-    """
+    """Settings of `JobSettings` that a caller may give; None or left out: the recipe's, else the default."""
 
     epochs: int | None
     global_batch: int | None
@@ -48,7 +45,7 @@ class Overrides(TypedDict, total=False):
 
 MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitwise", "precision", "clip_norm",
                "ema")  # fmt: skip
-"""What a job's result depends on: the same for its whole life."""
+"""What a job's result depends on: fixed for its whole life."""
 _LEAST = {
     "epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s": 1, "seed": 0, "micro_batch": 0,
     "clip_norm": 0, "ema": 0, "evaluate_every": 0, "patience": 0, "readers": 0, "checkpoint_every": 0,
@@ -56,25 +53,25 @@ _LEAST = {
 }  # fmt: skip
 
 
-def collect_overrides(wanted: Overrides) -> dict[str, Any]:
-    """What was really asked for. Raises UsageError for a name that is no setting."""
-    for name in wanted:
+def collect_overrides(overrides: Overrides) -> dict[str, Any]:
+    """The overrides that are not None. Raises UsageError for an unknown setting."""
+    for name in overrides:
         if name not in Overrides.__annotations__:
             near = closest(name, Overrides.__annotations__)
             raise UsageError(f"there is no setting '{name}'", hint=f"did you mean '{near}'?" if near else "")
-    return {name: value for name, value in wanted.items() if value is not None}
+    return {name: value for name, value in overrides.items() if value is not None}
 
 
 def apply_overrides(
-    job: JobSettings, wanted: Overrides, *, cores: int, metrics: Mapping[str, Any] | None = None
+    job: JobSettings, overrides: Overrides, *, cores: int, metrics: Mapping[str, Any] | None = None
 ) -> JobSettings:
-    """`job` with what is wanted, checked. `metrics` are the recipe's, by name. Raises UsageError."""
-    wishes = collect_overrides(wanted)
-    for name, value in wishes.items():
-        if isinstance(value, float) and not math.isfinite(value):  # JSON, in which settings travel, has no word for it
+    """`job` with the overrides, checked. `metrics`: the recipe's, by name. Raises UsageError."""
+    given = collect_overrides(overrides)
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):  # settings are stored as JSON, which lacks it
             raise UsageError(f"{name} is {value}, expected a finite number")
-    job = msgspec.structs.replace(job, **wishes)
-    # A sum that is split among threads is made in another order: bit for bit means one thread, whoever shares the step.
+    job = msgspec.structs.replace(job, **given)
+    # Threads change the order of a sum, so bitwise reproducibility means one thread.
     job = msgspec.structs.replace(job, threads=1 if job.bitwise else max(1, cores // job.workers))
     try:
         job = msgspec.json.decode(msgspec.json.encode(job), type=JobSettings)

@@ -1,7 +1,4 @@
-"""How a launch ends: by a signal, by an error, or with its scripts.
-
-Whatever it is becomes an exception that leaves `LocalJob`, and its name for JOB/launcher.json.
-"""
+"""How a launch ends: by a signal, an error, or with its scripts. Each becomes an exception that leaves `LocalJob`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _STOPPED = "the job was stopped: "
 def signals_as_errors(job_dir: Path) -> Iterator[None]:
     """While the block runs, SIGTERM and a terminal that goes away (SIGHUP) end it by an exception, as Ctrl-C does.
 
-    Signals that somebody handles or ignores (nohup) are theirs.
+    Signals that are handled or ignored (nohup) already stay so.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,7 +32,7 @@ def signals_as_errors(job_dir: Path) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         for ours in usual:
-            signal.signal(ours, signal.SIG_IGN)  # the first one is enough: what follows is cleaning up
+            signal.signal(ours, signal.SIG_IGN)  # one is enough: cleaning up follows
         raise make_stopped_error(f"the launcher got {signal.Signals(number).name}", job_dir)
 
     usual = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
@@ -50,7 +47,7 @@ def signals_as_errors(job_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_second_ctrl_c() -> Iterator[None]:
-    """An impatient second Ctrl-C does not interrupt the end of the processes, which takes less than a second."""
+    """Ignores a second Ctrl-C while the processes end, which takes less than a second."""
     ours = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ours else None
     try:
@@ -61,7 +58,7 @@ def no_second_ctrl_c() -> Iterator[None]:
 
 
 def describe_end(error: BaseException | None) -> tuple[Outcome, str]:
-    """How a launch ended that was left by `error`, and why."""
+    """Outcome and reason of a launch that `error` ended."""
     if error is None:
         return "finished", ""
     if isinstance(error, KeyboardInterrupt):
@@ -72,14 +69,14 @@ def describe_end(error: BaseException | None) -> tuple[Outcome, str]:
 
 
 def make_stopped_error(why: str, job_dir: Path) -> errors.JobStopped:
-    """The error of a job that was asked to end."""
+    """The error of a job that an operator or a signal has ended."""
     return errors.JobStopped(f"{_STOPPED}{why}", hint=f"go on with `trueline resume {job_dir}`")
 
 
 def wait_for_scripts(job_dir: Path, agent: Path) -> None:
-    """Returns when the processes of the last group have ended: a script may do something with what it trained.
+    """Returns when the processes of the last group have ended: a script may go on after its training.
 
-    Newcomers that wait for a view, now in vain, do not count. Raises TrainError when one ends badly.
+    Newcomers that still wait for a view do not count. Raises TrainError when a process fails.
     """
     engine, trained = open_engine(str(agent)), last_view(job_dir)
     waited = {seen.ref for seen in asyncio.run(engine.list()) if seen.alive and seen.ref in trained}

@@ -1,15 +1,14 @@
-"""Masters that follow one another: one that dies has a successor before anybody has missed it.
+"""Failover of the master: one that dies has a successor within milliseconds.
 
-A fresh interpreter takes most of a second of processor time to become a master, which on a busy machine the steps of
-training pay for. So a process of its own, the zygote, imports what a master needs once and forks one whenever the
-launcher asks; it has one thread and never starts gRPC, which would break in a forked child.
+A fresh interpreter takes most of a second of processor time to become a master, at the cost of the steps of training.
+So a process of its own, the zygote, imports once what a master needs and forks masters on request. It has one thread
+and never starts gRPC, which would break in a forked child.
 
     launcher ── "start" ──▶ zygote ──fork──▶ master
              ◀── exit code ──        ◀─wait──
 
-The launcher decides whether there is a successor (`launch.py`). A zygote that dies takes its master along, whatever the
-way: nobody else would learn how that one ends, and two masters must never speak for one job. Then the launcher
-starts both again, which takes as long as the first time.
+The launcher decides whether there is a successor. A zygote that dies takes its master along, since two masters must
+never serve one job; the launcher then starts both again, which takes as long as the first time.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ class MasterProcess:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
         self._lock = threading.Lock()
-        """The end is read once, whoever asks."""
+        """The exit code is read from the pipe once."""
 
     def start(self, *arguments: str) -> None:
-        """Starts a master with the arguments of all and these; the one before must have ended."""
+        """Starts a master with the common arguments and these; the one before must have ended."""
         self._code = None
         if self._zygote is None or self._zygote.poll() is not None:
             self._close()
             self._zygote = self._start_zygote()
         assert self._zygote.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has just died: `poll` says so
+        with contextlib.suppress(BrokenPipeError):  # it has just died, as `poll` reports
             self._zygote.stdin.write(START + "\0".join(arguments).encode() + b"\n")
             self._zygote.stdin.flush()
 
@@ -80,8 +79,8 @@ class MasterProcess:
                 assert self._zygote.stdout is not None
                 readable, _, _ = select.select([self._zygote.stdout], [], [], timeout_s)
                 if readable:
-                    said = os.read(self._zygote.stdout.fileno(), 64).split()
-                    self._code = int(said[-1]) if said else self._zygote.wait()  # it ended, and its master with it
+                    codes = os.read(self._zygote.stdout.fileno(), 64).split()
+                    self._code = int(codes[-1]) if codes else self._zygote.wait()  # it ended, and its master with it
             return self._code
 
     def end(self) -> None:
@@ -114,15 +113,15 @@ def main() -> None:
         code = _wait_for_exit(pid, life)
         if code is None:
             break
-        with contextlib.suppress(BrokenPipeError):  # the launcher is gone; the lifeline says so next
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone, as the lifeline will report
             os.write(1, f"{code}\n".encode())
-    os.close(own_end)  # the end of a master that is still there
+    os.close(own_end)  # ends a master that is still there
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, 0)
 
 
 def _read_request(life: int) -> list[str] | None:
-    """The arguments of the next master; None when there is to be none."""
+    """Waits for the arguments of the next master; None when there is to be none."""
     select.select([0, life], [], [])
     line = os.read(0, 65536) if select.select([0], [], [], 0)[0] else b""
     if not line.startswith(START):
@@ -131,7 +130,7 @@ def _read_request(life: int) -> list[str] | None:
 
 
 def _wait_for_exit(pid: int, life: int) -> int | None:
-    """Waits for the end of the master `pid`; None when the lifeline ended before."""
+    """Waits for the exit code of the master `pid`; None when the lifeline ended before."""
     handle = os.pidfd_open(pid)
     try:
         if handle not in select.select([handle, life], [], [])[0]:
@@ -142,7 +141,7 @@ def _wait_for_exit(pid: int, life: int) -> int | None:
 
 
 def _run_master(arguments: list[str]) -> int | None:
-    """The master's whole life."""
+    """Runs the master in a forked child."""
     os.setsid()
     os.dup2(2, 1)  # both go to its log
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,10 +1,10 @@
-"""The master's durable log: one SQLite file in WAL mode, appended to and never changed.
+"""The master's durable log: one append-only SQLite file in WAL mode.
 
 Rows are facts about the surviving state, which the log follows and never leads: VIEW before a view is published,
 COMMIT after a step was applied, FORMED with the first of a generation, TRUNCATE when the survivors turned out to have
-applied less. A master that comes back reads the rows in order and knows generation, members, incarnations, progress,
-checkpoints, the number of workers that was asked for last, and what is suspected, set aside or in quarantine. A row
-that a power cut lost costs nothing but the master's memory of it: the workers hold the truth and say it again.
+applied less. A restarted master reads the rows in order and knows generation, members, incarnations, progress,
+checkpoints, the number of workers that was requested last, and what is suspected, set aside or in quarantine. A power
+cut may lose rows of steps: the workers hold the state and report them again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trueline.train.membership.state import Member, State
 
 Row = tuple[str, dict[str, Any]]
 REMEMBERED = 4096
-"""Steps whose rows a master that comes back reads. Of the earlier ones it needs what stands in other rows as well."""
+"""Newest steps whose rows a restarted master reads; what it needs of earlier ones is in other rows."""
 _STEPS = ("COMMIT", "FORMED")
-"""Rows that are not waited for."""
+"""Rows whose write to the disk is not awaited."""
 
 
 class Journal:
@@ -44,10 +44,7 @@ class Journal:
             raise StorageError(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, *rows: Row) -> None:
-        """Writes the rows in one transaction; they are on the disk when it returns.
-
-        Steps alone are not waited for: a row that a power cut loses, the workers say again.
-        """
+        """Writes the rows in one transaction; they are on the disk when it returns, unless they are only steps."""
         if not rows:
             return
         durable = any(kind not in _STEPS for kind, _ in rows)
@@ -56,7 +53,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
                 "INSERT INTO log (kind, body) VALUES (?, ?)",
-                [(kind, _encode_body(body) if kind == "COMMIT" else json.dumps(body)) for kind, body in rows],
+                [(kind, _encode(kind, body)) for kind, body in rows],
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -65,9 +62,9 @@ class Journal:
             raise StorageError(f"the journal {self.path} cannot be written: {error}") from error
 
     def rows(self) -> Iterator[Row]:
-        """What a master has to know, in order: all rows but the COMMITs of steps before the newest `REMEMBERED`.
+        """The rows that a restarted master needs, in order: all but the COMMITs before the newest `REMEMBERED` steps.
 
-        So a master comes back to a job of a million steps as soon as to one of a thousand.
+        So a job of a million steps takes no longer to restore than one of a thousand.
         """
         newest = "SELECT seq FROM log WHERE kind = 'COMMIT' ORDER BY seq DESC LIMIT 1 OFFSET ?"
         (since,) = self._db.execute(newest, (REMEMBERED - 1,)).fetchone() or (0,)
@@ -81,17 +78,17 @@ class Journal:
         self._db.close()
 
 
-def _encode_body(body: dict[str, Any]) -> str:
-    """As json.dumps in a fraction of its time, for the rows that come with every step: their numbers are finite."""
-    return msgspec.json.encode(body).decode()
+def _encode(kind: str, body: dict[str, Any]) -> str:
+    """As JSON; in a fraction of the time for the rows that come with every step, whose numbers are finite."""
+    return msgspec.json.encode(body).decode() if kind == "COMMIT" else json.dumps(body)
 
 
 def apply_row(state: State, kind: str, body: dict[str, Any], now: float) -> None:
     """Brings `state` to where it was when the row was written.
 
-    Workers of the last view are taken to live until the engine or their silence says otherwise; a view stays in force,
-    so that nobody has to regroup only because the master was away. Who was to leave by a planned view may be at its
-    last step, until a step of that view is known.
+    Workers of the last view count as alive until the engine or their silence proves otherwise. The view stays in force,
+    so that no worker regroups only because the master was away. Members that were to leave by a planned view may be at
+    their last step, until a step of that view is known.
     """
     match kind:
         case "START":

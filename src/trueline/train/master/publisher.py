@@ -1,6 +1,6 @@
-"""How a master tells what happens: to its log, to who follows, to JOB/events.jsonl, and to the live page's hook.
+"""Publishes the master's events: to its log, to followers, to JOB/events.jsonl, and to the live page's hook.
 
-None of these may end the job: a disk that is full costs lines of the file and nothing else.
+None of these may end the job: a full disk only costs lines of the file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trueline.wire import train_pb2 as pb
 BUNDLE = 256
 """Events in one message."""
 KEPT = 20_000
-"""Events that somebody who begins to follow can still get."""
+"""Past events that a new follower gets."""
 Hook = Callable[[str, dict[str, Field], float], None]
 """Called with name, fields and time (seconds since 1970) of each event."""
 NamedEvent = tuple[str, dict[str, Field]]
 """An event's name and fields."""
 _FREQUENT = {"step.applied"}
-"""Not in the process's own log, line by line: they stand in JOB/events.jsonl and in the journal."""
+"""Events that only JOB/events.jsonl and the journal get, not the process's own log."""
 
 
 def encode_fields(fields: dict[str, Field]) -> bytes:
@@ -45,7 +45,7 @@ def encode_fields(fields: dict[str, Field]) -> bytes:
 
 
 def _open_log(path: Path) -> int:
-    """A descriptor at the beginning of a line, the last: whoever wrote before may have died within one."""
+    """Opens the log to append at the beginning of a line: the writer before may have died within one."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
@@ -60,18 +60,18 @@ class EventPublisher:
         self.recent: deque[pb.Event] = deque(maxlen=KEPT)
         self.seq = 0
         self._file = -1
-        self._news = asyncio.Event()
+        self._added = asyncio.Event()
 
     def publish(self, name: str, fields: dict[str, Field]) -> None:
-        """Tells of one event."""
+        """Publishes one event."""
         self.publish_all([(name, fields)])
 
-    def publish_all(self, told: Sequence[NamedEvent]) -> None:
-        """Tells of events that became known together; a report brings some ten steps, and each costs the training."""
-        if not told:
+    def publish_all(self, named_events: Sequence[NamedEvent]) -> None:
+        """Publishes events that became known together, such as the ten or so steps of a report, in one write."""
+        if not named_events:
             return
         at, lines = time.time(), list[bytes]()
-        for name, fields in told:
+        for name, fields in named_events:
             self.seq += 1
             text = encode_fields(fields)
             if name not in _FREQUENT:
@@ -79,9 +79,9 @@ class EventPublisher:
             self.recent.append(pb.Event(seq=self.seq, name=name, fields=text.decode(), at=at))
             lines.append(b'{"at":%.3f,"seq":%d,"name":"%s","fields":%s}\n' % (at, self.seq, name.encode(), text))
         self._write(b"".join(lines))
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-        for name, fields in told:
+        added, self._added = self._added, asyncio.Event()
+        added.set()
+        for name, fields in named_events:
             self._call_hook(name, fields, at)
 
     def _call_hook(self, name: str, fields: dict[str, Field], at: float) -> None:
@@ -100,7 +100,7 @@ class EventPublisher:
             whole = os.write(self._file, lines) == len(lines)
         except OSError:
             whole = False
-        if not whole:  # a part of the lines may be there: the file is opened again, and the next one begins anew
+        if not whole:  # some lines may be there: the next write opens the file again, at a new line
             self.close()
 
     def close(self) -> None:
@@ -109,13 +109,13 @@ class EventPublisher:
         self._file = -1
 
     async def follow(self, after: int) -> AsyncIterator[pb.Events]:
-        """The events beyond number `after`, for ever, in bundles as they come; those that are too old are left out."""
+        """Yields the events after number `after` in bundles as they come, without end; the oldest may be missing."""
         while True:
-            news = self._news
+            added = self._added
             while after < self.seq:
                 first = self.seq - len(self.recent)
                 start = max(after, first) - first
                 bundle = list(islice(self.recent, start, start + BUNDLE))
                 after = first + start + len(bundle)
                 yield pb.Events(events=bundle)
-            await news.wait()
+            await added.wait()

@@ -1,6 +1,6 @@
-"""Ranges of an epoch, leased to workers that go their own pace, so that each record is committed exactly once. Pure.
+"""Ranges of an epoch, leased to workers of different speed, so that each record is committed exactly once. Pure.
 
-    free ──lease──▶ leased ──commit──▶ done         what is committed stays so, in parts, whoever dies
+    free ──lease──▶ leased ──commit──▶ done         committed parts stay committed
       ▲               │
       └─ the rest ────┘   its worker died, gave it back, or was silent for `lease_s`
 
@@ -9,7 +9,7 @@ commit names its token: a worker that lost its lease while it slept is refused, 
 (Gray and Cheriton, "Leases", 1989; fencing). Sizes are guided: a worker's lease is its share, by measured speed, of a
 part of what is left (Polychronopoulos and Kuck, 1987), so leases are long at first, where they cost least, and short
 at the end, where one slow worker would hold up all. What is to survive the master are rows: the caller writes those of
-`Granted` and `Committed` before it answers, and `replayed` reads them. Time is an argument.
+`first_rows` and `commit` before it answers, and `replay` reads them. Time is an argument.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from trueline.errors import UsageError
 Row = tuple[str, dict[str, Any]]
 
 PART = 3.0
-"""A lease is one such part of a worker's share of what is left."""
+"""A lease is one part in this many of a worker's share of what is left."""
 LEAST_S = 0.1
-"""A lease is of at least so much work, as far as its worker's speed is known: asking is not free."""
+"""Least seconds of work in a lease, where its worker's speed is known: a request is not free."""
 FIRST = 1024
-"""The first lease of a worker whose speed nobody knows is one in so many of the epoch, and at most FIRST_MOST: it is
-a measurement.
-"""
+"""The first lease of a worker measures its speed: one part in this many of the epoch, at most FIRST_MOST records."""
 FIRST_MOST = 4096
 _OLD = 0.7
-"""How much of a worker's measured speed is kept when a new measurement comes."""
+"""Weight of a worker's earlier speed when it is measured again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Positions [start, stop) of the epoch's order, for who holds `token`."""
+    """Positions [start, stop) of the epoch's order, for the holder of `token`."""
 
     token: int
     start: int
@@ -49,7 +47,7 @@ class Lease:
 class _HeldLease:
     worker: str
     at: int
-    """What is before it is committed."""
+    """Positions before it are committed."""
     stop: int
     since: float
     """When the worker began with the position `at`."""
@@ -63,11 +61,11 @@ class Leases:
     epoch: int
     num_records: int
     lease_s: float = 10.0
-    """A lease whose worker is silent for so long is taken back."""
+    """A lease whose worker is silent for longer is taken back."""
     most: int = 1 << 20
-    """Records of a lease at most: what a death may cost is what is not committed of it."""
+    """Most records of a lease; a death costs those that are not committed."""
     incarnation: int = 0
-    """Of the master that gives them out; `replayed` counts it up."""
+    """Of the master that grants the leases; `replay` increments it."""
     rates: dict[str, float] = field(default_factory=dict)
     """Records a second of each worker, smoothed."""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -90,11 +88,11 @@ class Leases:
         return self._committed == self.num_records
 
     def first_rows(self) -> list[Row]:
-        """What to write before the first lease is given out: tokens of this master are its own."""
+        """The rows to write before the first lease is granted."""
         return [("LEASES", {"epoch": self.epoch, "incarnation": self.incarnation, "num_records": self.num_records})]
 
     def lease(self, worker: str, now: float) -> Lease | None:
-        """A range for `worker`; None while nothing is free: ask again until `finished`."""
+        """Leases a range to `worker`; None while nothing is free: retry until `finished`."""
         if not self._free:
             return None
         size = self._size(worker)
@@ -119,14 +117,15 @@ class Leases:
         return min(self.most, max(1, int(left * share / PART), int(known[worker] * LEAST_S)))
 
     def beat(self, worker: str, now: float) -> None:
-        """`worker` lives: its leases go on."""
+        """Extends the leases of `worker`, which lives."""
         for held in self._held.values():
             if held.worker == worker:
                 held.deadline = now + self.lease_s
 
     def commit(self, token: int, upto: int, now: float) -> list[Row] | None:
-        """Everything of the lease before position `upto` is done; None when the lease is not this worker's any more,
-        or when `upto` is not inside it. Write the rows before the answer.
+        """Commits the lease up to position `upto`; returns the rows to write before the answer.
+
+        None when the lease has expired or `upto` is not inside it.
         """
         held = self._held.get(token)
         if held is None or not held.at <= upto <= held.stop:
@@ -144,7 +143,7 @@ class Leases:
         return rows
 
     def release(self, worker: str) -> int:
-        """The worker is gone: what it had not committed is free. Returns how many records that is."""
+        """Frees what a dead worker has not committed; returns how many records that is."""
         self.rates.pop(worker, None)
         return sum(self._return(token) for token in [t for t, held in self._held.items() if held.worker == worker])
 
@@ -163,7 +162,7 @@ class Leases:
         return held.stop - held.at
 
     def _merge(self) -> None:
-        """Neighbours become one range: pieces of a lease that was lost do not stay small for ever."""
+        """Joins neighbouring ranges, so that the rest of lost leases does not stay in small pieces."""
         found: list[tuple[int, int]] = []
         for start, stop in self._free:
             if found and found[-1][1] == start:
@@ -174,8 +173,9 @@ class Leases:
 
 
 def replay(rows: Iterable[Row], *, epoch: int, num_records: int, lease_s: float = 10.0) -> Leases:
-    """The leases of `epoch` as a master finds them that comes back: what was committed is done, all else is free, and
-    tokens that were given out before are worth nothing. Raises UsageError when the rows are of other records.
+    """The leases of `epoch` for a restarted master: what was committed is done, all else is free, old tokens are void.
+
+    Raises UsageError when the rows are of other records.
     """
     found = Leases(epoch=epoch, num_records=num_records, lease_s=lease_s)
     done: list[tuple[int, int]] = []

@@ -48,7 +48,7 @@ TRIED = 8
 
 
 def main() -> int:
-    """Trains as the environment says (TRUELINE_JOB, _MASTER, _SECRET, _REF); returns the exit code."""
+    """Trains in the job that the environment names (TRUELINE_JOB, _MASTER, _SECRET, _REF); returns the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     job_dir = Path(os.environ["TRUELINE_JOB"])
     settings = job_settings.load(job_dir)
@@ -143,7 +143,7 @@ def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_tra
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
-    """The evaluation that the settings ask for while training, if any."""
+    """The evaluation while training that the settings configure, if any."""
     if not (settings.evaluate_every or settings.monitor or settings.patience):
         return None
     rule = Rule(every=settings.evaluate_every, monitor=settings.monitor or "loss", patience=settings.patience)
@@ -200,7 +200,7 @@ def _run_script(settings: JobSettings, job_dir: Path) -> int:
         traceback.print_exc()
         if devices.is_lost(error):
             return failure.LOST_EXIT
-        if not _has_finished(jobs.status(job_dir)):  # else only this process is concerned: its exit code says so
+        if not _has_finished(jobs.status(job_dir)):  # else only this process failed
             _fail(error, "script_raised", connect(lambda _: None).fail)
         return 1
 
