@@ -1,11 +1,13 @@
-"""The shape of TorchServe's answers: bodies, headers and exception names. Pure.
+"""TorchServe's response bodies, headers, exception names and model descriptions.
 
-Source: TorchServe 0.12's HttpRequestHandler and NettyUtils, as the contract page has them. Where Trueline differs, it
-says so in docs/guides/serve.md: overload is 429 with Retry-After, and a client's fault is never a 5xx.
+Source: TorchServe 0.12's HttpRequestHandler and NettyUtils, as the contract page has them. docs/guides/serve.md lists
+the differences: overload is 429 with Retry-After, and a client's fault is never a 5xx.
 """
 
 from __future__ import annotations
 
+import os
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +18,9 @@ from trueline import events
 from trueline.errors import Overloaded, RequestError
 from trueline.serve.handlers.response import reply
 from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
+from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
+from trueline.serve.models.version import Version
 from trueline.serve.protocols.errors import extra
 from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
@@ -45,12 +49,12 @@ NO_KEY = "Token Authorization failed. Token either incorrect, expired, or not pr
 
 
 def pretty(value: dict[str, Any] | list[Any]) -> bytes:
-    """JSON with two spaces and a line feed at the end."""
+    """JSON, indented by two spaces, with a line feed at the end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def whole(text: str | None, default: int) -> int:
-    """A whole number of a query; TorchServe takes its default for what is none."""
+def parse_int(text: str | None, default: int) -> int:
+    """An integer of a query; for anything else TorchServe takes the default."""
     try:
         return default if text is None else int(text)
     except ValueError:
@@ -58,14 +62,14 @@ def whole(text: str | None, default: int) -> int:
 
 
 def page(names: Sequence[str], query: Mapping[str, str]) -> tuple[dict[str, Any], Sequence[str]]:
-    """Of a list the names that `limit` and `next_page_token` ask for, and the answer's head: where the next begin.
+    """The names on the page that `limit` and `next_page_token` select, after the head of the response body.
 
     >>> page(["a", "b", "c"], {"limit": "2"})
     ({'nextPageToken': '2'}, ['a', 'b'])
     """
-    limit = whole(query.get("limit"), PAGE)
+    limit = parse_int(query.get("limit"), PAGE)
     limit = limit if 0 < limit <= PAGE else PAGE
-    start = max(0, whole(query.get("next_page_token"), 0))
+    start = max(0, parse_int(query.get("next_page_token"), 0))
     head: dict[str, Any] = {"nextPageToken": str(start + limit)} if start + limit < len(names) else {}
     return head, names[start : start + limit]
 
@@ -75,21 +79,21 @@ def status(word: str, code: int = 200) -> Response:
 
 
 def refusal(code: int, message: str, *, kind: str | None = None, extra: bytes = b"", scoring: bool = False) -> Response:
-    """TorchServe's error body; `scoring`: with MLflow's word for it, whose clients ask on the same path."""
-    told = {"code": code, "type": kind or _TYPES.get(code, "BadRequestException"), "message": message}
+    """TorchServe's error body; `scoring`: with MLflow's error code, whose clients use the same path."""
+    body = {"code": code, "type": kind or _TYPES.get(code, "BadRequestException"), "message": message}
     if scoring:
-        told["error_code"] = _SCORING.get(code, "INTERNAL_ERROR" if code >= 500 else "BAD_REQUEST")
-    return reply(code, pretty(told), extra)
+        body["error_code"] = _SCORING.get(code, "INTERNAL_ERROR" if code >= 500 else "BAD_REQUEST")
+    return reply(code, pretty(body), extra)
 
 
 def error(found: RequestError, extra: bytes = b"", *, strict: bool = False, scoring: bool = False) -> Response:
-    """The answer for a refused request; `strict`: with TorchServe's status where ours is another."""
-    code, message, kind = _told(found, strict=strict)
+    """The response to a refused request; `strict`: with TorchServe's status where Trueline's is another."""
+    code, message, kind = _translate(found, strict=strict)
     return refusal(code, message, kind=kind, extra=extra, scoring=scoring)
 
 
-def _told(found: RequestError, *, strict: bool) -> tuple[int, str, str | None]:
-    """Status, message and exception of a refused request."""
+def _translate(found: RequestError, *, strict: bool) -> tuple[int, str, str | None]:
+    """Status, message and TorchServe's exception."""
     if isinstance(found, HandlerFailed):
         code = 500 if strict and found.message == DIED else found.status
         return code, found.message, "InternalServerException"
@@ -108,10 +112,38 @@ def _told(found: RequestError, *, strict: bool) -> tuple[int, str, str | None]:
     return found.status, found.message + hint, getattr(found, "torchserve_type", None)
 
 
-def unexpected(path: str, error: Exception) -> Response:
-    """The answer for a request on which the server itself failed; the log says why."""
+def server_fault(path: str, error: Exception) -> Response:
+    """The response to a request on which the server itself failed; the log has the reason."""
     events.emit("request.failed", path=path[:200], why=traceback.format_exception(error)[-1].strip())
     return refusal(500, "the server failed on this request; its log says why", kind="InternalServerException")
+
+
+def describe_version(version: Version) -> dict[str, Any]:
+    """TorchServe's description of a model version."""
+    facts: dict[str, Any] = {
+        "modelName": version.model, "modelVersion": version.version, "modelUrl": version.source,
+        "runtime": "trueline", "minWorkers": 0, "maxWorkers": 0, "batchSize": 1, "maxBatchDelay": 0,
+        "responseTimeout": 120, "startupTimeout": 120, "maxRetryTimeoutInSec": 300, "clientTimeoutInMills": 0,
+        "parallelType": "", "parallelLevel": 0, "deviceType": "cpu", "continuousBatching": False,
+        "useJobTicket": False, "useVenv": False, "stateful": False, "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0, "maxNumSequence": 1, "maxSequenceJobQueueSize": 1,
+        "loadedAtStartup": version.at_start, "workers": [],
+        "jobQueueStatus": {"remainingCapacity": 0, "pendingRequests": version.num_waiting},
+    }  # fmt: skip
+    if version.state != "ready":
+        return facts | {"state": version.state, "reason": version.reason}
+    policy = version.policy
+    started = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(version.since))
+    worker = {"startTime": started, "status": "READY", "memoryUsage": 0, "pid": os.getpid(), "gpu": False,
+              "gpuUsage": "N/A"}  # fmt: skip
+    facts |= {
+        "minWorkers": policy.lanes, "maxWorkers": policy.lanes,
+        "batchSize": policy.max_batch if policy.batch else 1,
+        "maxBatchDelay": round((policy.max_delay_s or 0.0) * 1000),
+        "workers": [{"id": str(9000 + number), **worker} for number in range(policy.lanes)],
+    }  # fmt: skip
+    facts["jobQueueStatus"]["remainingCapacity"] = policy.max_requests - version.num_waiting
+    return facts | version.described() if isinstance(version, HandlerVersion) else facts
 
 
 class TorchServeErrors:

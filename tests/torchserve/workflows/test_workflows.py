@@ -94,9 +94,9 @@ def test_settings_are_a_models_own_else_those_of_all_else_torchserves() -> None:
     )
     pre, m1, post = found.nodes
     assert [node.name for node in found.nodes] == ["pre", "m1", "post"]
-    assert (m1.url, m1.said.workers, m1.said.batch_size, m1.said.max_batch_delay) == ("one.mar", 2, 8, None)
+    assert (m1.url, m1.settings.workers, m1.settings.batch_size, m1.settings.max_batch_delay) == ("one.mar", 2, 8, None)
     assert (m1.attempts, m1.timeout_s, pre.attempts, pre.timeout_s) == (1, 5.0, 2, 5.0)
-    assert (pre.url, pre.said.batch_size, post.parents, found.leaves) == ("", None, ("m1",), ("post",))
+    assert (pre.url, pre.settings.batch_size, post.parents, found.leaves) == ("", None, ("m1",), ("post",))
     assert found.dag == {"pre": ("m1",), "m1": ("post",)}
     assert found.ignored == ("models.spare", "models.m1.batchsize")
     common = found.common
@@ -113,10 +113,10 @@ def test_settings_are_a_models_own_else_those_of_all_else_torchserves() -> None:
         ("{a: [zz]}", r"node 'zz' of the dag is neither a model of the specification \(it has: m\) nor a function"),
         ("{zz: [a]}", r"node 'zz' of the dag is neither"),
         ("{a: b}", r"node 'a' of the dag is to name a list of nodes, it is str"),
-        ("{a: [[b]]}", r"node 'a' of the dag leads to what is no name \(list\)"),
+        ("{a: [[b]]}", r"node 'a' of the dag leads to something that is no name \(list\)"),
         ("{1: [b]}", r"'1' under 'dag' is no text: put it into quotes"),
         ("{}", r"the dag has 0 nodes; 1 to 64 go"),
-        ("[a, b]", r"'dag' of the specification is to map names .* it is list"),
+        ("[a, b]", r"'dag' of the specification is to be a mapping by name, it is list"),
         ("{" + ", ".join(f"n{i}: [n{i + 1}]" for i in range(70)) + "}", r"the dag has 71 nodes"),
     ],
 )
@@ -130,11 +130,11 @@ def test_a_graph_that_cannot_be_followed_is_refused_in_words(dag: str, words: st
     [
         ("{m: m.mar}", r"'m' under 'models' is str, neither a model \(url: file.mar\) nor one of the settings"),
         ("{batchsize: 3}", r"'batchsize' under 'models' is int, neither"),
-        ("{m: {}}", r"model 'm' of the specification cannot be followed: .*`url`"),
-        ("{m: {url: m.mar, batch-size: 0}}", r"model 'm' of the specification cannot be followed: .*batch-size"),
-        ("{min-workers: many}", r"'models' of the specification cannot be followed: .*min-workers"),
-        ("{timeout-ms: -1}", r"'models' of the specification cannot be followed: .*timeout-ms"),
-        ("null", r"'models' of the specification is to map names .* it is nothing"),
+        ("{m: {}}", r"model 'm' of the specification cannot be used: .*`url`"),
+        ("{m: {url: m.mar, batch-size: 0}}", r"model 'm' of the specification cannot be used: .*batch-size"),
+        ("{min-workers: many}", r"'models' of the specification cannot be used: .*min-workers"),
+        ("{timeout-ms: -1}", r"'models' of the specification cannot be used: .*timeout-ms"),
+        ("null", r"'models' of the specification is to be a mapping by name, it is nothing"),
     ],
 )
 def test_models_that_cannot_be_are_refused_in_words(models: str, words: str) -> None:
@@ -215,7 +215,7 @@ def test_an_archive_of_a_workflow_that_is_hostile_or_torn_is_refused_by_name(tmp
     refused("names the file 'spec.yaml', which the archive does not hold", lambda files: files.pop("spec.yaml"))
     refused("names the file 'functions.py'", lambda files: files.pop("functions.py"))
     refused("is no YAML of plain values", lambda files: files.update({"spec.yaml": b"!!python/object:os.system {}"}))
-    refused("'models' of the specification is to map", lambda files: files.update({"spec.yaml": b"a: 1"}))
+    refused("'models' of the specification is to be a mapping", lambda files: files.update({"spec.yaml": b"a: 1"}))
     refused("neither a model", lambda files: files.update({"functions.py": b"def other(data, context): ..."}))
     escape = json.dumps({"workflow": {"workflowName": "w", "specFile": "../../etc/passwd"}}).encode()
     refused("which the archive does not hold", lambda files: files.update({told: escape}))
@@ -409,7 +409,7 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
         status, said = await app.manage("POST", "/workflows?url=late.war")
         assert status == 500
         assert "has no function 'pre'" in said["message"]
-        assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
+        assert (app.models.names(), list(app.workflows.desired()), laid_out(store)) == ([], [], [])
         assert desired_state.read(app.state) == desired_state.Wanted()
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
@@ -482,7 +482,7 @@ def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> No
         await app.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
         status, said = await app.manage("POST", "/workflows?url=flow.war&workflow_name=other")
         assert (status, "model 'other__double' is served already" in said["message"]) == (409, True)
-        assert app.workflows.names() == ["flow"]
+        assert list(app.workflows.desired()) == ["flow"]
         assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
 
     run(store, act)
@@ -629,7 +629,7 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
         answer = app.begin()
         await app.in_thread(began.read_bytes)
         gone = asyncio.ensure_future(app.manage("DELETE", "/workflows/flow"))
-        while app.workflows.names():
+        while list(app.workflows.desired()):
             await asyncio.sleep(0)
         assert (await app.ask("POST", "/wfpredict/flow"))[0] == 404
         assert not gone.done()
@@ -692,11 +692,11 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             await one.manage("DELETE", "/workflows/flow")
             await one.manage("POST", "/workflows?url=again.war")
             await other.follower.look()
-            assert other.workflows.find("flow").told.source == "again.war", "it has taken the place of the other"
+            assert other.workflows.find("flow").registered.source == "again.war", "it has taken the place of the other"
             assert (await other.ask("POST", "/wfpredict/flow", b"5"))[0] == 200
             await one.manage("DELETE", "/workflows/flow")
             await other.follower.look()
-            assert (other.workflows.names(), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
+            assert (other.list(workflows.desired()), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
         finally:
             await other.close()
 
@@ -712,7 +712,7 @@ def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monk
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
             assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 500
-            assert (app.workflows.names(), app.models.names(), laid_out(store)) == ([], [], [])
+            assert (list(app.workflows.desired()), app.models.names(), laid_out(store)) == ([], [], [])
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)

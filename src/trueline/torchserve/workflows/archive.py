@@ -1,7 +1,7 @@
-"""A workflow's archive (`.war`), read and laid out as a model's is, with the same caps. No code of it runs.
+"""Unpacks a workflow archive (`.war`), with the limits of a model archive. No code of it runs.
 
-It is a zip, a `.tar.gz` or a plain folder. `WAR-INF/MANIFEST.json` names the workflow, its specification and the file
-of its functions; `MAR-INF` is taken for it too. Source: TorchServe 0.12's WorkflowArchive, torch-workflow-archiver.
+It is a zip, a `.tar.gz` or a folder. `WAR-INF/MANIFEST.json` names the workflow, its specification and the file of its
+functions; `MAR-INF` works too. Source: TorchServe 0.12's WorkflowArchive, torch-workflow-archiver.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MANIFEST = archive.WORKFLOW_MANIFEST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class War:
-    """A workflow's archive in a folder of the server's own."""
+    """An unpacked workflow archive."""
 
     folder: Path
     name: str
     handler: str
-    """The file of the functions; empty: there are none."""
+    """The file of the functions; empty if there are none."""
     spec: Spec
     digest: str
 
@@ -42,7 +42,7 @@ class _Manifest(msgspec.Struct):
 
 
 def unpack(path: Path, into: Path, caps: Caps | None = None) -> War:
-    """Lays the archive at `path` out under the empty folder `into`. Raises ArchiveError; a part may then lie there."""
+    """Unpacks the archive at `path` into the empty folder `into`. Raises ArchiveError, perhaps after a part of it."""
     with archive.readable(path.name, MANIFEST, "workflow"):
         if path.is_dir() and not any((path / name).is_file() for name in (MANIFEST, archive.MANIFEST)):
             raise KeyError(MANIFEST)  # before a large folder is copied
@@ -54,13 +54,13 @@ def unpack(path: Path, into: Path, caps: Caps | None = None) -> War:
             if file.stat().st_size > archive.TEXT_BYTES:
                 raise ArchiveError(f"the workflow's handler is over {archive.TEXT_BYTES} bytes; no handler is")
             source = file.read_text("utf-8", errors="replace")
-        told = archive.read_yaml(folder, manifest.specFile)
-    read = spec.read(told, spec.functions_of(source))
-    return War(folder=folder, name=manifest.workflowName, handler=manifest.handler or "", spec=read, digest=digest)
+        found = archive.read_yaml(folder, manifest.specFile)
+    graph = spec.read(found, spec.functions_of(source))
+    return War(folder=folder, name=manifest.workflowName, handler=manifest.handler or "", spec=graph, digest=digest)
 
 
 def _manifest(into: Path) -> tuple[Path, _Workflow]:
-    """The manifest, and the folder that it stands in. Raises KeyError, ArchiveError."""
+    """The manifest and its folder. Raises KeyError, ArchiveError."""
     try:
         folder = archive.root(into, MANIFEST)
         text = (folder / MANIFEST).read_bytes()

@@ -1,10 +1,9 @@
-"""A workflow that is served, and one request on its way through the graph.
+"""Sends one request through a workflow's graph.
 
-A node is asked when all its parents have answered. It gets the request's headers and, of one parent, the answer as
-`body`; of several, each answer under its parent's name; the start gets the request itself. A node that fails is asked
-again, `retry-attempts` times; then the request fails, and what still waits for it leaves the queues. A handler that is
-in the middle of a batch ends that batch, for others may be in it.
-Source: TorchServe 0.12's DagExecutor.
+A node runs when all its parents have answered. It gets the request's headers and the answer of its parent as `body`; of
+several parents, each answer under its parent's name; the start gets the request itself. A node that fails is tried
+again `retry-attempts` times; then the request fails, and its other nodes leave the queues. A handler that is in the
+middle of a batch finishes it, because the batch may hold other requests. Source: TorchServe 0.12's DagExecutor.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ from trueline.serve.models.desired_state import WantedWorkflow
 from trueline.torchserve.workflows.spec import Node, Spec
 from trueline.web.streaming import StreamBroken
 
+Part = tuple[str, str, bytes | bytearray]
+"""Name, content type, value."""
+
 
 class UnknownWorkflow(NotFound):
-    """No workflow of this name is served."""
+    """The server has no workflow of this name."""
 
     torchserve_type = "WorkflowNotFoundException"
 
@@ -37,7 +39,7 @@ class UnknownWorkflow(NotFound):
 
 
 class NodeFailed(RequestError):
-    """A node gave no answer, as often as it was asked. The log says why."""
+    """A node failed at every attempt. The log has the reasons."""
 
     code = "node_failed"
     status = 500
@@ -49,61 +51,57 @@ class NodeFailed(RequestError):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Workflow:
-    """One workflow, and the versions that answer its nodes."""
+    """One workflow, with the version that runs each node."""
 
     name: str
-    told: WantedWorkflow
+    registered: WantedWorkflow
+    """As in the state file."""
     spec: Spec
     versions: Mapping[str, HandlerVersion]
     place: Place
     _running: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     def predict(self, ask: Ask, *, strict: bool = False) -> asyncio.Task[Answer]:
-        """The answer of the last nodes; cancel it to withdraw the request everywhere.
+        """The answer of the last nodes; cancel the task to withdraw the request everywhere.
 
-        The task raises NodeFailed, Overloaded, and HandlerFailed of 4xx where a handler refuses its input; with
+        The task raises NodeFailed, Overloaded, and HandlerFailed of 4xx where a handler rejects its input; with
         `strict` that is NodeFailed too, as in TorchServe.
         """
-        task = asyncio.get_running_loop().create_task(self._through(ask, strict=strict))
+        task = asyncio.get_running_loop().create_task(self._run(ask, strict=strict))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _through(self, ask: Ask, *, strict: bool) -> Answer:
+    async def _run(self, ask: Ask, *, strict: bool) -> Answer:
         tasks: dict[str, asyncio.Task[Answer]] = {}
 
-        async def one(node: Node) -> Answer:
+        async def run(node: Node) -> Answer:
             answers = [(parent, await tasks[parent]) for parent in node.parents]
-            given = _given(answers) if answers else ask.parts
-            return await self._asked(node, given, ask.headers, strict=strict)
+            parts = _join_inputs(answers) if answers else ask.parts
+            return await self._run_node(node, parts, ask.headers, strict=strict)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for node in self.spec.nodes:
-                    tasks[node.name] = group.create_task(one(node))
+                    tasks[node.name] = group.create_task(run(node))
         except ExceptionGroup as errors:
-            raise _first(errors) from None  # the events of its attempts have said why
-        return _together([(name, tasks[name].result()) for name in self.spec.leaves])
+            raise _first(errors) from None  # the events of its attempts have the reasons
+        return _join_outputs([(name, tasks[name].result()) for name in self.spec.leaves])
 
-    async def _asked(
-        self,
-        node: Node,
-        parts: Sequence[tuple[str, str, bytes | bytearray]],
-        headers: Mapping[str, str],
-        *,
-        strict: bool,
-    ) -> Answer:
-        """The whole answer of one node. Raises NodeFailed, Overloaded, HandlerFailed of 4xx."""
+    async def _run_node(self, node: Node, parts: Sequence[Part], headers: Mapping[str, str], *, strict: bool) -> Answer:
+        """Raises NodeFailed, Overloaded, HandlerFailed of 4xx."""
         for attempt in range(1, node.attempts + 1):
             ask = Ask(request_id=str(uuid.uuid4()), parts=parts, headers=headers)
             try:
                 async with asyncio.timeout(node.timeout_s):
-                    return await _whole(await self.versions[node.name].handle(ask))
+                    answer = await self.versions[node.name].handle(ask)
+                    whole = None if answer.pieces is None else await answer.pieces.whole()
+                    return answer if whole is None else replace(answer, body=whole, pieces=None)
             except Overloaded:
-                raise  # asking again at once would only make it worse
+                raise  # an immediate retry would only add load
             except (TimeoutError, RequestError, StreamBroken) as error:
                 if isinstance(error, HandlerFailed) and error.status < 500 and not strict:
-                    raise  # the handler refused what it was given: it would refuse it again
+                    raise  # the handler rejected its input and would do so again
                 why = f"no answer within {node.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 events.emit("node.failed", workflow=self.name, node=node.name, attempt=attempt, why=why)
         raise NodeFailed(node.name)
@@ -111,7 +109,7 @@ class Workflow:
     async def retire(self) -> None:
         """Returns when the last request is answered, the workers are gone and the files deleted.
 
-        The caller has seen to it that nobody asks it any more.
+        The caller has made sure that no new request arrives.
         """
         while self._running:
             await asyncio.wait(self._running)
@@ -119,17 +117,17 @@ class Workflow:
         self.place.remove()
 
     async def close(self) -> None:
-        """Ends its workers at once and deletes the files: the server leaves."""
+        """Ends its workers at once and deletes the files."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*(version.close() for version in self.versions.values()))
         self.place.remove()
 
 
-def _given(answers: Sequence[tuple[str, Answer]]) -> list[tuple[str, str, bytes | bytearray]]:
-    """What a node is given of its parents' answers: bytes, without a content type.
+def _join_inputs(answers: Sequence[tuple[str, Answer]]) -> list[Part]:
+    """A node's input from its parents' answers, without a content type.
 
-    >>> _given([("a", Answer(body=b"1"))]), _given([("a", Answer(body=b"1")), ("b", Answer(body=b"2"))])
+    >>> _join_inputs([("a", Answer(body=b"1"))]), _join_inputs([("a", Answer(body=b"1")), ("b", Answer(body=b"2"))])
     ([('body', '', b'1')], [('a', '', b'1'), ('b', '', b'2')])
     """
     if len(answers) == 1:
@@ -137,10 +135,10 @@ def _given(answers: Sequence[tuple[str, Answer]]) -> list[tuple[str, str, bytes 
     return [(name, "", answer.body) for name, answer in answers]
 
 
-def _together(ends: Sequence[tuple[str, Answer]]) -> Answer:
-    """The answer of the only last node as it is; of several, an object of their texts by node, as TorchServe answers.
+def _join_outputs(ends: Sequence[tuple[str, Answer]]) -> Answer:
+    """The answer of a single last node as it is; of several, an object of their texts by node, as in TorchServe.
 
-    >>> _together([("a", Answer(body=b"1")), ("b", Answer(body=b"{}"))]).body
+    >>> _join_outputs([("a", Answer(body=b"1")), ("b", Answer(body=b"{}"))]).body
     b'{"a":"1","b":"{}"}'
     """
     if len(ends) == 1:
@@ -149,12 +147,7 @@ def _together(ends: Sequence[tuple[str, Answer]]) -> Answer:
     return Answer(body=msgspec.json.encode(texts), headers={"content-type": "application/json"})
 
 
-async def _whole(answer: Answer) -> Answer:
-    """Raises Torn."""
-    return answer if answer.pieces is None else replace(answer, body=await answer.pieces.whole(), pieces=None)
-
-
 def _first(errors: ExceptionGroup[Exception]) -> Exception:
-    """What failed first: the nodes behind it failed with the same."""
+    """The first failure; the nodes after it failed with the same error."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -1,19 +1,17 @@
-"""All workflows that are served: registered whole or not at all, unregistered, restored.
+"""Registers, unregisters and restores workflows: each is served whole or not at all.
 
-    register     the archive is laid out and its specification read; all nodes start beside each other; when every one
-                 is ready they are shown together, as models `WORKFLOW__NODE`. One that fails takes all others back
-    unregister   nobody is asked any more; what is under way is answered; then the nodes end
+    register     unpacks the archive, reads its specification and starts all nodes at the same time; when all are ready,
+                 they appear together as models `WORKFLOW__NODE`. If one fails, none appears
+    unregister   accepts no more requests, answers those under way, then ends the nodes
 
-Acts on one workflow wait for each other. After each the wanted state is written; an act whose outcome cannot be written
-is undone.
+Operations on one workflow run one after another. Each writes the desired state; if that fails, it is undone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from trueline.serve.handlers.archive import Archive, ArchiveError
 from trueline.serve.handlers.version import HandlerVersion, InThread
 from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Limits
-from trueline.serve.models import desired_state as wanted
+from trueline.serve.models import desired_state
 from trueline.serve.models.controller import CodeNotAllowed, Conflict, Fleet, Found, Refused
 from trueline.serve.models.desired_state import Wanted, WantedWorkflow
 from trueline.serve.models.model_store import NotInStore, Store, check_name
@@ -35,41 +33,33 @@ from trueline.torchserve.workflows.archive import War
 from trueline.torchserve.workflows.executor import UnknownWorkflow, Workflow
 from trueline.torchserve.workflows.spec import Node
 
-GIVEN = ("response_timeout", "startup_timeout")
-"""Parameters of a registration that are for every node."""
+NODE_PARAMETERS = ("response_timeout", "startup_timeout")
+"""Parameters of a registration that apply to every node."""
 
 
 class NotStored(NotFound):
-    """No such archive in the workflow store."""
+    """The workflow store has no such archive."""
 
     torchserve_type = "WorkflowNotFoundException"
 
 
 class NotRegistered(RequestError):
-    """Nodes could not be made ready; nothing of the workflow is left."""
+    """Nodes did not become ready; nothing of the workflow remains."""
 
     code = "workflow_failed"
 
     def __init__(self, name: str, failures: Mapping[str, Exception]) -> None:
-        told = ", ".join(
+        reasons = ", ".join(
             f"Workflow Node {name}__{node} failed to register. Details: {why}" for node, why in failures.items()
         )
-        super().__init__(f"Workflow {name} has failed to register. Failures: [{told}]")
+        super().__init__(f"Workflow {name} has failed to register. Failures: [{reasons}]")
         codes = [error.status for error in failures.values() if isinstance(error, RequestError)]
         self.status = 500 if any(code >= 500 for code in codes) else 400
         self.torchserve_type = "InternalServerException" if self.status == 500 else "BadRequestException"
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A workflow that is wanted and could not be had."""
-
-    told: WantedWorkflow
-    why: str
-
-
 class Workflows:
-    """Registers, finds, unregisters. Its methods are called on the loop."""
+    """The workflows of a server. Call its methods on the event loop."""
 
     def __init__(
         self,
@@ -82,89 +72,80 @@ class Workflows:
         state: Path | None = None,
         handlers: Limits | None = None,
     ) -> None:
-        """`find` leads from the url of a model to its archive, `store` holds the workflows'. `state` is the file of the
-        wanted state; `handlers` bounds the processes of archives' code, None: none is run.
+        """`find` locates a model's archive by its URL, `store` holds the workflows' archives, `state` is the file of
+        the desired state. `handlers` limits the processes that run archives' code; None: none runs.
         """
-        self._fleet = fleet
-        self._models = fleet.models
-        self._loop = loop
-        self._in_thread = in_thread
-        self._find = find
-        self._store = store
-        self._handlers = handlers
-        self._keeper = wanted.Keeper(state, "workflows")
+        self._fleet, self._models = fleet, fleet.models
+        self._loop, self._in_thread = loop, in_thread
+        self._find, self._store, self._handlers = find, store, handlers
+        self._keeper = desired_state.Keeper(state, "workflows")
         self._served: dict[str, Workflow] = {}
-        self._missing: dict[str, Missing] = {}
+        self._missing: dict[str, tuple[WantedWorkflow, str]] = {}
+        """Workflows that are desired and failed to load, and why."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     def find(self, name: str) -> Workflow:
-        """Raises UnknownWorkflow, NotReady for one that is wanted and could not be had."""
+        """Raises UnknownWorkflow, NotReady for one that failed to load."""
         if name in self._missing:
-            raise NotReady(f"workflow '{name}' is failed: {self._missing[name].why}")
+            raise NotReady(f"workflow '{name}' is failed: {self._missing[name][1]}")
         if name not in self._served:
             raise UnknownWorkflow(name)
         return self._served[name]
 
-    def names(self) -> list[str]:
-        """Those that are served."""
-        return list(self._served)
-
     @property
     def sick(self) -> bool:
-        """Whether one that is wanted could not be had."""
+        """Whether a desired workflow failed to load."""
         return bool(self._missing)
 
-    def wanted(self) -> dict[str, WantedWorkflow]:
-        """What is served, as the state file says it."""
-        served = {name: one.told for name, one in self._served.items()}
-        return served | {name: one.told for name, one in self._missing.items()}
+    def desired(self) -> dict[str, WantedWorkflow]:
+        """Workflows that are served or failed to load, as in the state file."""
+        served = {name: one.registered for name, one in self._served.items()}
+        return served | {name: registered for name, (registered, _) in self._missing.items()}
 
     def busy(self, name: str) -> bool:
-        """Whether an act on the workflow is under way."""
+        """Whether an operation on the workflow is under way."""
         return name in self._locks and self._locks[name].locked()
 
     def following(self, name: str) -> AbstractContextManager[None]:
-        """While a workflow is brought to what the file says, the file is not written for it."""
-        return self._keeper.following(name, self.wanted)
-
-    # acts
+        """Does not write the file for the workflow while it is brought to what the file holds."""
+        return self._keeper.following(name, self.desired)
 
     async def register(self, url: str, name: str = "", given: Mapping[str, str] | None = None) -> Workflow:
-        """Makes the workflow of the store's entry `url` ready and shows it, as `name` or under its own name.
+        """Loads and serves the workflow in the store's entry `url`, as `name` or under its own name.
 
-        Raises CodeNotAllowed, NotFound, Conflict, Refused, NotRegistered; nothing of it is then left.
+        Raises CodeNotAllowed, NotFound, Conflict, Refused, NotRegistered; nothing of it remains then.
         """
-        told = {key: value for key, value in (given or {}).items() if key in GIVEN}
-        return await self._register(WantedWorkflow(source=url, digest="", given=told), name, replace_it=False)
+        own = {key: value for key, value in (given or {}).items() if key in NODE_PARAMETERS}
+        return await self._register(WantedWorkflow(source=url, digest="", given=own), name, replace_it=False)
 
-    async def bring(self, name: str, told: WantedWorkflow) -> None:
-        """Makes ready what the state file says; it takes the place of one of the same name. Raises as `register`."""
-        await self._register(told, name, replace_it=True)
+    async def bring(self, name: str, entry: WantedWorkflow) -> None:
+        """Loads an entry of the state file in place of the workflow of its name. Raises as `register`."""
+        await self._register(entry, name, replace_it=True)
 
-    async def _register(self, told: WantedWorkflow, name: str, *, replace_it: bool) -> Workflow:
-        path = self._path(told.source)
+    async def _register(self, entry: WantedWorkflow, name: str, *, replace_it: bool) -> Workflow:
+        path = self._path(entry.source)
         place = await self._in_thread(Place)
         try:
-            found: War = await self._in_thread(partial(_unpacked, path, place.folder, told.digest))
+            found: War = await self._in_thread(partial(_unpack, path, place.folder, entry.digest))
             self._check(Found(path=path), found.digest)
             name = check_name("workflow", name or found.name)
             async with self._locks.setdefault(name, asyncio.Lock()):
                 if name in self._served and not replace_it:
                     raise Conflict(f"Workflow {name} is already registered.")
-                made = await self._made(name, found, told, place)
+                workflow = await self._start(name, found, entry, place)
                 before = self._served.get(name)
                 try:
-                    self._show(made)
+                    self._show(workflow)
                 except BaseException:
-                    await made.close()
+                    await workflow.close()
                     raise
         except BaseException:
             place.remove()
             raise
-        events.emit("workflow.ready", workflow=name, nodes=",".join(made.versions), digest=found.digest)
+        events.emit("workflow.ready", workflow=name, nodes=",".join(workflow.versions), digest=found.digest)
         if before is not None:
             await before.retire()
-        return made
+        return workflow
 
     def _path(self, url: str) -> Path:
         """Raises CodeNotAllowed, NotFound."""
@@ -184,11 +165,13 @@ class Workflows:
         except NotFound as error:
             raise NotStored(error.message) from error
 
-    async def _made(self, name: str, found: War, told: WantedWorkflow, place: Place) -> Workflow:
-        """All nodes, ready. Raises NotRegistered; none is then left."""
+    async def _start(self, name: str, found: War, entry: WantedWorkflow, place: Place) -> Workflow:
+        """Starts all nodes. Raises NotRegistered; none remains then."""
         if found.spec.ignored:
             events.emit("workflow.ignored", workflow=name, keys=",".join(found.spec.ignored)[:500])
-        tasks = {node.name: self._loop.create_task(self._begun(name, node, found, told)) for node in found.spec.nodes}
+        tasks = {
+            node.name: self._loop.create_task(self._start_node(name, node, found, entry)) for node in found.spec.nodes
+        }
         try:
             await asyncio.wait(tasks.values())
             failures = {node: error for node, task in tasks.items() if (error := _failure(task)) is not None}
@@ -198,79 +181,67 @@ class Workflows:
             for task in tasks.values():
                 task.cancel()
             await asyncio.wait(tasks.values())
-            begun = [task.result() for task in tasks.values() if not task.cancelled() and task.exception() is None]
-            await asyncio.gather(*(version.close() for version in begun))
+            ready = [task.result() for task in tasks.values() if not task.cancelled() and task.exception() is None]
+            await asyncio.gather(*(version.close() for version in ready))
             raise
         versions = {node: task.result() for node, task in tasks.items()}
         digests = {node.name: versions[node.name].digest for node in found.spec.nodes if node.url}
-        kept = WantedWorkflow(source=told.source, digest=found.digest, models=digests, given=told.given)
-        return Workflow(name=name, told=kept, spec=found.spec, versions=versions, place=place)
+        registered = WantedWorkflow(source=entry.source, digest=found.digest, models=digests, given=entry.given)
+        return Workflow(name=name, registered=registered, spec=found.spec, versions=versions, place=place)
 
-    async def _begun(self, workflow: str, node: Node, found: War, told: WantedWorkflow) -> HandlerVersion:
-        """One node, ready. Raises RequestError."""
+    async def _start_node(self, workflow: str, node: Node, found: War, entry: WantedWorkflow) -> HandlerVersion:
+        """Raises RequestError."""
         model = check_name("model", f"{workflow}__{node.name}")
         assert self._handlers is not None  # checked before anything was read
         usual = self._fleet.how.usual_of(model, "1.0") | {"minWorkers": 1, "maxBatchDelay": 50 if node.url else 0}
         try:
             if not node.url:
-                made = HandlerVersion(model=model, version="1.0", workflow=workflow, limits=self._handlers)
-                own = archive.Manifest(model=model, version="1.0", handler=f"{found.handler}:{node.name}")
-                whole = Archive(folder=found.folder, manifest=own, config={}, digest=found.digest)
-                await made.begin_in(whole, told.given, self._loop, usual=usual)
-                return made
-            stored = await self._find(_stored(node.url))
-            path = stored.path
-            if not archive.is_archive(path):
+                handler = HandlerVersion(model=model, version="1.0", workflow=workflow, limits=self._handlers)
+                manifest = archive.Manifest(model=model, version="1.0", handler=f"{found.handler}:{node.name}")
+                function = Archive(folder=found.folder, manifest=manifest, config={}, digest=found.digest)
+                await handler.begin_in(function, entry.given, self._loop, usual=usual)
+                return handler
+            stored = await self._find(_name_in_store(node.url))
+            if not archive.is_archive(stored.path):
                 raise Refused(f"'{node.url[:128]}' is no model archive; nodes of a workflow are archives or functions")
-            version = (await self._in_thread(partial(archive.peek, path))).version
-            made = HandlerVersion(
-                model=model,
-                version=check_name("version", version),
-                source=node.url,
-                workflow=workflow,
-                limits=self._handlers,
+            version = check_name("version", (await self._in_thread(partial(archive.peek, stored.path))).version)
+            handler = HandlerVersion(
+                model=model, version=version, source=node.url, workflow=workflow, limits=self._handlers
             )
-            given = {**told.given, **dict(_given(node))}
-            await made.begin(
-                path,
-                given,
-                self._in_thread,
-                self._loop,
-                told.models.get(node.name),
-                usual=usual,
-                check=partial(self._check, stored),
-            )
-            return made
+            await handler.begin(
+                stored.path, entry.given | node.parameters, self._in_thread, self._loop, entry.models.get(node.name),
+                usual=usual, check=partial(self._check, stored),
+            )  # fmt: skip
+            return handler
         except TruelineError as error:
             if isinstance(error, RequestError):
                 raise
             raise Refused(public_reason(error)) from error
 
     def _check(self, found: Found, digest: str) -> None:
-        """Raises Refused for what no trusted key has signed."""
+        """Raises Refused for an archive that no trusted key has signed."""
         try:
             found.check(self._fleet.how.trusted, digest)
         except BundleError as error:
             raise Refused(error.message, hint=error.hint) from error
 
-    def _show(self, made: Workflow) -> None:
-        """Shows a workflow in place of the one of its name. Raises Conflict, StorageError; all is then as it was."""
-        before, missing = self._served.get(made.name), self._missing.get(made.name)
-        taken = [
-            one.model
-            for one in made.versions.values()
-            if one.model in self._models.names() and self._owner(one.model) != made.name
-        ]
-        if taken:
-            raise Conflict(f"model '{taken[0]}' is served already, and a node of workflow {made.name} is called so")
-        self._exchange(before, made)
-        self._missing.pop(made.name, None)
+    def _show(self, new: Workflow) -> None:
+        """Serves a workflow in place of the one of its name. Raises Conflict, StorageError; nothing changes then."""
+        for model in (one.model for one in new.versions.values() if one.model in self._models.names()):
+            if self._owner(model) != new.name:
+                raise Conflict(f"model '{model}' is served already, and a node of workflow {new.name} has this name")
+        self._replace(new.name, new)
+
+    def _replace(self, name: str, new: Workflow | None) -> None:
+        """Serves `new` as workflow `name`, or none, and writes that. Raises StorageError; nothing changes then."""
+        before, missing = self._served.get(name), self._missing.pop(name, None)
+        self._exchange(before, new)
         try:
-            self._keeper.keep(self.wanted())
+            self._keeper.keep(self.desired())
         except TruelineError:
-            self._exchange(made, before)
+            self._exchange(new, before)
             if missing is not None:
-                self._missing[made.name] = missing
+                self._missing[name] = missing
             raise
 
     def _owner(self, model: str) -> str:
@@ -287,45 +258,38 @@ class Workflows:
             self._served[new.name] = new
 
     async def unregister(self, name: str) -> None:
-        """Takes a workflow away with its nodes; returns when its last requests are answered. Raises UnknownWorkflow."""
-        if name not in self.wanted() and not self.busy(name):
+        """Ends a workflow and its nodes after their last requests. Raises UnknownWorkflow."""
+        if name not in self.desired() and not self.busy(name):
             raise UnknownWorkflow(name)
         async with self._locks.setdefault(name, asyncio.Lock()):
-            found, missing = self._served.get(name), self._missing.pop(name, None)
-            if found is None and missing is None:
+            found = self._served.get(name)
+            if name not in self.desired():
                 raise UnknownWorkflow(name)
-            self._exchange(found, None)
-            try:
-                self._keeper.keep(self.wanted())
-            except TruelineError:
-                self._exchange(None, found)
-                if missing is not None:
-                    self._missing[name] = missing
-                raise
+            self._replace(name, None)
             if found is not None:
                 await found.retire()
             events.emit("workflow.retired", workflow=name)
 
     async def restore(self, state: Wanted) -> list[str]:
-        """Registers what the file wants; returns what could not be had, in words. Those are wanted on."""
-        missing = []
-        for name, told in state.workflows.items():
+        """Registers the workflows of the file; returns a line for each that fails, which stays desired."""
+        failures = []
+        for name, entry in state.workflows.items():
             with self.following(name):
                 try:
-                    await self.bring(name, told)
+                    await self.bring(name, entry)
                 except TruelineError as error:
-                    missing.append(f"workflow {name}: {error.message}")
+                    failures.append(f"workflow {name}: {error.message}")
                     why = error.message if isinstance(error, RequestError) else "its archive cannot be had"
-                    self._missing[name] = Missing(told, why)
-        return missing
+                    self._missing[name] = entry, why
+        return failures
 
     async def follow(self, state: Wanted) -> bool:
-        """Brings what is served to what the file wants. What goes wrong is an event. False: look again."""
+        """Brings the server to the file's workflows; failures become events. False: call it again."""
         settled = True
-        for name in {**state.workflows, **self.wanted()}:
-            want, have = state.workflows.get(name), self.wanted().get(name)
+        for name in {**state.workflows, **self.desired()}:
+            want, have = state.workflows.get(name), self.desired().get(name)
             if self.busy(name):
-                settled = False  # what is being done here may make the two equal
+                settled = False  # the operation may make the two equal
             elif want != have:
                 with self.following(name):
                     try:
@@ -337,45 +301,35 @@ class Workflows:
         return settled
 
     async def close(self) -> None:
-        """Ends the processes of all nodes: the server leaves."""
+        """Ends the processes of all nodes."""
         await asyncio.gather(*(one.close() for one in self._served.values()))
 
 
-def _unpacked(path: Path, into: Path, digest: str) -> War:
+def _unpack(path: Path, into: Path, digest: str) -> War:
     """Blocks. Raises Refused."""
     try:
         found = war.unpack(path, into)
         if digest and digest != found.digest:
             raise ArchiveError(
-                f"the archive of digest {digest[:12]} is wanted, found is {found.digest[:12]}",
-                hint="it was exchanged; register it again",
+                f"the archive's digest is {found.digest[:12]}, the one that was registered had {digest[:12]}",
+                hint="the archive was replaced; register it again",
             )
     except ArchiveError as error:
         raise Refused(error.message, hint=error.hint) from error
     return found
 
 
-def _stored(url: str) -> str:
-    """What the store calls a model that a specification names. Nothing is fetched: a URL is its file in the store,
-    where TorchServe put it too.
+def _name_in_store(url: str) -> str:
+    """The store's entry for a model's URL. Nothing is downloaded: the file has to be in the store, where TorchServe
+    put it too.
     """
     if not url.startswith(("http://", "https://", "file://")):
         return url
     return url.partition("?")[0].rsplit("/", 1)[-1]
 
 
-def _given(node: Node) -> Iterator[tuple[str, str]]:
-    """What the specification says of a node, in the words of a registration."""
-    said = {
-        "initial_workers": node.said.workers,
-        "batch_size": node.said.batch_size,
-        "max_batch_delay": node.said.max_batch_delay,
-    }
-    return ((name, str(value)) for name, value in said.items() if value is not None)
-
-
 def _failure(task: asyncio.Task[Any]) -> Exception | None:
-    """Raises what is no failure of one node: our own faults, and the end of the server."""
+    """The error of a node. Raises every other error: faults of the server, and its end."""
     error = task.exception()
     if error is None or isinstance(error, TruelineError):
         return error

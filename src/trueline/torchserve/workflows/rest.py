@@ -1,4 +1,4 @@
-"""What TorchServe's management API says of workflows. Only translates.
+"""TorchServe's management API of workflows. Only translates.
 
 Source: TorchServe 0.12's WorkflowMgmtRequestHandler and its messages.
 """
@@ -21,33 +21,33 @@ async def register(workflows: Workflows, given: Mapping[str, str]) -> Response:
         raise RequestError("Parameter url is required.")
     if not url:
         raise NotFound("empty url")
-    made = await workflows.register(url, given.get("workflow_name", ""), given)
-    return responses.status(f"Workflow {made.name} has been registered and scaled successfully.")
+    workflow = await workflows.register(url, given.get("workflow_name", ""), given)
+    return responses.status(f"Workflow {workflow.name} has been registered and scaled successfully.")
 
 
-def listed(workflows: Workflows, query: Mapping[str, str]) -> Response:
+def list_workflows(workflows: Workflows, query: Mapping[str, str]) -> Response:
     """`GET /workflows?limit=100&next_page_token=0`, by name."""
-    told = workflows.wanted()
-    page, names = responses.page(sorted(told), query)
-    page["workflows"] = [{"workflowName": name, "workflowUrl": told[name].source} for name in names]
+    listed = workflows.desired()
+    page, names = responses.page(sorted(listed), query)
+    page["workflows"] = [{"workflowName": name, "workflowUrl": listed[name].source} for name in names]
     return reply(200, responses.pretty(page))
 
 
-def described(workflows: Workflows, name: str) -> Response:
-    """`GET /workflows/NAME`: the settings of all its models, and its graph. Raises UnknownWorkflow, NotReady."""
+def describe(workflows: Workflows, name: str) -> Response:
+    """`GET /workflows/NAME`: its models' common settings and its graph. Raises UnknownWorkflow, NotReady."""
     found = workflows.find(name)
     common = found.spec.common
     dag = ", ".join(f"{node}=[{', '.join(nexts)}]" for node, nexts in found.spec.dag.items())
-    told = {
+    description = {
         "workflowName": name,
-        "workflowUrl": found.told.source,
+        "workflowUrl": found.registered.source,
         "minWorkers": common.min_workers,
         "maxWorkers": common.max_workers,
         "batchSize": common.batch_size,
         "maxBatchDelay": common.max_batch_delay,
         "workflowDag": f"{{{dag}}}",
     }
-    return reply(200, responses.pretty([told]))
+    return reply(200, responses.pretty([description]))
 
 
 async def unregister(workflows: Workflows, name: str) -> Response:

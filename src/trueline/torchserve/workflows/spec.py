@@ -1,14 +1,14 @@
-"""What the specification of a workflow says. Pure.
+"""The specification of a workflow. Pure.
 
     models:                       dag:
-      min-workers: 1                pre: [a, b]         each node, and those that get its answer
+      min-workers: 1                pre: [a, b]         each node, and the nodes that get its answer
       batch-size: 4                 a: [join]
       a: {url: a.mar}               b: [join]
       b: {url: b.mar, timeout-ms: 500}
 
-A node that `models` does not name is a function of the workflow's handler. The settings under `models` are for every
-model, wherever they stand among them; `retry-attempts` and `timeout-ms` are also for the functions. The graph has one
-start, which gets the request, and one end, whose answer is the workflow's.
+A node that is not under `models` is a function of the workflow's handler. Settings directly under `models` apply to all
+models; `retry-attempts` and `timeout-ms` also to functions. The graph has one start, which gets the request; the nodes
+that lead to no other give the answer.
 Source: TorchServe 0.12's WorkFlow, Dag and WorkflowModel.
 """
 
@@ -27,17 +27,17 @@ from trueline.serve.handlers.archive import ArchiveError
 
 T = TypeVar("T")
 MAX_NODES = 64
-"""Each is a process, or several."""
+"""Each runs in one process or several."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class SpecError(ArchiveError):
-    """A specification that cannot be followed; the message names what of it."""
+    """A specification that cannot be used; the message names the part."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
-    """What is said of a model, or of all; None: nothing."""
+    """Settings of one model, or of all; None: not set."""
 
     min_workers: _Count | None = None
     max_workers: _Count | None = None
@@ -50,11 +50,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
     @property
     def workers(self) -> int | None:
         """TorchServe starts `max-workers` of them."""
-        said = [one for one in (self.min_workers, self.max_workers) if one is not None]
-        return max(said) if said else None
+        return max((count for count in (self.min_workers, self.max_workers) if count is not None), default=None)
 
     def over(self, other: Settings) -> Settings:
-        """What is said here, and else what `other` says."""
+        """These settings, completed by `other`."""
         own = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
         return msgspec.structs.replace(other, **{name: own[name] for name in SETTINGS if name in own})
 
@@ -75,51 +74,59 @@ _OF_MODEL = ("url", *_KEYS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node. `parents` are those whose answers it gets."""
+    """One node."""
 
     name: str
     url: str = ""
-    """Of its archive; empty: it is a function."""
-    said: Settings = _NOTHING
-    """What the specification says of it, by itself or for all."""
+    """Of its archive; empty for a function."""
+    settings: Settings = _NOTHING
+    """The node's own and those of all models."""
     parents: tuple[str, ...] = ()
+    """The nodes whose answers it gets."""
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Its settings as parameters of a registration."""
+        names = {"initial_workers": self.settings.workers, "batch_size": self.settings.batch_size,
+                 "max_batch_delay": self.settings.max_batch_delay}  # fmt: skip
+        return {name: str(value) for name, value in names.items() if value is not None}
 
     @property
     def attempts(self) -> int:
-        """How often it is asked at most."""
-        retries = self.said.retry_attempts
+        """At most."""
+        retries = self.settings.retry_attempts
         return 1 + (DEFAULTS.retry_attempts or 0 if retries is None else retries)
 
     @property
     def timeout_s(self) -> float:
         """Of one attempt."""
-        return (self.said.timeout_ms or DEFAULTS.timeout_ms or 0) / 1e3
+        return (self.settings.timeout_ms or DEFAULTS.timeout_ms or 0) / 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A whole specification. `nodes` stand after their parents; `dag` is as it was written."""
+    """A specification. `nodes` are in an order in which each follows its parents; `dag` is as written."""
 
     nodes: tuple[Node, ...]
     dag: Mapping[str, tuple[str, ...]]
     common: Settings = DEFAULTS
     """The settings of all models."""
     ignored: tuple[str, ...] = field(default=())
-    """What is said and changes nothing: models that the graph does not use, keys that nobody knows."""
+    """Entries without effect: models that the graph does not use, unknown keys."""
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The nodes whose answers are the workflow's: those that lead to no other."""
+        """The nodes that lead to no other; their answers are the workflow's."""
         inner = {parent for node in self.nodes for parent in node.parents}
         return tuple(node.name for node in self.nodes if node.name not in inner)
 
 
 def read(found: Mapping[str, Any], functions: Collection[str] | None) -> Spec:
-    """The specification in `found`. `functions` are the names that the handler defines, None where only running it
-    would tell. Raises SpecError.
+    """The specification in `found`. `functions` are the names that the handler defines; None if only running it would
+    show them. Raises SpecError.
     """
     common, models = _models(_mapping(found, "models"))
-    dag = {name: _nexts(name, told) for name, told in _mapping(found, "dag").items()}
+    dag = {name: _nexts(name, nexts) for name, nexts in _mapping(found, "dag").items()}
     parents: dict[str, list[str]] = {name: [] for name in dag}
     for name, nexts in dag.items():
         for child in nexts:
@@ -137,37 +144,38 @@ def read(found: Mapping[str, Any], functions: Collection[str] | None) -> Spec:
         Node(
             name=name,
             url=models[name].url if name in models else "",
-            said=models[name].over(common) if name in models else every,
+            settings=models[name].over(common) if name in models else every,
             parents=tuple(parents[name]),
         )
-        for name in _ordered(parents)
+        for name in _sort(parents)
     )
-    _check_start(nodes)
-    return Spec(nodes=nodes, dag=dag, common=common.over(DEFAULTS), ignored=_ignored(found, models, parents))
-
-
-def _ignored(found: Mapping[str, Any], models: Mapping[str, _Model], used: Collection[str]) -> tuple[str, ...]:
-    """What of a specification changes nothing."""
-    keys = [key for key in found if key not in ("models", "dag")]
-    keys += [f"models.{name}" for name in models if name not in used]
-    return *keys, *(f"models.{name}.{key}" for name in models for key in found["models"][name] if key not in _OF_MODEL)
+    starts = [node.name for node in nodes if not node.parents]
+    if len(starts) != 1:
+        raise SpecError(
+            f"the dag has the start nodes {_names(starts)}; it may have one: put a function before them that passes "
+            "the request on"
+        )
+    ignored = [key for key in found if key not in ("models", "dag")]
+    ignored += [f"models.{name}" for name in models if name not in parents]
+    ignored += [f"models.{name}.{key}" for name in models for key in found["models"][name] if key not in _OF_MODEL]
+    return Spec(nodes=nodes, dag=dag, common=common.over(DEFAULTS), ignored=tuple(ignored))
 
 
 def _mapping(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    told = found.get(key)
-    if not isinstance(told, dict):
-        raise SpecError(f"'{key}' of the specification is to map names to what is said of them, it is {_kind(told)}")
-    for name in told:
+    mapping = found.get(key)
+    if not isinstance(mapping, dict):
+        raise SpecError(f"'{key}' of the specification is to be a mapping by name, it is {_kind(mapping)}")
+    for name in mapping:
         if not isinstance(name, str):
             raise SpecError(f"{str(name)[:64]!r} under '{key}' is no text: put it into quotes")
-    return told
+    return mapping
 
 
-def _models(told: Mapping[str, Any]) -> tuple[Settings, dict[str, _Model]]:
+def _models(given: Mapping[str, Any]) -> tuple[Settings, dict[str, _Model]]:
     """The settings of all models, and the models by name."""
-    settings = {key: value for key, value in told.items() if key in _KEYS}
+    settings = {key: value for key, value in given.items() if key in _KEYS}
     models = {}
-    for name, value in told.items():
+    for name, value in given.items():
         if name in settings:
             continue
         if not isinstance(value, dict):
@@ -175,29 +183,29 @@ def _models(told: Mapping[str, Any]) -> tuple[Settings, dict[str, _Model]]:
                 f"'{name[:64]}' under 'models' is {_kind(value)}, neither a model (url: file.mar) nor one of the "
                 f"settings {', '.join(_KEYS)}"
             )
-        models[name] = _converted(value, _Model, f"model '{name[:64]}'")
-    return _converted(settings, Settings, "'models'"), models
+        models[name] = _convert(value, _Model, f"model '{name[:64]}'")
+    return _convert(settings, Settings, "'models'"), models
 
 
-def _converted(value: Any, kind: type[T], what: str) -> T:
+def _convert(value: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise SpecError(f"{what} of the specification cannot be followed: {error}") from error
+        raise SpecError(f"{what} of the specification cannot be used: {error}") from error
 
 
-def _nexts(name: str, told: Any) -> tuple[str, ...]:
-    """The nodes that get the answer of `name`, each once; a blank one is none, as in TorchServe."""
-    if not isinstance(told, list | None):
-        raise SpecError(f"node '{name[:64]}' of the dag is to name a list of nodes, it is {_kind(told)}")
-    for one in told or ():
+def _nexts(name: str, nexts: Any) -> tuple[str, ...]:
+    """The nodes that get the answer of `name`, each once; blank names are left out, as in TorchServe."""
+    if not isinstance(nexts, list | None):
+        raise SpecError(f"node '{name[:64]}' of the dag is to name a list of nodes, it is {_kind(nexts)}")
+    for one in nexts or ():
         if not isinstance(one, str | None):
-            raise SpecError(f"node '{name[:64]}' of the dag leads to what is no name ({_kind(one)})")
-    return tuple(dict.fromkeys(one.strip() for one in told or () if one and one.strip()))
+            raise SpecError(f"node '{name[:64]}' of the dag leads to something that is no name ({_kind(one)})")
+    return tuple(dict.fromkeys(one.strip() for one in nexts or () if one and one.strip()))
 
 
 def _names(names: Collection[str]) -> str:
-    """The first of them, for a message."""
+    """The first 16, for a message."""
     shown = join_names(name[:64] for name in sorted(names)[:16])
     return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
 
@@ -206,7 +214,7 @@ def _kind(value: Any) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
-def _ordered(parents: Mapping[str, list[str]]) -> list[str]:
+def _sort(parents: Mapping[str, list[str]]) -> list[str]:
     """Each node after its parents."""
     try:
         return list(TopologicalSorter(parents).static_order())
@@ -215,19 +223,10 @@ def _ordered(parents: Mapping[str, list[str]]) -> list[str]:
         raise SpecError(f"the dag goes in a circle: {circle}") from error
 
 
-def _check_start(nodes: Collection[Node]) -> None:
-    starts = [node.name for node in nodes if not node.parents]
-    if len(starts) != 1:
-        raise SpecError(
-            f"the dag has the start nodes {_names(starts)}; it may have one: put a function before them that passes "
-            "the request on"
-        )
-
-
 def functions_of(source: str) -> frozenset[str] | None:
-    """The names that a module binds at its top level; None when a star import or a branch may bind others.
+    """The names that a module binds at its top level; None if a star import or a branch may bind others.
 
-    Raises SpecError for what is no Python.
+    Raises SpecError if it is no Python.
 
     >>> sorted(functions_of("from a import b as c\\nx = len\\ndef f(data, context): pass"))
     ['c', 'f', 'x']
