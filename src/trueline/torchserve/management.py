@@ -127,9 +127,7 @@ class Management:
             case _:
                 raise NotFound(NO_RESOURCE)
 
-    def _route_models(
-        self, request: Request, method: str, parts: list[str], query: dict[str, str]
-    ) -> Response | Work:
+    def _route_models(self, request: Request, method: str, parts: list[str], query: dict[str, str]) -> Response | Work:
         match method, parts:
             case "POST", []:
                 return self._register(query | _parameters(request))

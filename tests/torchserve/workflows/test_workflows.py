@@ -696,7 +696,7 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             assert (await other.ask("POST", "/wfpredict/flow", b"5"))[0] == 200
             await one.manage("DELETE", "/workflows/flow")
             await other.follower.look()
-            assert (other.list(workflows.desired()), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
+            assert (list(other.workflows.desired()), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
         finally:
             await other.close()
 
