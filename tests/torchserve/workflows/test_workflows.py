@@ -409,7 +409,7 @@ def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -
         status, said = await app.manage("POST", "/workflows?url=late.war")
         assert status == 500
         assert "has no function 'pre'" in said["message"]
-        assert (app.models.names(), list(app.workflows.desired()), laid_out(store)) == ([], [], [])
+        assert (app.models.names(), app.workflows.names(), laid_out(store)) == ([], [], [])
         assert desired_state.read(app.state) == desired_state.Wanted()
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200, "the name is free"
 
@@ -482,7 +482,7 @@ def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> No
         await app.manage("POST", "/models?url=double.mar&model_name=other__double&initial_workers=1")
         status, said = await app.manage("POST", "/workflows?url=flow.war&workflow_name=other")
         assert (status, "model 'other__double' is served already" in said["message"]) == (409, True)
-        assert list(app.workflows.desired()) == ["flow"]
+        assert app.workflows.names() == ["flow"]
         assert (await app.ask("POST", "/wfpredict/flow", b"1"))[0] == 200
 
     run(store, act)
@@ -629,7 +629,7 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
         answer = app.begin()
         await app.in_thread(began.read_bytes)
         gone = asyncio.ensure_future(app.manage("DELETE", "/workflows/flow"))
-        while list(app.workflows.desired()):
+        while app.workflows.names():
             await asyncio.sleep(0)
         assert (await app.ask("POST", "/wfpredict/flow"))[0] == 404
         assert not gone.done()
@@ -696,7 +696,7 @@ def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) ->
             assert (await other.ask("POST", "/wfpredict/flow", b"5"))[0] == 200
             await one.manage("DELETE", "/workflows/flow")
             await other.follower.look()
-            assert (list(other.workflows.desired()), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
+            assert (other.workflows.names(), (await other.ask("POST", "/wfpredict/flow"))[0]) == ([], 404)
         finally:
             await other.close()
 
@@ -712,7 +712,7 @@ def test_an_act_on_a_workflow_that_cannot_be_written_is_undone(store: Path, monk
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)
             assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 500
-            assert (list(app.workflows.desired()), app.models.names(), laid_out(store)) == ([], [], [])
+            assert (app.workflows.names(), app.models.names(), laid_out(store)) == ([], [], [])
         assert (await app.manage("POST", "/workflows?url=flow.war"))[0] == 200
         with monkeypatch.context() as patched:
             patched.setattr("trueline.files.write_atomic", full)

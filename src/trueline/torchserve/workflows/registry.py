@@ -92,6 +92,10 @@ class Workflows:
             raise UnknownWorkflow(name)
         return self._served[name]
 
+    def names(self) -> list[str]:
+        """The workflows that are served."""
+        return list(self._served)
+
     @property
     def sick(self) -> bool:
         """Whether a desired workflow failed to load."""
