@@ -19,10 +19,10 @@ import torch
 from bench._table import report
 from torch import Tensor, nn
 
-from trueline.capture.export import offload as offload_emit
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
+from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.errors import CaptureError

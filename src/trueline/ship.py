@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trueline.batch.evaluate import Evaluation
     from trueline.bundle.signature import Array
-    from trueline.capture.attempt import Captured
+    from trueline.capture.proof.attempt import Captured
     from trueline.recipe.contract import Recipe
     from trueline.registry import ModelVersion
     from trueline.serve.api import RunningServer

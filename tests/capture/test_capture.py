@@ -26,7 +26,7 @@ from trueline import events
 from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import describe
 from trueline.capture.api import Captured, capture
-from trueline.capture.attempt import Attempt
+from trueline.capture.proof.attempt import Attempt
 from trueline.checkpoint import checkpoint
 from trueline.data.source import Batch
 from trueline.errors import CaptureError, NotProven, RecipeError, RequestError, StorageError, UsageError

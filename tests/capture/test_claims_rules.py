@@ -13,8 +13,8 @@ from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture import claims
 from trueline.capture.export.exported import Exported
+from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.prove import Observation
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
 NOT_SEVEN = Guard(text="length != 7", rule="d0 != 7", symbols=("length",))

@@ -11,8 +11,8 @@ import pytest
 
 from trueline.capture import ladder
 from trueline.capture.proof.determinism import Unsteady
+from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.prove import Observation
 from trueline.errors import CaptureError, NotProven
 
 REMEMBERS = Unsteady(why="the model keeps a state", place=None, hint="make it a buffer")

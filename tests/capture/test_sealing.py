@@ -16,9 +16,9 @@ from trueline.bundle import Bundle, Evidence
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim, Signature
 from trueline.capture import sealing
-from trueline.capture.attempt import Attempt
 from trueline.capture.ladder import Rung
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.attempt import Attempt
 from trueline.capture.subject import Subject
 from trueline.recipe.contract import Recipe
 
@@ -84,7 +84,6 @@ def rung(folder: Path, format: Any, signature: Signature | None, *, proven: bool
         file=f"programs/{FILES[format]}",
         signature=signature,
         evidence=(evidence(format, "a"), evidence(format, "b", "agrees" if proven else "disagrees")),
-        versions={"torch": "2"},
     )
 
 

@@ -1,7 +1,7 @@
 """From a checkpoint to a bundle: emit programs, prove each against the eager model, seal what is proven."""
 
 from trueline._verbs import make_callable
-from trueline.capture.attempt import Attempt, Captured
+from trueline.capture.proof.attempt import Attempt, Captured
 
 __all__ = ["Attempt", "Captured"]
 

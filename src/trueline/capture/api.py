@@ -4,25 +4,26 @@
         └─export─▶ program ──judge──▶ proven | refused, with the user's line
                                  └─seal─▶ bundle
 
-Knows the order of the steps and the rule which refusals are errors; how a format is emitted and what a
-proof is, runtime/ knows. Importing this imports no torch.
+Holds the order of the steps and the rule which refusals are errors. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from trueline import events, files
-from trueline.capture.attempt import Attempt, Captured, State
 from trueline.capture.onnx import opsets
+from trueline.capture.proof.attempt import Attempt, Captured, State
 from trueline.errors import NotProven, UsageError, closest, join_names
 from trueline.runtime.session import FORMATS, NATIVE, STAND_IN, USUAL, Format
 
 if TYPE_CHECKING:
+    from trueline.bundle import Bundle
     from trueline.capture.ladder import Rung
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
@@ -52,35 +53,72 @@ def capture(
     Raises NotProven or CaptureError with the user's file and line where it is known, UsageError, RecipeError,
     CheckpointError, StorageError; nothing is then left at `out`.
     """
-    wanted = _checked(formats)
+    wanted = _check_formats(formats)
     opset = opsets.checked(opset)
     if state not in get_args(State):
         raise UsageError(f"state is {state!r}, expected one of: {join_names(get_args(State))}")
-    out = Path(out)
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    out = _check_free(out, overwrite=overwrite)
     from trueline.capture import sealing, subject
     from trueline.capture.ladder import climb
     from trueline.recipe.load import load_recipe
 
     recipe = load_recipe(recipe)
-
     events.emit("capture.started", recipe=recipe.name, formats=",".join(wanted), out=str(out))
     model = subject.prepare(recipe, checkpoint, state=state, allow_random=allow_random)
-    work = workplace(out)
-    try:
+    with _workplace(out) as work:
         rungs = climb(model, wanted, work, otherwise=() if formats else STAND_IN, opset=opset)
         _require(rungs, every=bool(formats) and not one_is_enough, name=recipe.name)
         bundle = sealing.seal(recipe, checkpoint, model, rungs, out, overwrite=overwrite)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    events.emit("bundle.sealed", path=str(out), digest=bundle.digest, serve=bundle.manifest.serve)
-    return Captured(
-        path=out, digest=bundle.digest, serve=bundle.manifest.serve, programs=tuple(rung.attempt for rung in rungs)
-    )
+    return _report(bundle, out, rungs)
 
 
-def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
+def capture_file(
+    path: str | Path,
+    out: str | Path,
+    *,
+    formats: Sequence[str] | None = None,
+    one_is_enough: bool = False,
+    overwrite: bool = False,
+    inputs: Sequence[str] = (),
+    trust: bool = False,
+    opset: int | None = None,
+) -> Captured:
+    """Wraps the program at `path`, or captures the model in the folder `path`, into a bundle at `out`.
+
+    Every format asked for has to be proven, or, with `one_is_enough`, one of those that can be made of the file;
+    without `formats`, the file's own has to be, and ONNX of a .pt2 is tried. `inputs` declares what the file does not
+    say (see `declared`). With `trust` a pickled module is unpickled, which runs whatever its maker put
+    into it, and a folder's weights may be a pickle, of which only tensors are taken. Raises UsageError for a file that
+    is no program (a pickle among them), for a format that cannot be made of it and for an `opset` of a program,
+    CaptureError, NotProven, BundleError, StorageError; nothing is then left at `out`.
+    """
+    path, out = Path(path), _check_free(out, overwrite=overwrite)
+    from trueline.capture.files import input_specs, program
+
+    declared = input_specs.declared(inputs) if inputs else None
+    model = program.model_in(path, declared, trust=trust)
+    if model is not None:
+        return capture(model, None, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite, opset=opset)
+    if opset is not None:
+        raise UsageError(
+            f"{path.name} is a program, which keeps the operators that it has; asked was opset {opset}",
+            hint="leave the release out, or capture the recipe that the file came from",
+        )
+    events.emit("capture.started", file=str(path), kind=program.kind_of(path), out=str(out))
+    with _workplace(out) as work:
+        bundle, rungs = program.wrap(
+            path, declared, work, out, formats=formats, one_is_enough=one_is_enough, overwrite=overwrite
+        )
+    return _report(bundle, out, rungs)
+
+
+def _check_free(out: str | Path, *, overwrite: bool) -> Path:
+    if Path(out).exists() and not overwrite:
+        raise UsageError(f"{out} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    return Path(out)
+
+
+def _check_formats(formats: Sequence[str] | None) -> tuple[Format, ...]:
     if formats is None:
         return USUAL
     for name in formats:
@@ -100,31 +138,40 @@ def _checked(formats: Sequence[str] | None) -> tuple[Format, ...]:
     return tuple(name for name in FORMATS if name in formats)
 
 
-def workplace(out: Path) -> Path:
-    """A folder on the disk of `out`, so that the room that is needed is looked for where it will be
-    needed.
-    """
+@contextmanager
+def _workplace(out: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of `out`, where a lack of space then shows."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent))
+        work = Path(tempfile.mkdtemp(prefix=files.PARTIAL, dir=out.parent))
     except OSError as error:
         raise files.storage_error(error, out) from error
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _report(bundle: Bundle, out: Path, rungs: Sequence[Rung]) -> Captured:
+    digest, serve = bundle.digest, bundle.manifest.serve
+    events.emit("bundle.sealed", path=str(out), digest=digest, serve=serve)
+    return Captured(path=out, digest=digest, serve=serve, programs=tuple(rung.attempt for rung in rungs))
 
 
 def _require(rungs: Sequence[Rung], *, every: bool, name: str) -> None:
-    refused = [rung for rung in rungs if rung.attempt.verdict == "refused"]
+    refused = [rung.attempt for rung in rungs if rung.attempt.verdict == "refused"]
     proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
     if not refused or (not every and any(format not in NATIVE for format in proven)):
         return
-    first = refused[0].attempt
-    others = "" if len(refused) == 1 else f" (refused too: {join_names(one.attempt.format for one in refused[1:])})"
+    first, *others = refused
+    also = f" (refused too: {join_names(attempt.format for attempt in others)})" if others else ""
     place = f"; see {first.line}" if first.line else ""
     raise NotProven(
-        f"{first.format} program of '{name}' is not proven: {first.reason}{place}{others}", hint=_advice(rungs, first)
+        f"{first.format} program of '{name}' is not proven: {first.reason}{place}{also}", hint=_advice(first, proven)
     )
 
 
-def _advice(rungs: Sequence[Rung], first: Attempt) -> str:
+def _advice(first: Attempt, proven: Sequence[Format]) -> str:
     if first.hint:
         return first.hint
     if first.line:
@@ -132,5 +179,4 @@ def _advice(rungs: Sequence[Rung], first: Attempt) -> str:
             "a program follows one way only: make that line go one way, choosing with torch.where, or write it as "
             "torch.cond"
         )
-    proven = [rung.attempt.format for rung in rungs if rung.attempt.verdict == "proven"]
     return f"these formats are proven, ask for them alone: {join_names(proven)}" if proven else ""

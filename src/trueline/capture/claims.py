@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trueline.bundle.signature import Dim, Signature
+from trueline.bundle.schema import Evidence
+from trueline.bundle.signature import Dim, Rows, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof import prove
-from trueline.capture.proof.probes import Probe, fitting, resize
-from trueline.capture.proof.prove import Observation
+from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.probes import Probe, fitting, is_mask, resize
+from trueline.capture.proof.prove import judge
+from trueline.errors import RequestError
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -112,7 +114,7 @@ def borne_out(exported: Exported, observations: Sequence[Observation]) -> Export
     for claim in exported.claims[:-1]:
         candidate = replace(exported, signature=claim)
         between = [seen for seen in observations if allowed(claim, seen.probe) and not allowed(strict, seen.probe)]
-        if _reached(claim, strict, between) and prove.judge(LoadedProgram(candidate), between).proven:
+        if _reached(claim, strict, between) and judge(LoadedProgram(candidate), between).proven:
             return candidate
     return replace(exported, signature=strict)
 
@@ -137,3 +139,51 @@ def _reached(claim: Signature, strict: Signature, between: Sequence[Observation]
 
 def allowed(claim: Signature, probe: Probe) -> bool:
     return claim.allows(claim.sizes(probe.inputs))
+
+
+WIDEST_FIRST: tuple[Rows, ...] = ("some", "first")
+"""Claims on masks. Attention over a row whose mask is all 0 is 0 / 0: what a model answers there is an accident of its
+runtime, and a program that disagrees only there is sealed with a condition that every Session and the server enforce.
+A causal model hides more: position 0 sees nothing when its mask begins with 0, so the stricter claim wants every row to
+begin with a value other than 0 (padding after the values).
+"""
+
+
+def without_masked_rows(
+    signature: Signature,
+    example: Mapping[str, Array],
+    observations: Sequence[Observation],
+    evidence: Sequence[Evidence],
+) -> Signature | None:
+    """The widest claim on the masks that leaves out each probe on which a program disagrees.
+
+    `evidence` is of the `observations`, one for each. None when nothing disagrees, or something does that no claim
+    here leaves out.
+    """
+    wrong = [seen.probe.inputs for seen, one in zip(observations, evidence, strict=True) if one.verdict == "disagrees"]
+    claims = narrowings(signature, example) if wrong else ()
+    return next((claim for claim in claims if not any(takes(claim, inputs) for inputs in wrong)), None)
+
+
+def narrowings(signature: Signature, example: Mapping[str, Array]) -> tuple[Signature, ...]:
+    """`signature` with what its masks have to show, from the widest claim to the strictest.
+
+    A mask of the user's example that does not keep to a claim is left out of it: that is how the model is used.
+    """
+    masks = [name for name, array in example.items() if array.ndim > 1 and array.size and is_mask(array)]
+    found: list[Signature] = []
+    for rows in WIDEST_FIRST:
+        alone = {name: signature.with_rows({name: rows}) for name in masks}
+        kept = {name: rows for name, claim in alone.items() if takes(claim, example)}
+        if kept:
+            found.append(signature.with_rows(kept))
+    return tuple(found)
+
+
+def takes(claim: Signature, inputs: Mapping[str, Array]) -> bool:
+    """Whether `inputs` lie inside `claim`."""
+    try:
+        claim.check(inputs)
+    except RequestError:
+        return False
+    return True

@@ -16,24 +16,24 @@ from trueline import events
 from trueline.bundle.describe import range_text
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Signature
-from trueline.capture import claims, fully_masked_rows
-from trueline.capture.attempt import Attempt, tell
+from trueline.capture import claims
 from trueline.capture.export import aotinductor, torch_export
-from trueline.capture.export import offload as offload_emit
 from trueline.capture.export.exported import Exported
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
 from trueline.capture.onnx import diagnostics, emit
+from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import blame as submodules
 from trueline.capture.proof import determinism, rare_behaviour, stateful
+from trueline.capture.proof.attempt import Attempt, emit_event
 from trueline.capture.proof.blame import NOBODY, Blame
+from trueline.capture.proof.observe import Observation, hidden_state, parting
 from trueline.capture.proof.probes import LIMIT, Probe, make_probes
-from trueline.capture.proof.prove import Observation, Proof, hidden_state, judge, observe, parting
+from trueline.capture.proof.prove import Proof, judge
 from trueline.capture.proof.shrink import shrink
+from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
 from trueline.capture.subject import Subject
-from trueline.capture.torchscript_rung import DEPRECATED, climb_scripted
-from trueline.capture.versions import versions
 from trueline.errors import BundleError, CaptureError, NotProven, TruelineError, UsageError, join_names
 from trueline.runtime import distribution, offload
 from trueline.runtime.open import open_session
@@ -63,7 +63,6 @@ class Rung:
     file: str
     signature: Signature | None
     evidence: tuple[Evidence, ...]
-    versions: dict[str, str]
     disagreeing: Probe | None = None
     """The smallest probe on which the program answers otherwise than the model."""
     random: bool = False
@@ -137,11 +136,11 @@ def _observed(subject: Subject, *, random: bool) -> tuple[Exported | CaptureErro
         exported = claims.settled(eager, torch_export.export(subject.module, eager.calling))
     except CaptureError as error:
         probes = make_probes(eager.example, signature=eager.calling.presumed, limit=limit, covered=covered)
-        return error, observe(eager, probes, num_draws=num_draws)
+        return error, subject.observe(probes, num_draws=num_draws)
     probes = make_probes(
         eager.example, signature=exported.signature, sizes=exported.boundaries, limit=limit, covered=covered
     )
-    observations = observe(eager, probes, num_draws=num_draws)
+    observations = subject.observe(probes, num_draws=num_draws)
     return claims.borne_out(exported, observations), observations
 
 
@@ -255,13 +254,13 @@ def _prove(
     def progress(done: int, total: int) -> None:
         events.emit("proof.advanced", format=format, done=done, total=total)
 
-    proof = judge(session, observations, versions=versions(), progress=progress)
-    claim = fully_masked_rows.narrowed(session.signature, eager.example, observations, proof.evidence)
+    proof = judge(session, observations, progress=progress)
+    claim = claims.without_masked_rows(session.signature, eager.example, observations, proof.evidence)
     if claim is not None:
         events.emit("claim.narrowed", to=range_text(claim))
         session = open_session(format, path, claim, native=True)
-        proof = judge(session, observations, versions=versions(), progress=progress)
-    proof = stateful.proven(proof, session, eager, versions=versions())
+        proof = judge(session, observations, progress=progress)
+    proof = stateful.proven(proof, session, eager)
     probe = _named(observations, proof.disagreeing)
     if probe is None or any(seen.draws is not None for seen in observations):
         return Judged(proof=proof, signature=session.signature)  # of two random answers none is wrong
@@ -328,14 +327,13 @@ def _rung(
         defined=part.place if part else "",
         range="" if why else range_text(signature),
     )
-    tell(attempt)
+    emit_event(attempt)
     return Rung(
         attempt=attempt,
         folder=folder,
         file=path.relative_to(folder).as_posix(),
         signature=signature,
         evidence=proof.evidence,
-        versions=versions(),
         disagreeing=_named(observations, proof.disagreeing),
         random=_is_random(observations),
     )
@@ -387,8 +385,8 @@ def _refused(
         probes=0,
         max_abs_error=0.0,
     )
-    tell(attempt)
-    return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=(), versions=versions())
+    emit_event(attempt)
+    return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=())
 
 
 def _placed(rung: Rung, eager: EagerSession) -> Rung:

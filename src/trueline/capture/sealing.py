@@ -10,12 +10,13 @@ import msgspec
 
 from trueline.bundle import Bundle, Contents, Golden, ProgramEntry, Signature, Summary
 from trueline.bundle import seal as seal_bundle
-from trueline.capture import fully_masked_rows, padding
+from trueline.capture.claims import takes
 from trueline.capture.ladder import Rung
 from trueline.capture.model.signature import BATCH
+from trueline.capture.proof import padding
 from trueline.capture.proof.probes import fitting, resize
+from trueline.capture.proof.prove import versions
 from trueline.capture.subject import Subject
-from trueline.capture.versions import versions
 from trueline.checkpoint.checkpoint import read_manifest
 from trueline.runtime import distribution
 from trueline.runtime.session import FORMATS
@@ -47,7 +48,7 @@ def seal(
     contents = Contents(
         name=recipe.name,
         signature=signature,
-        programs=[(_entry(rung), rung.folder) for rung in proven],
+        programs=[(make_entry(rung), rung.folder) for rung in proven],
         serve=min((rung.attempt.format for rung in proven), key=FORMATS.index),
         golden=_golden(subject, signature, [rung.signature for rung in proven if rung.signature is not None]),
         evidence=[one for rung in rungs for one in rung.evidence],
@@ -57,7 +58,8 @@ def seal(
     return seal_bundle(out, contents, overwrite=overwrite)
 
 
-def _entry(rung: Rung) -> ProgramEntry:
+def make_entry(rung: Rung) -> ProgramEntry:
+    """The manifest's entry of a proven program."""
     return ProgramEntry(
         format=rung.attempt.format,
         file=rung.file,
@@ -65,7 +67,7 @@ def _entry(rung: Rung) -> ProgramEntry:
         seconds=round(rung.attempt.seconds, 3),
         probes=rung.attempt.probes,
         max_abs_error=rung.attempt.max_abs_error,
-        versions=rung.versions,
+        versions=versions(),
         notes=rung.attempt.how,
         rows=rung.signature.rows if rung.signature is not None else {},
     )
@@ -86,7 +88,7 @@ def _golden(subject: Subject, signature: Signature, claims: Sequence[Signature])
     found = []
     for case, sizes in cases.items():
         inputs = resize(example, signature, sizes)
-        if signature.allows(sizes) and all(fully_masked_rows.takes(claim, inputs) for claim in claims):
+        if signature.allows(sizes) and all(takes(claim, inputs) for claim in claims):
             found.append(Golden(case=case, inputs=inputs, outputs=_answer(subject, signature, inputs)))
     if signature.state:
         first = found[0]

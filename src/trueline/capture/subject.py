@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from trueline.capture.attempt import State
 from trueline.capture.model import code_paths, explicit_state, first_call, signature
 from trueline.capture.model import dataclasses as structures
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import as_trained
+from trueline.capture.proof.attempt import State
+from trueline.capture.proof.observe import Observation, observe
+from trueline.capture.proof.probes import Probe
 from trueline.checkpoint.checkpoint import load_model
 from trueline.errors import CaptureError, DataError, RecipeError, TruelineError, join_names
 from trueline.storage.location import Location
@@ -45,6 +47,10 @@ class Subject:
     data: dict[str, str | int]
     random: bool = False
     """Whether the model may draw random numbers, and is then compared by the distribution of its answers."""
+
+    def observe(self, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
+        """Asks the model each probe once; all later steps compare with these answers."""
+        return observe(self.eager, probes, num_draws=num_draws)
 
 
 def prepare(

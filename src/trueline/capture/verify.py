@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from trueline import events
 from trueline.bundle.read import Bundle, open_bundle
 from trueline.bundle.schema import Evidence
-from trueline.capture.attempt import State
+from trueline.capture.proof.attempt import State
 from trueline.errors import RequestError, TruelineError, UsageError
 from trueline.runtime.open import open_program, replay
 from trueline.runtime.session import NATIVE, Session
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Signature
+    from trueline.capture.proof.observe import Observation
     from trueline.capture.proof.probes import Probe
-    from trueline.capture.proof.prove import Observation
     from trueline.recipe.contract import Recipe
     from trueline.storage.location import Location
 
@@ -163,8 +163,8 @@ def _check_interface(bundle: Bundle, seen: Signature) -> None:
 
 def _observed(oracle: Session, bundle: Bundle, example: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
     """Answers of the oracle at the ends of every range, and at the sizes that were asked when the bundle was made."""
+    from trueline.capture.proof.observe import observe
     from trueline.capture.proof.probes import LIMIT, make_probes
-    from trueline.capture.proof.prove import observe
     from trueline.runtime import distribution
 
     signature = bundle.signature
@@ -199,14 +199,13 @@ def _verdict(
     from trueline.capture.model.eager import EagerSession
     from trueline.capture.proof import stateful
     from trueline.capture.proof.prove import judge
-    from trueline.capture.versions import versions
 
     try:
         session = open_program(bundle, format, native=native)
         replayed = replay(bundle, session)
-        proof = None if observations is None else judge(session, observations, versions=versions())
+        proof = None if observations is None else judge(session, observations)
         if proof is not None and isinstance(oracle, EagerSession):
-            proof = stateful.proven(proof, session, oracle, versions=versions())
+            proof = stateful.proven(proof, session, oracle)
     except TruelineError as error:
         return Verdict(
             format=format, holds=False, why=error.message, golden=0, probes=0, max_abs_error=0.0, evidence=()

@@ -14,9 +14,10 @@ from torch._higher_order_ops.while_loop import while_loop
 from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
-from trueline.capture.proof import determinism, hostile_values
+from trueline.capture.proof import determinism
+from trueline.capture.proof import observe as observing
+from trueline.capture.proof.observe import hidden_state, observe
 from trueline.capture.proof.probes import make_probes
-from trueline.capture.proof.prove import hidden_state, observe
 from trueline.runtime.open import open_session
 
 pytestmark = pytest.mark.slow  # each new shape is compiled
@@ -62,7 +63,7 @@ class Solves(nn.Module):
 
 def test_no_branch_hands_what_is_no_number_to_lapack() -> None:
     eager = EagerSession(Solves().eval(), torch.eye(3))
-    with hostile_values.Careful(), pytest.raises(ValueError, match="a value that is no number"):
+    with observing.Careful(), pytest.raises(ValueError, match="a value that is no number"):
         eager.run({"x": np.full((3, 3), np.nan, np.float32)})
     assert eager.run({"x": np.eye(3, dtype=np.float32)})["output"].tolist() == [1.0, 1.0, 1.0]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from trueline.capture.export import torchscript
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
-from trueline.capture.proof.prove import observe
-from trueline.capture.torchscript_rung import FROZEN, climb_scripted
+from trueline.capture.proof.torchscript import FROZEN, climb_scripted
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
 from trueline.runtime.open import open_session

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
+from trueline.capture.api import capture_file
 from trueline.capture.files import model_folder
 from trueline.capture.files.input_specs import declared
-from trueline.capture.files.program import capture_file
 from trueline.capture.verify import verify
 from trueline.cli import app
 from trueline.errors import NotProven, RequestError, UsageError

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
-from trueline.capture.files.program import capture_file
+from trueline.capture.api import capture_file
 from trueline.cli import app
 from trueline.errors import BundleError, CaptureError, NotProven, RequestError, UsageError
 from trueline.runtime.open import open_program, replay

@@ -65,7 +65,7 @@ def test_what_python_hides_from_the_exporter_is_seen_beneath_it(kind: type[nn.Mo
     probes = make_probes(eager.example, signature=exported.signature, sizes=exported.boundaries)
     for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)  # type: ignore[arg-type]
-        proof = prove(session, eager, probes, versions={})
+        proof = prove(session, eager, probes)
         assert proof.proven, proof.reason
 
 

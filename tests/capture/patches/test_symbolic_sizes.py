@@ -92,7 +92,7 @@ def test_sizes_are_free_without_a_bound_in_every_format(
     assert any(max(probe.inputs["x"].shape) > 25 for probe in probes)
     for format, emit in (("onnx", onnx_emit.emit), ("torch_export", torch_export.emit)):
         session = open_session(format, emit(exported, tmp_path / format), exported.signature)  # type: ignore[arg-type]
-        proof = prove(session, eager, probes, versions={})
+        proof = prove(session, eager, probes)
         assert proof.proven, proof.reason
 
 

@@ -14,9 +14,8 @@ from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import prove
-from trueline.capture.proof.hostile_values import Careful
+from trueline.capture.proof.observe import Careful, observe
 from trueline.capture.proof.probes import Probe, make_probes
-from trueline.capture.proof.prove import observe
 from worlds.models import Eigen
 from worlds.recipes import untrained
 

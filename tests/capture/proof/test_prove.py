@@ -17,19 +17,9 @@ from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.proof import hostile_values as wild
+from trueline.capture.proof.observe import Careful, Observation, care, hidden_state, observe, parting
 from trueline.capture.proof.probes import Probe, make_probes
-from trueline.capture.proof.prove import (
-    Observation,
-    Proof,
-    care,
-    disagreement,
-    hidden_state,
-    judge,
-    observe,
-    parting,
-    prove,
-)
+from trueline.capture.proof.prove import Proof, disagreement, judge, prove, versions
 from trueline.errors import CaptureError
 from worlds.models import Branch, Counter, Mlp, Noisy, ShapeBranch, Ternary, place_of
 
@@ -263,13 +253,11 @@ def test_of_several_that_disagree_the_smallest_is_named() -> None:
 def test_every_probe_has_its_evidence_with_what_was_asked_and_how_near_it_came() -> None:
     asked = [seen(f"p{size}", rows(size, size), rows(size, size)) for size in (1, 2)]
     near = np.float32(1e-6)
-    found = judge(program(lambda x: x + near), asked, versions={"torch": "2"})
+    found = judge(program(lambda x: x + near), asked)
     assert [one.probe for one in found.evidence] == ["p1", "p2"]
     assert [dict(one.shapes) for one in found.evidence] == [{"x": (1, 2)}, {"x": (2, 2)}]
     assert len({one.inputs_sha256 for one in found.evidence}) == 2
-    assert all(
-        one.versions == {"torch": "2"} and one.tolerance == "float32: 1e-05+0.0001*scale" for one in found.evidence
-    )
+    assert all(one.versions == versions() and one.tolerance == "float32: 1e-05+0.0001*scale" for one in found.evidence)
     assert all(one.max_abs_error == pytest.approx(1e-6, rel=0.2) for one in found.evidence)
     assert found.max_abs_error == max(one.max_abs_error or 0.0 for one in found.evidence) > 0
 
@@ -398,9 +386,7 @@ def test_a_proof_is_the_whole_of_what_was_found() -> None:
             seen("mute", rows(2, 9), None),
             seen("off", rows(3, 1), rows(3, 5)),
         ],
-        versions={"torch": "2", "onnx": "1"},
     )
-    versions = {"torch": "2", "onnx": "1"}
     refused = "input 'x' has size 4 in dimension 0 (batch), proven only for sizes of at least 1 and at most 3"
     differs = f"output 'output' differs by 4 (6 of 6 elements beyond {OF_FLOATS.partition(': ')[2]})"
     off = 4 - STEP
@@ -411,11 +397,11 @@ def test_a_proof_is_the_whole_of_what_was_found() -> None:
         disagreeing="off",
         evidence=(
             evidence("near", rows(1, 2), "agrees", origin="given", max_abs_error=STEP, max_rel_error=STEP / 2,
-                     tolerance=OF_FLOATS, versions=versions),
-            evidence("wide", rows(4), "outside", refused, versions=versions),
-            evidence("mute", rows(2, 9), "unanswered", "the eager model raises", versions=versions),
+                     tolerance=OF_FLOATS, versions=versions()),
+            evidence("wide", rows(4), "outside", refused, versions=versions()),
+            evidence("mute", rows(2, 9), "unanswered", "the eager model raises", versions=versions()),
             evidence("off", rows(3, 1), "disagrees", differs, max_abs_error=off, max_rel_error=off / 5,
-                     tolerance=OF_FLOATS, versions=versions),
+                     tolerance=OF_FLOATS, versions=versions()),
         ),
         max_abs_error=STEP,
     )  # fmt: skip
@@ -435,10 +421,9 @@ def test_a_proof_of_no_probes_and_one_of_a_hidden_state_are_whole_too() -> None:
 
 def test_a_proof_asks_the_model_and_the_program_each_probe_once_and_names_the_versions() -> None:
     model, made = Asked(lambda x: x * np.float32(2)), Asked(lambda x: x + x)
-    found = prove(made, model, [probe_of("a", rows(1, 1)), probe_of("b", rows(2, 3))], versions={"torch": "9"})
+    found = prove(made, model, [probe_of("a", rows(1, 1)), probe_of("b", rows(2, 3))])
     assert (found.format, found.proven, found.reason, model.calls, made.calls) == ("asked", True, "", 2, 2)
-    assert [dict(one.versions) for one in found.evidence] == [{"torch": "9"}] * 2
-    assert [dict(one.versions) for one in prove(made, model, [probe_of("a", rows(1))]).evidence] == [{}]
+    assert [dict(one.versions) for one in found.evidence] == [versions()] * 2
 
 
 def test_progress_is_told_after_each_probe() -> None:
@@ -647,7 +632,7 @@ def test_a_loop_of_the_model_that_does_not_end_is_ended_and_recorded(monkeypatch
 
 
 def test_only_wild_values_are_kept_from_lapack() -> None:
-    assert isinstance(care(probe_of("p", rows(1), wild=True)), wild.Careful)
+    assert isinstance(care(probe_of("p", rows(1), wild=True)), Careful)
     assert isinstance(care(probe_of("p", rows(1))), nullcontext)
 
 

@@ -18,8 +18,8 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Recall
 from trueline.capture.patches.lru_cache import uncached
+from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import make_probes
-from trueline.capture.proof.prove import observe
 from trueline.capture.proof.rare_behaviour import seldom
 from trueline.errors import CaptureError, NotProven
 from trueline.runtime.open import open_program

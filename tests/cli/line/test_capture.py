@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trueline.capture import api
-from trueline.capture.attempt import Attempt, Captured
+from trueline.capture.proof.attempt import Attempt, Captured
 from trueline.cli import app
 
 RECIPE = """

@@ -17,7 +17,9 @@ import functools
 import inspect
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +33,6 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Place
 from trueline.capture.model.dynamic_dims import resized
 from trueline.capture.model.signature import BATCH, Calling, Flat
-from trueline.capture.proof import tensor_reads
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime import torchscript_archive
 from trueline.runtime.torchscript import FILE, first, undeprecated
@@ -52,7 +53,7 @@ def emit(
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with undeprecated(), quiet(), torch.no_grad(), tensor_reads.traced([] if frozen is None else frozen):
+        with undeprecated(), quiet(), torch.no_grad(), _noting_frozen([] if frozen is None else frozen):
             made, how = _made(module, calling, way)
             raw = io.BytesIO(made.save_to_buffer())
     except CaptureError:
@@ -69,6 +70,18 @@ def emit(
     except OSError as error:
         raise files.storage_error(error, path) from error
     return path, how
+
+
+@contextmanager
+def _noting_frozen(places: list[Place]) -> Iterator[None]:
+    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        yield
+    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
+    places += dict.fromkeys(
+        Place(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
+    )
 
 
 def _made(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str]:

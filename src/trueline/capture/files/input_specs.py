@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Dim, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
+from trueline.capture.files.file_subject import claim
+from trueline.capture.proof.probes import BATCH
 from trueline.errors import UsageError, join_names
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
-BATCH = "batch"
 _FORM = re.compile(r"(?P<name>[\w.-]+)=(?P<datatype>[A-Za-z]+\d*)\[(?P<sizes>[\w\s,]*)\](<(?P<below>\d+))?")
 _FILES = (".npz", ".safetensors")
 _SIZES = (7, 11, 13, 17, 19)
@@ -84,16 +85,13 @@ def _made(ones: Sequence[_One]) -> Declared:
     names = [one.spec.name for one in ones]
     if len(set(names)) != len(names):
         raise UsageError(f"--example declares an input twice ({join_names(names)})")
-    symbols = dict.fromkeys(size for one in ones for size in one.spec.shape if isinstance(size, str))
-    others = [symbol for symbol in symbols if symbol != BATCH]
+    signature = claim(one.spec for one in ones)
+    others = [symbol for symbol in signature.dims if symbol != BATCH]
     random = np.random.default_rng(0)
     examples = []
     for batch, shift in ((5, 0), (3, 1)):
         sizes = {symbol: _SIZES[(at + shift) % len(_SIZES)] for at, symbol in enumerate(others)} | {BATCH: batch}
         examples.append({one.spec.name: _values(one, sizes, random) for one in ones})
-    signature = Signature(
-        inputs=tuple(one.spec for one in ones), outputs=(), dims={symbol: Dim() for symbol in symbols}
-    )
     return Declared(signature=signature, examples=tuple(examples))
 
 
@@ -141,6 +139,4 @@ def _shown(batches: Sequence[Mapping[str, Array]], paths: Sequence[Path]) -> Dec
         if alike:
             shape[0] = BATCH
         specs.append(TensorSpec(name=name, datatype=DATATYPES[array.dtype], shape=tuple(shape)))
-    symbols = dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str))
-    signature = Signature(inputs=tuple(specs), outputs=(), dims={symbol: Dim() for symbol in symbols})
-    return Declared(signature=signature, examples=tuple(batches))
+    return Declared(signature=claim(specs), examples=tuple(batches))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline import files
+from trueline.capture.files.file_subject import plain_name
 from trueline.capture.files.input_specs import Declared
 from trueline.errors import UsageError, join_names
 from trueline.recipe.contract import Recipe
@@ -124,9 +125,8 @@ def _recipe(name: str, digest: str, model: Any, examples: Any, declared: Declare
     def absent(*_: object) -> Any:
         raise UsageError(f"'{name}' came as a file and can be captured, not trained", hint="write a recipe for it")
 
-    plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in name) or "model"
     return Recipe(
-        name=plain,
+        name=plain_name(name),
         digest=digest,
         path=None,
         model=model,

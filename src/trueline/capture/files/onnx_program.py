@@ -15,14 +15,15 @@ import onnx
 import onnx.reference
 import onnxruntime
 
-from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.bundle.signature import DATATYPES, Signature, TensorSpec
+from trueline.capture.files.file_subject import claim
+from trueline.capture.proof.probes import BATCH
 from trueline.errors import CaptureError
 from trueline.runtime.onnx import first
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
-BATCH = "batch"
 DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 
 
@@ -71,9 +72,8 @@ def signature(model: onnx.ModelProto) -> Signature:
     named = {head for head in heads if isinstance(head, str) and "." not in head}
     if all(isinstance(head, str) for head in heads) and len(named) <= 1:
         shapes = {name: tuple(BATCH if size in heads else size for size in shape) for name, shape in shapes.items()}
-    specs = tuple(TensorSpec(name=one.name, datatype=_datatype(one), shape=shapes[one.name]) for one in inputs)
-    symbols = dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str))
-    return Signature(inputs=specs, outputs=(), dims={symbol: Dim() for symbol in symbols})
+    specs = (TensorSpec(name=one.name, datatype=_datatype(one), shape=shapes[one.name]) for one in inputs)
+    return claim(specs)
 
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:

@@ -1,4 +1,4 @@
-"""A .pt2 or a TorchScript file as a subject of proof. See `from_file`, which knows what to do with one.
+"""A .pt2 or a TorchScript file as a subject of proof.
 
 A .pt2 that torch wrote holds its example inputs as a pickle and its guards as source: both are taken out
 before torch reads the archive. What the guards say is not lost: a guard that is more than a range, which the
@@ -21,13 +21,12 @@ from torch.jit._fuser import optimized_execution
 from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
 from trueline.capture.export import torch_export as export
 from trueline.capture.export.exported import Exported
-from trueline.capture.files import probes as file_probes
+from trueline.capture.files.file_subject import FileSubject, make_file_probes, observe_file
 from trueline.capture.files.input_specs import Declared
-from trueline.capture.files.wrapped import Wrapped, observed
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import emit as onnx_emit
-from trueline.capture.output_sizes import seen_signature
-from trueline.capture.proof.probes import make_probes as probes_of
+from trueline.capture.proof.observe import seen_signature
+from trueline.capture.proof.probes import BATCH, make_probes
 from trueline.errors import BundleError, CaptureError, UsageError, join_names
 from trueline.runtime import torch_export_archive, torchscript_archive
 from trueline.runtime.tensors import to_tensors
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"-?\d*\W*L\[[^\]]*\](\[\d+\])*\.size\(\)\[\d+\]\s*(<=|>=|<|>|!=|==)\s*\d+")
 
 
-def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
+def torchscript(path: Path, work: Path, known: Declared | None) -> FileSubject:
     """The program with the inputs that were declared: nothing in the file says their shapes.
 
     Raises UsageError when nothing was declared or other names were, CaptureError, BundleError.
@@ -56,8 +55,8 @@ def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
             "--example batch.npz",
         )
     oracle.claims(known.signature)
-    probes = probes_of(known.examples[0], signature=oracle.signature)
-    observations = observed(oracle, probes)
+    probes = make_probes(known.examples[0], signature=oracle.signature)
+    observations = observe_file(oracle, probes)
 
     def emit(folder: Path) -> Path:
         target = folder / TORCHSCRIPT
@@ -65,7 +64,7 @@ def torchscript(path: Path, work: Path, known: Declared | None) -> Wrapped:
         torchscript_archive.clean(clean, target)
         return target
 
-    return Wrapped(
+    return FileSubject(
         kind="torchscript",
         signature=seen_signature(oracle.signature, observations),
         oracle=oracle,
@@ -116,7 +115,7 @@ class _Unoptimized:
         return {name: leaf.numpy().copy() for name, leaf in zip(names, leaves, strict=True)}
 
 
-def torch_export(path: Path, work: Path) -> Wrapped:
+def torch_export(path: Path, work: Path) -> FileSubject:
     """The program, its range as it was exported with, and ONNX made of it. Raises CaptureError, BundleError."""
     clean = work / "file.pt2"
     guards = _cleaned(path, clean)
@@ -129,10 +128,10 @@ def torch_export(path: Path, work: Path) -> Wrapped:
     program = load(clean)
     claimed = _signature(program, path)
     oracle = _Interpreted(program, claimed)
-    observations = observed(oracle, file_probes.make(claimed))
+    observations = observe_file(oracle, make_file_probes(claimed))
     signature = seen_signature(claimed, observations)
     exported = _exported(program, signature)
-    return Wrapped(
+    return FileSubject(
         kind="torch_export",
         signature=signature,
         oracle=oracle,
@@ -194,7 +193,7 @@ def _symbols(shapes: Sequence[tuple[Any, ...]]) -> dict[str, str]:
                     hint="capture the recipe that it came from",
                 )
             leads = heads == {text} and all(shape and str(shape[0]) == text for shape in shapes)
-            found.setdefault(text, file_probes.BATCH if leads else text)
+            found.setdefault(text, BATCH if leads else text)
     return found
 
 

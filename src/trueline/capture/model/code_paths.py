@@ -20,10 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 from trueline.runtime.torch_export_archive import SOURCE_LINE
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_EVENTS = 200_000
 """What comes after is not watched: enough for a large model, and a bound on memory for an endless loop."""
@@ -126,6 +129,18 @@ def is_users(file: str) -> bool:
         known = in_site and inside.partition("/")[0] in _LIBRARIES  # a package may have a part called torch
         found = _users[file] = not known and (bool(in_site) or not file.startswith(_ROOTS))
     return found
+
+
+def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
+    """The users' functions that are methods of `module` and its parts, but those that make them."""
+    holders = {id(holder): holder for part in module.modules() for holder in (part, *type(part).__mro__)}
+    for holder in holders.values():
+        for name, one in list(vars(holder).items()):
+            function = inspect.unwrap(getattr(one, "__func__", one)) if callable(one) else None
+            if not isinstance(function, FunctionType) or name == "__init__":
+                continue
+            if is_users(function.__code__.co_filename):
+                yield function
 
 
 def brief(trace: str) -> str:

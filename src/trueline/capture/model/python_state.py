@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from trueline.capture.model import code_paths
-from trueline.capture.patches.size_lists import users_functions
+from trueline.capture.model.code_paths import users_functions
 
 _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has: no user's attribute."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trueline.capture.model import code_paths
-from trueline.capture.patches.size_lists import users_functions
+from trueline.capture.model.code_paths import users_functions
 
 _Kept = functools._lru_cache_wrapper
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches.mode_scope import within
-from trueline.capture.patches.size_lists import users_functions
 
 MOST = 64
 """Steps that a loop may have: each is written out in the program."""

@@ -11,17 +11,15 @@ Source: the data model of Python ("Emulating container types").
 from __future__ import annotations
 
 import builtins
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches.mode_scope import within
 
 Int = Any
@@ -283,15 +281,3 @@ def counts(module: torch.nn.Module) -> bool:
     """Whether code of the users that `module` is made of takes the length of anything, or makes a number of it."""
     named = {"len", "int", "float"}
     return any(not named.isdisjoint(function.__code__.co_names) for function in users_functions(module))
-
-
-def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
-    """The users' functions that are methods of `module` and its parts, but those that make them."""
-    holders = {id(holder): holder for part in module.modules() for holder in (part, *type(part).__mro__)}
-    for holder in holders.values():
-        for name, one in list(vars(holder).items()):
-            function = inspect.unwrap(getattr(one, "__func__", one)) if callable(one) else None
-            if not isinstance(function, FunctionType) or name == "__init__":
-                continue
-            if code_paths.is_users(function.__code__.co_filename):
-                yield function

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.model import code_paths
+from trueline.capture.model.code_paths import users_functions
 from trueline.capture.patches.mode_scope import within
-from trueline.capture.patches.size_lists import users_functions
 
 Size = Any
 """An int, a torch.SymInt or, of a comparison, a torch.SymBool."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from trueline.bundle.signature import Array
     from trueline.capture.model.eager import EagerSession
-    from trueline.capture.proof.prove import Observation
+    from trueline.capture.proof.observe import Observation
 
 RANDOM_HINT = (
     "draw them only `if self.training`, or take them as an input; if the answers are meant to be random, "

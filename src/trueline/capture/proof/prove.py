@@ -1,49 +1,48 @@
 """The proof: a program answers as the eager model does on every probe inside the range that it claims.
 
-`observe` asks the eager model once, `judge` asks a program the same and compares; `prove` does both. A
-probe that the signature refuses is outside the claim and is recorded as such: the Session that serves
-will refuse it in the same words. Nothing here knows a program format.
+A probe that the signature rejects is outside the claim and is recorded as such: the Session that serves rejects it with
+the same message. This module knows no program format.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from trueline.bundle.schema import Evidence
-from trueline.capture.model import code_paths
-from trueline.capture.proof import hostile_values
+from trueline.capture.proof.observe import Observation, care, digest, hidden_state, observe, seeded
 from trueline.capture.proof.probes import Probe
-from trueline.errors import CaptureError, RequestError
+from trueline.errors import RequestError
 from trueline.runtime import compare
 from trueline.runtime import distribution as draws
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
-    from trueline.capture.model.code_paths import Event, Place
 
-SEED = 0
 Progress = Callable[[int, int], None]
 """Called with probes done and probes in all."""
+PACKAGES = ("trueline", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "numpy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What the eager model answered on a probe, or why it did not, and the way its code took."""
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    found = [("python", platform.python_version()), ("machine", platform.machine())]
+    for name in PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append((name, "not installed"))
+    return tuple(found)
 
-    probe: Probe
-    outputs: dict[str, Array] | None
-    error: str
-    way: Sequence[Event]
-    draws: Mapping[str, Array] | None = None
-    """Many answers, stacked, of a model that draws random numbers; `outputs` is the first of them."""
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that emit, run and prove programs."""
+    return dict(_installed())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,84 +60,21 @@ class Proof:
     """Over the probes that agree."""
 
 
-def prove(
-    program: Session, eager: Session, probes: Iterable[Probe], *, versions: Mapping[str, str] | None = None
-) -> Proof:
+def prove(program: Session, eager: Session, probes: Iterable[Probe]) -> Proof:
     """Proves `program` against `eager` on `probes`."""
-    return judge(program, observe(eager, probes), versions=versions)
-
-
-def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
-    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised.
-
-    A model that draws random numbers is asked `num_draws` times. Raises CaptureError, with the line, for one that
-    returns other outputs on a probe than on its example: no program can.
-    """
-    seen: list[Observation] = []
-    for probe in probes:
-        one = _observe_one(eager, probe, seen[0].way if seen else None)
-        if probe.wild and one.outputs is None:
-            continue  # the model does not take these values: nothing is asked of the program
-        same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
-        one = one if same is None else replace(one, way=same)  # most go one way: keep it once
-        if num_draws and one.outputs is not None:
-            with care(probe), _seeded():
-                one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
-        seen.append(one)
-    return tuple(seen)
-
-
-def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
-    with code_paths.watching(ends=True) as way, care(probe):
-        try:
-            outputs, error = eager.run(probe.inputs), ""
-        except CaptureError as raised:
-            place = code_paths.divergence(first, way) if first is not None else None
-            where = f"; see {place}" if place else ""
-            raise CaptureError(f"on probe '{probe.name}' {raised.message}{where}", hint=raised.hint) from raised
-        except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
-            outputs, error = (
-                None,
-                f"raises {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
-            )
-    if outputs is not None and probe.wild and not all(_finite(array) for array in outputs.values()):
-        outputs, error = None, "answers no numbers"
-    return Observation(probe=probe, outputs=outputs, error=error, way=way)
-
-
-def care(probe: Probe) -> AbstractContextManager[object]:
-    """Where the values of `probe` are no numbers, none of them reaches LAPACK."""
-    return hostile_values.Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
-
-
-def _finite(array: Array) -> bool:
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
-def hidden_state(observations: Sequence[Observation]) -> str:
-    """How the eager model answers otherwise to equal inputs; empty when no probe shows that it does."""
-    answers: dict[str, Observation] = {}
-    for seen in observations:
-        earlier = answers.setdefault(_digest(seen.probe.inputs), seen)
-        if earlier.outputs is None or seen.outputs is None or seen.draws is not None:
-            continue
-        found = compare.compare(earlier.outputs, seen.outputs)
-        if not found.agrees:
-            return found.reason
-    return ""
+    return judge(program, observe(eager, probes))
 
 
 def judge(
     program: Session,
     observations: Sequence[Observation],
     *,
-    versions: Mapping[str, str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Proof:
     """Asks `program` every probe that the eager model was asked, and compares."""
     evidence = []
     for done, seen in enumerate(observations, 1):
-        evidence.append(_judge_one(program, seen, dict(versions or {}), draws.LEVEL / len(observations)))
+        evidence.append(_judge_one(program, seen, draws.LEVEL / len(observations)))
         progress(done, len(observations))
     hidden, disagreeing = hidden_state(observations), ""
     reason = f"the model answers differently when it is asked the same again: {hidden}" if hidden else ""
@@ -176,7 +112,7 @@ def disagreement(program: Session, probe: Probe, expected: Mapping[str, Array]) 
     return _asked(program, probe, lambda: _once(program, probe, expected)).reason
 
 
-def _judge_one(program: Session, seen: Observation, versions: dict[str, str], level: float) -> Evidence:
+def _judge_one(program: Session, seen: Observation, level: float) -> Evidence:
     probe = seen.probe
     found: compare.Comparison | None = None
     try:
@@ -194,14 +130,14 @@ def _judge_one(program: Session, seen: Observation, versions: dict[str, str], le
         against="eager",
         probe=probe.name,
         origin=probe.origin,
-        inputs_sha256=_digest(probe.inputs),
+        inputs_sha256=digest(probe.inputs),
         shapes={name: tuple(array.shape) for name, array in probe.inputs.items()},
         verdict=verdict,  # type: ignore[arg-type]
         reason=reason,
         max_abs_error=found.max_abs_error if found else None,
         max_rel_error=found.max_rel_error if found else None,
         tolerance=(found.how or _tolerance(seen)) if found else "",
-        versions=versions,
+        versions=versions(),
     )
 
 
@@ -218,7 +154,7 @@ def _asked(program: Session, probe: Probe, question: Callable[[], compare.Compar
 def _compared(program: Session, seen: Observation, level: float) -> compare.Comparison:
     if seen.draws is None:
         return _once(program, seen.probe, seen.outputs or {})
-    with _seeded():
+    with seeded():
         answers = draws.sample(program, seen.probe.inputs, len(next(iter(seen.draws.values()))))
     found = draws.compare_seeded(seen.draws, answers, level=level)
     misfit = _misfit(program, seen.probe, {name: array[0] for name, array in answers.items()}) if found.agrees else ""
@@ -244,45 +180,6 @@ def _misfit(program: Session, probe: Probe, answer: Mapping[str, Array]) -> str:
     return ""
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """What torch draws on the CPU in the block begins with the same numbers each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        yield
-
-
 def _tolerance(seen: Observation) -> str:
     dtypes = dict.fromkeys(array.dtype for array in (seen.outputs or {}).values())
     return ", ".join(f"{dtype}: {compare.TOLERANCES.get(dtype, 'equal')}" for dtype in dtypes)
-
-
-def _digest(inputs: Mapping[str, Array]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(inputs.items()):
-        digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
-    """The line where two probes part, with the names of the two; None when all took the same way.
-
-    The probe that disagrees is held against one that went another way, of the same sizes if there is one: then
-    it is the values that steer the branch, not the shape.
-    """
-    suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
-    for suspect in suspects:
-        shapes = _shapes(suspect.probe)
-        ranked = sorted(observations, key=lambda seen: _shapes(seen.probe) != shapes)
-        for other in ranked:
-            if other.outputs is None:
-                continue  # its way was cut short by what it raised
-            place = code_paths.divergence(other.way, suspect.way)
-            if place is not None:
-                return place, other.probe.name, suspect.probe.name
-    return None
-
-
-def _shapes(probe: Probe) -> list[tuple[int, ...]]:
-    return [array.shape for array in probe.inputs.values()]

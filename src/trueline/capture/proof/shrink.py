@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trueline.bundle.signature import DATATYPES
-from trueline.capture.proof import prove
+from trueline.capture.proof.observe import care
 from trueline.capture.proof.probes import Probe, fitting, resize
+from trueline.capture.proof.prove import disagreement
 from trueline.errors import TruelineError
 from trueline.runtime.session import Session
 
@@ -48,11 +49,11 @@ def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = Q
             return ""
         try:
             program.signature.check(inputs)
-            with prove.care(probe):
+            with care(probe):
                 expected = eager.run(inputs)
         except (TruelineError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return ""  # outside the claim, or nothing that the model itself can answer
-        return prove.disagreement(program, replace(probe, inputs=inputs), expected)
+        return disagreement(program, replace(probe, inputs=inputs), expected)
 
     reason = differs(probe.inputs)
     if not reason:

@@ -22,8 +22,9 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, Explicit
 from trueline.capture.model.signature import as_trained
 from trueline.capture.proof import prove
+from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe, make_probes
-from trueline.capture.proof.prove import Observation, Proof
+from trueline.capture.proof.prove import Proof
 from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_arrays, to_tensors
 
@@ -47,11 +48,11 @@ class Step:
     outputs: Mapping[str, Array]
 
 
-def proven(proof: Proof, program: Session, eager: EagerSession, *, versions: Mapping[str, str] | None = None) -> Proof:
+def proven(proof: Proof, program: Session, eager: EagerSession) -> Proof:
     """`proof`, and if it holds and the model has a state, also over sequences of calls."""
     if not proof.proven or not isinstance(eager.module, Explicit):
         return proof
-    evidence = list(_judge(program, sequences(eager, eager.module), eager, versions))
+    evidence = list(_judge(program, sequences(eager, eager.module), eager))
     wrong = next((one for one in evidence if one.verdict != "agrees"), None)
     return replace(
         proof,
@@ -135,9 +136,7 @@ def _leaves(found: Any) -> list[Any]:
     return torch.utils._pytree.tree_leaves(found)
 
 
-def _judge(
-    program: Session, tracks: Sequence[Sequence[Step]], eager: EagerSession, versions: Mapping[str, str] | None
-) -> Iterator[Evidence]:
+def _judge(program: Session, tracks: Sequence[Sequence[Step]], eager: EagerSession) -> Iterator[Evidence]:
     """Asks the program, the tracks in turns as long as they last; what it remembers of each goes back to it."""
     pairs = program.signature.state
     states = [eager.beginning for _ in tracks]
@@ -150,7 +149,7 @@ def _judge(
                 name=step.name, origin="given", num_records=len(next(iter(step.inputs.values()))), inputs=inputs
             )
             seen = Observation(probe=probe, outputs=dict(step.outputs), error="", way=())
-            one = prove.judge(program, [seen], versions=versions).evidence[0]
+            one = prove.judge(program, [seen]).evidence[0]
             yield one
             if one.verdict != "agrees":
                 return

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ast
 import dis
 import functools
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Event, Place
 
 if TYPE_CHECKING:
-    from trueline.capture.proof.prove import Observation
+    from trueline.capture.proof.observe import Observation
     from trueline.runtime.session import Session
 
 _T = torch.Tensor
@@ -78,18 +76,6 @@ def unasked(eager: Session, observations: Sequence[Observation], compiled: Colle
             return place
     ways = list({id(seen.way): seen.way for seen in answered}.values())
     return next(_one_way(taken, ways), None)
-
-
-@contextmanager
-def traced(places: list[Place]) -> Iterator[None]:
-    """Adds to `places` the lines at which a trace made in the block freezes what a size decides, as torch warns."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", torch.jit._trace.TracerWarning)
-        yield
-    told = [one for one in caught if issubclass(one.category, torch.jit._trace.TracerWarning)]
-    places += dict.fromkeys(
-        Place(file=one.filename, line=one.lineno) for one in told if code_paths.is_users(one.filename)
-    )
 
 
 def one_way(places: Sequence[Place], observations: Sequence[Observation]) -> Place | None:

@@ -109,8 +109,8 @@ def command(
     RECIPE may also be a program file (.onnx, .pt2, TorchScript), which is then wrapped as it is, or a folder of
     Hugging Face's; neither takes a CHECKPOINT.
     """
-    from trueline.capture.api import capture
-    from trueline.capture.files.program import capture_file, is_program
+    from trueline.capture.api import capture, capture_file
+    from trueline.capture.files.program import is_program
     from trueline.capture.onnx.opsets import opset_for
     from trueline.errors import UsageError
     from trueline.recipe.load import load_recipe

@@ -65,7 +65,7 @@ def command(
                 f"{archive} names no serializedFile: its handler '{told.handler}' brings the model by itself",
                 hint="serve it as it is: trueline serve --allow-code " + archive,
             )
-        from trueline.capture.files.program import capture_file
+        from trueline.capture.api import capture_file
 
         name = told.model if NAME.fullmatch(told.model) else stem(Path(archive).name)  # it may be a path to elsewhere
         target = Path(out or f"{name}.bundle")

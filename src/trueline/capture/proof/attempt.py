@@ -97,7 +97,7 @@ class Captured:
     programs: tuple[Attempt, ...]
 
 
-def tell(attempt: Attempt) -> None:
+def emit_event(attempt: Attempt) -> None:
     """Emits the event of an attempt that has come to its end."""
     if attempt.verdict == "proven":
         events.emit(

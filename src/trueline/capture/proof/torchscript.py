@@ -18,10 +18,9 @@ from trueline.capture.export import torchscript
 from trueline.capture.export.torchscript import Way
 from trueline.capture.model.code_paths import Place
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.output_sizes import seen_signature
 from trueline.capture.proof import stateful, tensor_reads
-from trueline.capture.proof.prove import Observation, Proof, judge, parting
-from trueline.capture.versions import versions
+from trueline.capture.proof.observe import Observation, parting, seen_signature
+from trueline.capture.proof.prove import Proof, judge
 from trueline.errors import BundleError, CaptureError
 from trueline.runtime.open import open_session
 
@@ -92,7 +91,7 @@ def _try(
     except (CaptureError, BundleError) as error:
         line = error.hint if isinstance(error, CaptureError) else ""
         return Tried(how="", why=error.message, line=line, path=None, signature=signature, proof=None)
-    proof = stateful.proven(judge(session, observations, versions=versions()), session, eager, versions=versions())
+    proof = stateful.proven(judge(session, observations), session, eager)
     place = (
         None if way == "script" or proof.reason else tensor_reads.unasked(eager, observations, _compiled(eager, how))
     )

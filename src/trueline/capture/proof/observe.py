@@ -1,0 +1,228 @@
+"""What the eager model answers on probes, and what its answers show. The model is called here once for each probe.
+
+Values that are not finite are given to it with care: `torch.linalg.eigvals` of a matrix with a NaN ends the process
+with SIGSEGV (torch 2.13 with oneMKL, parameter 3 of SGEBAL), and `torch.mode` of numbers with a NaN never returns. A
+call that would pass such values on raises instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trueline.bundle.signature import DATATYPES, Dim, Signature, TensorSpec
+from trueline.capture.model import code_paths
+from trueline.capture.proof.probes import Probe
+from trueline.errors import CaptureError
+from trueline.runtime import compare
+from trueline.runtime import distribution as draws
+from trueline.runtime.session import Session
+
+if TYPE_CHECKING:
+    from trueline.bundle.signature import Array
+    from trueline.capture.model.code_paths import Event, Place
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the eager model answered on a probe, or why it did not, and the way its code took."""
+
+    probe: Probe
+    outputs: dict[str, Array] | None
+    error: str
+    way: Sequence[Event]
+    draws: Mapping[str, Array] | None = None
+    """Many answers, stacked, of a model that draws random numbers; `outputs` is the first of them."""
+
+
+def observe(eager: Session, probes: Iterable[Probe], *, num_draws: int = 0) -> tuple[Observation, ...]:
+    """Asks the eager model, watching which way its code goes. Whatever it raises is recorded, not raised.
+
+    A model that draws random numbers is asked `num_draws` times. Raises CaptureError, with the line, for one that
+    returns other outputs on a probe than on its example: no program can.
+    """
+    seen: list[Observation] = []
+    for probe in probes:
+        one = _observe_one(eager, probe, seen[0].way if seen else None)
+        if probe.wild and one.outputs is None:
+            continue  # the model does not take these values: nothing is asked of the program
+        same = next((earlier.way for earlier in seen if earlier.way == one.way), None)
+        one = one if same is None else replace(one, way=same)  # most go one way: keep it once
+        if num_draws and one.outputs is not None:
+            with care(probe), seeded():
+                one = replace(one, draws=draws.sample(eager, probe.inputs, num_draws))
+        seen.append(one)
+    return tuple(seen)
+
+
+def _observe_one(eager: Session, probe: Probe, first: Sequence[Event] | None) -> Observation:
+    with code_paths.watching(ends=True) as way, care(probe):
+        try:
+            outputs, error = eager.run(probe.inputs), ""
+        except CaptureError as raised:
+            place = code_paths.divergence(first, way) if first is not None else None
+            where = f"; see {place}" if place else ""
+            raise CaptureError(f"on probe '{probe.name}' {raised.message}{where}", hint=raised.hint) from raised
+        except Exception as raised:  # noqa: BLE001 - this is the user's forward on made-up values: anything may come
+            outputs, error = (
+                None,
+                f"raises {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}",
+            )
+    if outputs is not None and probe.wild and not all(_finite(array) for array in outputs.values()):
+        outputs, error = None, "answers no numbers"
+    return Observation(probe=probe, outputs=outputs, error=error, way=way)
+
+
+def care(probe: Probe) -> AbstractContextManager[object]:
+    """Where the values of `probe` are no numbers, none of them reaches LAPACK."""
+    return Careful() if probe.wild else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def _finite(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def hidden_state(observations: Sequence[Observation]) -> str:
+    """How the eager model answers otherwise to equal inputs; empty when no probe shows that it does."""
+    answers: dict[str, Observation] = {}
+    for seen in observations:
+        earlier = answers.setdefault(digest(seen.probe.inputs), seen)
+        if earlier.outputs is None or seen.outputs is None or seen.draws is not None:
+            continue
+        found = compare.compare(earlier.outputs, seen.outputs)
+        if not found.agrees:
+            return found.reason
+    return ""
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """What torch draws on the CPU in the block begins with the same numbers each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield
+
+
+def digest(inputs: Mapping[str, Array]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(inputs.items()):
+        digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def parting(observations: Sequence[Observation], disagreeing: str = "") -> tuple[Place, str, str] | None:
+    """The line where two probes part, with the names of the two; None when all took the same way.
+
+    The probe that disagrees is held against one that went another way, of the same sizes if there is one: then
+    it is the values that steer the branch, not the shape.
+    """
+    suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
+    for suspect in suspects:
+        shapes = _shapes(suspect.probe)
+        ranked = sorted(observations, key=lambda seen: _shapes(seen.probe) != shapes)
+        for other in ranked:
+            if other.outputs is None:
+                continue  # its way was cut short by what it raised
+            place = code_paths.divergence(other.way, suspect.way)
+            if place is not None:
+                return place, other.probe.name, suspect.probe.name
+    return None
+
+
+def _shapes(probe: Probe) -> list[tuple[int, ...]]:
+    return [array.shape for array in probe.inputs.values()]
+
+
+Seen = Sequence[tuple[Mapping[str, int], tuple[int, ...]]]
+"""For each probe the sizes of the input symbols, and the shape of one output."""
+
+
+def seen_signature(inputs: Signature, observations: Sequence[Observation]) -> Signature:
+    """`inputs` with the outputs as the probes showed them. Raises CaptureError when an output has no one form."""
+    answered = [(seen.probe.inputs, seen.outputs) for seen in observations if seen.outputs is not None]
+    if not answered:
+        why = next((seen.error for seen in observations), "there is no probe")
+        raise CaptureError(f"the model answers no probe: {why}")
+    states = {spec.name for spec in inputs.outputs if spec.role == "state"}
+    dims, outputs = dict(inputs.dims), []
+    for name, first in answered[0][1].items():
+        shapes = [(inputs.sizes(given), found[name].shape) for given, found in answered if name in found]
+        if len(shapes) != len(answered) or len({len(shape) for _, shape in shapes}) != 1:
+            raise CaptureError(
+                f"output '{name}' is not always there, or not always of {first.ndim} dimensions",
+                hint="a bundle has the same outputs for every request",
+            )
+        role: Literal["data", "state"] = "state" if name in states else "data"
+        outputs.append(msgspec.structs.replace(_spec(name, first, shapes, dims), role=role))
+    return Signature(inputs=inputs.inputs, outputs=tuple(outputs), dims=dims, guards=inputs.guards)
+
+
+def _spec(name: str, first: Array, shapes: Seen, dims: dict[str, Dim]) -> TensorSpec:
+    shape: list[int | str] = []
+    for axis, size in enumerate(first.shape):
+        found = [(symbols, other[axis]) for symbols, other in shapes]
+        same = next((symbol for symbol in found[0][0] if all(at[symbol] == other for at, other in found)), None)
+        if all(other == size for _, other in found) and len(found) > 1:
+            shape.append(size)
+        elif same is not None:
+            shape.append(same)
+        else:
+            dims[f"{name}.{axis}"] = Dim(min=0)
+            shape.append(f"{name}.{axis}")
+    return TensorSpec(name=name, datatype=DATATYPES[first.dtype], shape=tuple(shape))
+
+
+_LAPACK = ("linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "svd", "qr", "triangular_solve", "lstsq")
+_ENDLESS = ("mode.",)
+
+
+class Careful(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ValueError where an operator that cannot bear it would get a value that is no number.
+
+    Eager control flow (`torch.cond`, `while_loop`, `scan`) compiles itself. Under a mode that does not stand aside for
+    that, Dynamo marks torch's own frames as not to be compiled, for good: each later call then fails, with any values.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*map(self._inside, args), **(kwargs or {}))
+        name = str(func).removeprefix("aten.").lstrip("_")
+        if name.startswith(_LAPACK + _ENDLESS):
+            for value in tree_leaves((args, kwargs)):
+                if _is_numbers(value) and not bool(value.isfinite().all()):
+                    raise ValueError(f"{func} would get a value that is no number")
+        return func(*args, **(kwargs or {}))
+
+    def _inside(self, value: Any) -> Any:
+        """A branch or body with this mode on; it is off while an operator is handled."""
+        if not callable(value) or isinstance(value, torch.Tensor):
+            return value
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return guarded
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
