@@ -1,7 +1,7 @@
 """A room that is also a verb: `trueline.train(...)` runs, `trueline.train.api` is still the package's module.
 
 A room's `__init__` calls `make_callable(__name__)`; calling the package then calls the function of the same
-name in its `api` module, imported at the call. Why not otherwise: docs/decisions/0005-verbs-and-rooms.md.
+name in its `api` module, imported at the call. Why not otherwise: docs/decisions/0005-callable-packages.md.
 """
 
 from __future__ import annotations
