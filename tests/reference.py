@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from trueline.cli import app, config_file
+from trueline.recipe.settings import TrainingSettings
+from trueline.settings import declared
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "configuration.md"
 HEAD = """# Configuration
@@ -56,6 +58,13 @@ def command_of(path: tuple[str, ...]) -> click.Command:
 def page() -> str:
     lines = [HEAD, "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in app.EXIT_CODES.items()]
+    lines += ["", "## Values of a recipe", "", "Names at the top level of the file; the command's flag wins.", ""]
+    lines += ["| name | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{one.name}` | `{one.default!r}` | {one.setting.help} |"
+        for one in declared(TrainingSettings)
+        if one.setting.recipe
+    ]
     lines += ["", "## Options", ""]
     for path in app.known_tables():
         command = command_of(path)

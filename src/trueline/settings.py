@@ -9,10 +9,12 @@ function, the table of the configuration page, and `check` refuses values out of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trueline.errors import UsageError, join_names
 
@@ -29,9 +31,31 @@ class Setting:
     """The option without dashes, where it is not the field's name."""
     low: float | None = None
     high: float | None = None
+    below: float | None = None
+    """As `high`, and not allowed itself."""
     choices: tuple[str, ...] = ()
+    """Those of a field whose type is a Literal are its values."""
     unit: int = 1
     """How much of the field's unit one of the option's is: 2**20 for an option in MiB and a field in bytes."""
+    section: str = ""
+    """Heading of the option in the command's help."""
+    recipe: bool = False
+    """Whether a recipe may set it at its top level."""
+    fixed: bool = False
+    """Whether a resumed job has to keep it."""
+
+    @property
+    def bounds(self) -> str:
+        """`at least 0 and below 1`; empty without bounds."""
+        bounds = (("at least", self.low), ("at most", self.high), ("below", self.below))
+        return " and ".join(f"{word} {value}" for word, value in bounds if value is not None)
+
+    def allows(self, value: Any) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +82,31 @@ def declared(settings: Any) -> tuple[Declared, ...]:
     """The settings that the dataclass `settings` declares, in order; fields without a Setting are internal."""
     hints = get_type_hints(settings)
     return tuple(
-        Declared(one.name, _kind(hints[one.name]), one.default, one.metadata[_KEY])
+        _declare(one.name, hints[one.name], one.default, one.metadata[_KEY])
         for one in fields(settings)
         if _KEY in one.metadata
     )
 
 
-def _kind(hint: Any) -> type:
+def _declare(name: str, hint: Any, default: Any, setting: Setting) -> Declared:
+    if get_origin(hint) is Literal:
+        return Declared(name, str, default, replace(setting, choices=get_args(hint)))
     plain = [one for one in get_args(hint) if one is not NoneType]
-    kind: type = plain[0] if plain else hint
-    return kind
+    return Declared(name, plain[0] if plain else hint, default, setting)
 
 
-def check(settings: Any) -> None:
+def check(settings: Any, *, unchecked: Collection[str] = ()) -> None:
     """Raises UsageError for a value of `settings` that is out of its range, with the value and the range."""
     for one in declared(settings.__class__):
-        value, low, high = getattr(settings, one.name), one.setting.low, one.setting.high
-        if value is None or value == one.default:
+        value = getattr(settings, one.name)
+        if value is None or value == one.default or one.name in unchecked:
             continue
         if one.setting.choices and value not in one.setting.choices:
-            raise UsageError(f"{one.name} is '{value}'", hint=f"choose one of {join_names(one.setting.choices)}")
-        if (low is not None and value < low) or (high is not None and value > high):
-            bounds = f"at least {low:g}" if high is None else f"between {low or 0:g} and {high:g}"
-            raise UsageError(f"{one.name} is {value}", hint=f"choose a number of {bounds}")
+            expected = f"one of {join_names(one.setting.choices)}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            expected = "a finite number"
+        elif not one.setting.allows(value):
+            expected = one.setting.bounds
+        else:
+            continue
+        raise UsageError(f"{one.name} is {value!r}, expected {expected}", hint=one.setting.help)

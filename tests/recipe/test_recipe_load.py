@@ -136,9 +136,9 @@ def test_a_misspelt_value_is_not_silently_left_out(tmp_path: Path) -> None:
     [
         ("precision = 'fp8'", "precision = 'fp8', expected one of fp32, bf16, fp16"),
         ("precision = 16", "precision = 16, expected a text"),
-        ("clip_norm = -1", "clip_norm = -1, expected a number from 0"),
-        ("clip_norm = float('nan')", "clip_norm = nan, expected a number from 0"),
-        ("ema = 1.0", "ema = 1.0, expected a number from 0 to below 1.0"),
+        ("clip_norm = -1", "clip_norm = -1, expected a number of at least 0"),
+        ("clip_norm = float('nan')", "clip_norm = nan, expected a number of at least 0"),
+        ("ema = 1.0", "ema = 1.0, expected a number of at least 0 and below 1"),
         ("compile = 1", "compile = 1 is not a truth value"),
         ("micro_batch = 2.5", "micro_batch = 2.5, expected a whole number of at least 0"),
         ("clip = 0.5", "'clip_norm' is not set, but 'clip = 0.5' is"),

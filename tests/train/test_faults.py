@@ -1,9 +1,9 @@
 """Promises of injected faults and of a job's settings that a script decides."""
 
+import dataclasses
 import json
 import signal
 
-import msgspec
 import pytest
 
 from trueline.errors import UsageError
@@ -56,7 +56,7 @@ def test_without_faults_nothing_happens(struck):
 def test_the_first_script_says_what_a_step_is_and_another_that_says_otherwise_is_refused(tmp_path):
     settings.save(JOB, tmp_path)
     said = {"epochs": 3, "global_batch": 8, "seed": 5}
-    assert job_context.settle(tmp_path, **said) == settings.load(tmp_path) == msgspec.structs.replace(JOB, **said)
+    assert job_context.settle(tmp_path, **said) == settings.load(tmp_path) == dataclasses.replace(JOB, **said)
     assert job_context.settle(tmp_path, **said).epochs == 3
     for name in said:
         with pytest.raises(UsageError, match=f"made an Elastic with {name}=7, and the job began with {said[name]}"):

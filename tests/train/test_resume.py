@@ -1,9 +1,9 @@
 """Promises of what may be asked of a job, what a resumed one has to keep, and from where it goes on."""
 
+import dataclasses
 import math
 import os
 
-import msgspec
 import pytest
 import torch
 
@@ -70,7 +70,7 @@ CHANGES = {"epochs": 5, "global_batch": 9, "seed": 2, "micro_batch": 2, "shuffle
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_decides_what_is_computed_cannot_change_in_a_resumed_job(name):
     with pytest.raises(UsageError, match=f"is another one: {name} was {getattr(JOB, name)}"):
-        overrides.refuse_changes(JOB, msgspec.structs.replace(JOB, **{name: CHANGES[name]}), "x")
+        overrides.refuse_changes(JOB, dataclasses.replace(JOB, **{name: CHANGES[name]}), "x")
 
 
 def test_what_decides_nothing_of_the_result_may_change_in_a_resumed_job_and_its_recipe_may_not():
@@ -78,9 +78,9 @@ def test_what_decides_nothing_of_the_result_may_change_in_a_resumed_job_and_its_
         "workers": 9, "min_workers": 2, "checkpoint_every": 5, "keep": 9, "readers": 2, "lease_s": 9.0, "set_aside": 0,
         "autoscale": True, "patience": 3, "monitor": "loss", "device": "cpu", "threads": 4,
     }  # fmt: skip
-    overrides.refuse_changes(JOB, msgspec.structs.replace(JOB, **other), "x")
+    overrides.refuse_changes(JOB, dataclasses.replace(JOB, **other), "x")
     with pytest.raises(UsageError, match=r"the recipe r\.py was changed since the job in x began"):
-        overrides.refuse_changes(JOB, msgspec.structs.replace(JOB, recipe_digest="e"), "x")
+        overrides.refuse_changes(JOB, dataclasses.replace(JOB, recipe_digest="e"), "x")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def job_dir(tmp_path):
     """A job of a script that has applied nine steps."""
     script = tmp_path / "train.py"
     script.write_text("pass\n")
-    job = msgspec.structs.replace(JOB, recipe="", script=(str(script),), recipe_digest=files.sha256_file(script))
+    job = dataclasses.replace(JOB, recipe="", script=(str(script),), recipe_digest=files.sha256_file(script))
     settings.save(job, tmp_path)
     journal = Journal(tmp_path / "journal.sqlite")
     steps = [{"step": step, "generation": 1, "records": 8, "digest": step, "loss": 0.5, "workers": 1, "gap_ms": 0.0}

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import queue
 import threading
 
 import grpc
-import msgspec
 import numpy as np
 
 from trueline.train.master.journal import Journal
@@ -20,7 +20,7 @@ from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
 
 JOB = JobSettings(name="x", recipe="x.py", recipe_digest="", workers=2, epochs=1, global_batch=4, seed=0, min_workers=1)
-ALONE = msgspec.structs.replace(JOB, workers=1)
+ALONE = dataclasses.replace(JOB, workers=1)
 """A job of one worker."""
 RECORDS, STEPS = 8, 2
 WAIT_S = 60

@@ -11,12 +11,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -24,7 +23,9 @@ from typing import Any
 from trueline import files
 from trueline.errors import RecipeError, join_names
 from trueline.recipe import elasticdl
-from trueline.recipe.contract import BLANKS, Blank, Defaults, Recipe
+from trueline.recipe.contract import BLANKS, Blank, Recipe
+from trueline.recipe.settings import TrainingSettings
+from trueline.settings import Declared, declared
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LABELS = {"label", "labels", "target", "targets", "y_true"}
@@ -35,8 +36,8 @@ _OPTIONAL_CUTOFF = 0.85
 error anyway; a helper that merely sounds like an optional one must not be."""
 
 
-_CHOICES = {"precision": ("fp32", "bf16", "fp16"), "shuffle": ("full", "windows", "none")}
-_BELOW = {"ema": 1.0}
+_VALUES = {one.name: one for one in declared(TrainingSettings) if one.setting.recipe}
+"""What a recipe may set at its top level."""
 _OTHER_NAMES = {
     "batchsize": "global_batch", "numepochs": "epochs", "maxepochs": "epochs", "clip": "clip_norm",
     "gradclip": "clip_norm", "maxgradnorm": "clip_norm", "microbatchsize": "micro_batch", "emadecay": "ema",
@@ -88,7 +89,7 @@ def fill(found: Found) -> Recipe:
         problems.append(Problem(f"its name {name!r} has to consist of letters, digits and _ . -", hint))
     if problems:
         raise _error(found.where, problems)
-    return Recipe(name=name, digest=found.digest, path=found.path, defaults=Defaults(**values), **filled)
+    return Recipe(name=name, digest=found.digest, path=found.path, defaults=TrainingSettings(**values), **filled)
 
 
 def _error(where: str, problems: list[Problem]) -> RecipeError:
@@ -222,11 +223,11 @@ def _our_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> d
 
 
 def _plain_values(found: Found) -> tuple[dict[str, Any], list[Problem]]:
-    usual = {field.name: field.default for field in fields(Defaults)}
+    usual = {name: one.default for name, one in _VALUES.items()}
     values = {name: _plain(found.values[name]) for name in usual if found.values.get(name) is not None}
     problems: list[Problem] = []
     for name, value in values.items():
-        problems += _wrong_value(name, value, usual[name])
+        problems += _wrong_value(_VALUES[name], value)
     for other, value in found.values.items():
         if other in usual or other.startswith("_") or not other.islower() or not isinstance(value, int | float | str):
             continue
@@ -251,25 +252,20 @@ def _meant(other: str, value: object, usual: Mapping[str, object]) -> str | None
     return near if near is not None and isinstance(value, str) == isinstance(usual[near], str) else None
 
 
-def _wrong_value(name: str, value: Any, default: object) -> Iterator[Problem]:
-    said = f"{name} = {value!r}"
-    if isinstance(default, bool):
+def _wrong_value(declared: Declared, value: Any) -> Iterator[Problem]:
+    said, setting, kind = f"{declared.name} = {value!r}", declared.setting, declared.kind
+    if kind is bool:
         if not isinstance(value, bool):
             yield Problem(f"{said} is not a truth value, expected True or False", "")
-    elif isinstance(default, str):
-        choices = _CHOICES.get(name)
+    elif kind is str:
         if not isinstance(value, str):
-            yield Problem(f"{said}, expected a text", f"call it '_{name}' if it is your own")
-        elif choices and value not in choices:
-            yield Problem(f"{said}, expected one of {', '.join(choices)}", "")
-    elif isinstance(default, float):
-        most = _BELOW.get(name, math.inf)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
-            yield Problem(f"{said}, expected a number from 0 to below {most}", "")
-    else:
-        least = 1 if default and name != "seed" else 0
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            yield Problem(f"{said}, expected a whole number of at least {least}", "")
+            yield Problem(f"{said}, expected a text", f"call it '_{declared.name}' if it is your own")
+        elif setting.choices and value not in setting.choices:
+            yield Problem(f"{said}, expected one of {', '.join(setting.choices)}", "")
+    elif isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        yield Problem(f"{said}, expected a {'whole ' if kind is int else ''}number of {setting.bounds}", "")
+    elif not setting.allows(value) or abs(value) >= 2**63:
+        yield Problem(f"{said}, expected a number of {setting.bounds}", "")
 
 
 def _kind(value: Any) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trueline.data.source import Mode as Mode
+from trueline.recipe.settings import TrainingSettings
 
 if TYPE_CHECKING:
     import torch
@@ -140,43 +141,6 @@ BLANKS: tuple[Blank, ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """Plain values that a recipe may set at its top level; flags of the command win over them."""
-
-    epochs: int = 10
-    global_batch: int = 64
-    """Records of one optimizer step, however many workers share them."""
-    seed: int = 0
-    find_unused_parameters: bool = False
-    """True when some parameters take no part in some steps (as torch's DDP names it)."""
-    micro_batch: int = 0
-    """Records of one forward; 0: a worker's whole share of the step."""
-    shuffle: str = "full"
-    """`full`: any record may stand anywhere in an epoch; `windows`: the source's units are shuffled, and the records in
-    windows of them, so that large Parquet files are decoded once an epoch; `none`: in the order of the source."""
-    readers: int = 0
-    """Processes of each worker that read records ahead (other tools: num_workers); 0: none."""
-    precision: str = "fp32"
-    """`fp32`, or autocast to `bf16` or `fp16` (the latter with a GradScaler)."""
-    clip_norm: float = 0.0
-    """Largest norm of all gradients together; 0: they are left as they are."""
-    compile: bool = False
-    """True for torch.compile."""
-    ema: float = 0.0
-    """Decay of an exponential moving average of the parameters, e.g. 0.999; 0: none. It is what is evaluated then."""
-    evaluate_every: int = 0
-    """Steps between evaluations while training; 0: after each epoch if `monitor` is set, else never."""
-    monitor: str = ""
-    """`loss` or a metric's name: what the best checkpoint is the best by; smaller is better, `-NAME`: larger is."""
-    patience: int = 0
-    """Evaluations without a new best one after which training stops; 0: never."""
-    device: str = "auto"
-    """Where models are trained and evaluated, and where they predict: `auto`, `cpu`, `cuda` or `cuda:N`."""
-    backend: str = "gloo"
-    """Over what gradients are summed: `gloo`, `nccl`, or `module:function` of a plane (`parallel/backend.py`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A recipe whose blanks are checked. Calling them may import torch; holding one does not."""
 
@@ -199,7 +163,8 @@ class Recipe:
     preprocess: Callable[[Any], Any] | None = None
     postprocess: Callable[[Any], Any] | None = None
     search_space: Callable[[Any], Mapping[str, Any]] | None = None
-    defaults: Defaults = field(default_factory=Defaults)
+    defaults: TrainingSettings = field(default_factory=TrainingSettings)
+    """What the recipe sets at its top level; flags of the command win."""
 
     def source(self, mode: Mode) -> Source:
         """The records for `mode` as a Source. Raises RecipeError or DataError."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
-
-import msgspec
 
 from trueline import events, files
 from trueline.checkpoint.checkpoint import best as best_checkpoint
@@ -209,10 +207,9 @@ def prepare(
             raise UsageError("resume needs the folder of the job", hint="add --job runs/NAME-1")
         return prepare_resume(job_dir, recipe=found, workers=workers, faults=faults, **wanted)
     low, high = parse_workers(str(workers or USUAL_WORKERS))
-    own = settled.defaults_of(found.defaults)
     job = JobSettings(
         name=found.name, recipe=where, recipe_digest=found.digest, workers=high, min_workers=low,
-        faults=tuple(faults), **own,
+        faults=tuple(faults), **asdict(found.defaults),
     )  # fmt: skip
     for fault in faults:
         if fault.slot >= high:
@@ -263,7 +260,7 @@ def prepare_resume(
     low, high = parse_workers(str(workers)) if workers is not None else (earlier.min_workers, earlier.workers)
     found = recipe if recipe is not None or earlier.script else load_recipe(earlier.recipe)
     digest = found.digest if found is not None else files.sha256_file(Path(earlier.script[0]))
-    later = msgspec.structs.replace(
+    later = replace(
         earlier, workers=high, min_workers=low, faults=tuple(faults), recipe_digest=digest
     )  # fmt: skip
     later = settled.apply_overrides(later, wanted, cores=_cores(), metrics=_metrics(found))
@@ -271,7 +268,7 @@ def prepare_resume(
     if JobDir(folder).summary.exists():
         raise UsageError(f"the job in {folder} has finished already", hint="capture its last checkpoint")
     _go_back_to_checkpoint(folder, later)
-    job_settings.save(msgspec.structs.replace(later, checkpoints=_absolute(later.checkpoints)), folder)
+    job_settings.save(replace(later, checkpoints=_absolute(later.checkpoints)), folder)
     return folder
 
 
@@ -293,7 +290,7 @@ def _new(job: JobSettings, job_dir: str | Path | None) -> Path:
             f"{folder} holds a job already", hint="add --resume to go on with it, or choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    job_settings.save(msgspec.structs.replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
+    job_settings.save(replace(job, name=folder.name, checkpoints=_absolute(job.checkpoints)), folder)
     return folder
 
 

@@ -7,9 +7,8 @@ JOB/job.json for the master and later launches; an Elastic with other values is 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-
-import msgspec
 
 from trueline.data.source import Source
 from trueline.errors import UsageError
@@ -32,13 +31,13 @@ def of_script(plan: JobPlan, source: Source) -> tuple[Keeper | None, tuple[Fault
     return Keeper.of(job, Path(job_dir), facts), job.faults
 
 
-def settle(folder: Path, **values: int) -> JobSettings:
+def settle(folder: Path, *, epochs: int, global_batch: int, seed: int) -> JobSettings:
     """The job's settings with the script's values. Raises UsageError when the job began with others."""
     job = job_settings.load(folder)
     if not job.epochs:
-        job = msgspec.structs.replace(job, **values)
+        job = replace(job, epochs=epochs, global_batch=global_batch, seed=seed)
         job_settings.save(job, folder)
-    for name, value in values.items():
+    for name, value in (("epochs", epochs), ("global_batch", global_batch), ("seed", seed)):
         if getattr(job, name) != value:
             raise UsageError(
                 f"the script made an Elastic with {name}={value}, and the job began with {getattr(job, name)}",

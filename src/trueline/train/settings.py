@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,13 +11,12 @@ import msgspec
 
 from trueline import files
 from trueline.errors import UsageError
+from trueline.recipe.settings import TrainingSettings
 
 Phase = Literal[
     "before", "backward", "allreduced", "applied",
     "entering", "forming", "healing", "observing", "evaluating", "saving", "finishing",
 ]  # fmt: skip
-Precision = Literal["fp32", "bf16", "fp16"]
-Shuffle = Literal["full", "windows", "none"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,63 +47,19 @@ def beyond(faults: Sequence[Fault], total_steps: int) -> list[Fault]:
     return [fault for fault in faults if fault.step > total_steps - last.get(fault.phase, 0)]
 
 
-class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(TrainingSettings):
     name: str
     recipe: str
     """Absolute path of the recipe, or `module:object`; empty for a job that runs `script`."""
     recipe_digest: str
     script: tuple[str, ...] = ()
-    """A Python file with a loop of its own over `trueline.Elastic`, and its arguments."""
+    """A Python file with a custom loop over `trueline.Elastic`, and its arguments."""
     workers: int
     min_workers: int = 1
-    epochs: int
-    global_batch: int
-    seed: int
-    find_unused_parameters: bool = False
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: at the end of each epoch. The last step always has one."""
-    checkpoints: str = ""
-    """Folder or fsspec URL of the checkpoints; empty: `checkpoints` in the job's folder."""
-    keep: int = 3
-    """Newest checkpoints that stay; the best one stays beside them."""
-    micro_batch: int = 0
-    """Records of one forward; 0: a worker's whole share. See `shards` in docs/concepts/generation.md."""
-    shuffle: Shuffle = "full"
-    """`full`: any record may stand anywhere in an epoch; `windows`, `none`: see docs/concepts/order.md."""
-    readers: int = 0
-    """Processes of each worker that read records ahead; 0: the worker reads it itself."""
-    bitwise: bool = False
-    """Weights that do not depend on the number of workers in a single bit."""
-    precision: Precision = "fp32"
-    clip_norm: float = 0.0
-    """Largest norm of all gradients together; 0: they are left as they are."""
-    compile: bool = False
-    ema: float = 0.0
-    """Decay of the exponential moving average of the parameters; 0: none is kept."""
-    evaluate_every: int = 0
-    """Steps between evaluations; 0: at the end of each epoch when `patience` or `monitor` ask for it, else never."""
-    monitor: str = ""
-    """What "best" means: `loss` or the name of a metric, smaller is better; `-NAME`: larger is better. Empty: no
-    evaluation unless `evaluate_every` is set, and then the loss counts."""
-    patience: int = 0
-    """Evaluations without a new best one after which training stops; 0: never."""
-    set_aside: int = 100
-    """So many records that fail wherever they go may be set aside before the job ends; 0: the first one ends it."""
-    autoscale: bool = False
-    """Whether the number of workers between min_workers and workers follows throughput and capacity."""
     faults: tuple[Fault, ...] = ()
-    lease_s: float = 3.0
-    """A worker that is silent for so long is given up."""
-    max_failures: int = 3
-    """So many deaths of a slot in a row before a step of its own put it into quarantine."""
-    page_port: int = 0
-    """Of the live page; 0, or a port that is in use: any."""
     threads: int = 1
     """Intra-op threads of each worker."""
-    device: str = "auto"
-    """Where workers compute: `auto` (CUDA where a machine has it), `cpu`, `cuda` or `cuda:N`; see `train.devices`."""
-    backend: str = "gloo"
-    """Over what workers sum gradients: `gloo` (host memory), `nccl`, or `module:function` of a plane of one's own."""
 
     @property
     def wants_best(self) -> bool:

@@ -1,5 +1,6 @@
 """Promises of how a job's end is told: to its launcher, in its folder, to operators and to scripts."""
 
+import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -184,7 +185,7 @@ def test_what_a_dead_job_had_done_is_in_its_journal(job_dir):
 def test_a_folder_of_jobs_says_which_one_is_meant_and_hides_none_for_a_damaged_one(tmp_path):
     for name in ("digits-1", "digits-2"):
         (tmp_path / name).mkdir()
-        settings.save(msgspec.structs.replace(JOB, name=name), tmp_path / name)
+        settings.save(dataclasses.replace(JOB, name=name), tmp_path / name)
     (tmp_path / "digits-2" / "job.json").write_text("{")
     assert {job.name: job.state for job in jobs.list_jobs(tmp_path)} == {"digits-1": "prepared", "digits-2": "damaged"}
     assert jobs.find_job("digits-1", tmp_path) == tmp_path / "digits-1"

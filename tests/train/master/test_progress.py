@@ -1,8 +1,8 @@
 """Promises of the master's account: certificates, evaluations, early stops."""
 
+import dataclasses
 import json
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -267,7 +267,7 @@ def test_what_a_certificate_leaves_out_is_taken_off_the_planned_digest_modulo_it
 
 def test_the_digest_of_a_part_of_an_epoch_is_within_its_bits_however_many_records_it_has():
     many, batch = 3000, 8
-    job = msgspec.structs.replace(JOB, global_batch=batch)
+    job = dataclasses.replace(JOB, global_batch=batch)
     ids = permutation.record_at(np.arange(250 * batch), seed=job.seed, epoch=0, num_records=many)
     found = plan_records(job, many, epoch=0, steps=250, named=ids[:2].tolist())
     assert found == PlannedRecords(2000, ledger.digest(ids), False, tuple(sorted(ids[:2].tolist())))
@@ -584,7 +584,7 @@ def test_the_facts_of_the_first_worker_are_written_and_compared_with_those_of_th
 
 
 def test_the_part_of_an_epoch_of_more_than_a_million_records_is_added_up_in_pieces():
-    job = msgspec.structs.replace(JOB, global_batch=1000)
+    job = dataclasses.replace(JOB, global_batch=1000)
     plan = plan_records(job, 2_500_000, IN_ORDER, epoch=0, steps=2200, named=[2_300_000, 1_500_000, 2_150_000, 5])
     assert plan == PlannedRecords(2_200_000, ledger.digest(np.arange(2_200_000)), False, (5, 1_500_000, 2_150_000))
     assert plan_records(job, 2000, epoch=0, steps=2, named=[7, 3]) == PlannedRecords(

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import grpc
-import msgspec
 import pytest
 
 from trueline.errors import StorageError
@@ -197,7 +197,7 @@ def test_autoscaling_begins_with_the_minimum_and_grows_into_the_room_that_the_en
     monkeypatch.setattr("trueline.train.membership.autoscale.SETTLE_S", 0.01)
 
     async def scenario():
-        async with serving(msgspec.structs.replace(job, workers=4, autoscale=True), tmp_path) as (master, _):
+        async with serving(dataclasses.replace(job, workers=4, autoscale=True), tmp_path) as (master, _):
             assert master.state.workers == 1
             at = master.now()
             master.now = lambda: at
@@ -230,7 +230,7 @@ def test_a_fault_at_a_step_that_the_job_does_not_have_is_told(job, tmp_path):
     faults = tuple(Fault(step=step, slot=1) for step in (1, 2, 7))
 
     async def scenario():
-        async with serving(msgspec.structs.replace(job, faults=faults), tmp_path) as (master, stub):
+        async with serving(dataclasses.replace(job, faults=faults), tmp_path) as (master, stub):
             hello = pb.Hello(ref="worker-0.0", store="a:1", num_records=8, total_steps=2)
             watching = stub.Watch(hello, metadata=SECRET)
             await until_async(lambda: any(name == "worker.joined" for name, _ in said(master)), "the worker joins")
@@ -262,9 +262,9 @@ def asked_to_scale(monkeypatch, tmp_path, prepare, *, wants=3):
     monkeypatch.setattr("trueline.train.master.master.decide", decide)
 
     async def scenario():
-        master = master_of(tmp_path, msgspec.structs.replace(JOB, min_workers=2), engine=Room())
+        master = master_of(tmp_path, dataclasses.replace(JOB, min_workers=2), engine=Room())
         at_work(master, steps=1)
-        master.job = msgspec.structs.replace(master.job, workers=6)
+        master.job = dataclasses.replace(master.job, workers=6)
         prepare(master)
         scaling = master.spawn(master.run_scaling())
         await until_async(lambda: len(looks) >= 4, "four looks")

@@ -1,9 +1,9 @@
 """Promises of how the master ends a job: finished only with a proof, failed for everybody, nothing in between."""
 
 import asyncio
+import dataclasses
 import json
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -365,11 +365,11 @@ def test_a_job_whose_state_died_goes_back_to_its_checkpoint_and_so_does_its_log(
 
 
 def test_the_rules_of_membership_are_those_of_the_settings(tmp_path):
-    job = msgspec.structs.replace(JOB, workers=7, min_workers=3, lease_s=8.0, max_failures=5, set_aside=2)
+    job = dataclasses.replace(JOB, workers=7, min_workers=3, lease_s=8.0, max_failures=5, set_aside=2)
     policy = master_of(tmp_path, job).policy
     found = (policy.workers, policy.min_workers, policy.lease_s, policy.max_failures, policy.set_aside)
     assert found == (7, 3, 8.0, 5, 2)
-    assert master_of(tmp_path, msgspec.structs.replace(job, autoscale=True)).policy.workers == 3
+    assert master_of(tmp_path, dataclasses.replace(job, autoscale=True)).policy.workers == 3
 
 
 def test_a_start_that_was_taken_back_before_the_engine_heard_it_is_not_ordered(tmp_path):

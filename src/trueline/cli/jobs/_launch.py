@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trueline.cli._progress import progress
-from trueline.cli.options import Decorator, Function, json_option, quiet_option, say, section
+from trueline.cli.options import Decorator, Function, json_option, quiet_option, say, section, setting_options
+from trueline.recipe.settings import TrainingSettings
+from trueline.settings import declared
 
 if TYPE_CHECKING:
     from trueline.train.api import TrainResult
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 
 LOGGED_S = 60.0
 """How long a job that has ended waits for the last of it to be in MLflow."""
-_result = section("What is computed (a resumed job keeps it)")
 _workers = section("The workers (a resumed job may have others)")
-_keeping = section("Checkpoints and evaluation")
 _job = section("The job")
 
 
@@ -34,66 +34,18 @@ def _all(*decorators: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
-result_options = _all(
-    _result("--epochs", type=int, metavar="N", help="Times that every record is trained; the recipe's if left out."),
-    _result("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers."),
-    _result("--seed", type=int, metavar="N", help="Decides the order of the records and the first weights."),
-    _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
-    _result(
-        "--shuffle",
-        type=click.Choice(["full", "windows", "none"]),
-        help="windows: row groups are shuffled, and records inside windows of them; none: in the source's order.",
-    ),
-    _result(
-        "--bitwise", is_flag=True, default=None, help="The same weights to the last bit for any number of workers."
-    ),
-    _result("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of forward and loss (autocast)."),
-    _result("--clip-norm", type=float, metavar="X", help="Largest norm of all gradients together."),
-    _result(
-        "--ema", type=float, metavar="DECAY", help="Keep a moving average of the weights; 0.999: over some 1000 steps."
-    ),
-)
-worker_options = _all(
-    _workers("--workers", metavar="N|MIN:MAX", help="Worker processes; 3 if nobody says.", default=None),
-    _workers("--autoscale/--no-autoscale", default=None, help="Between MIN and MAX by what another worker brings."),
-    _workers("--lease", "lease_s", type=float, metavar="S", help="A worker that is silent for so long is given up."),
-    _workers("--set-aside", type=int, metavar="N", help="Records that fail everywhere and may be left out."),
-    _workers("--max-failures", type=int, metavar="N", help="Deaths in a row that put a worker's place in quarantine."),
-)
-device_option = _all(
-    _workers("--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."),
-    _workers(
-        "--backend",
-        metavar="NAME",
-        help="Over what gradients are summed: gloo (host memory, on every device), nccl, or module:function.",
-    ),
-)
-readers_option = _workers(
-    "--readers",
-    type=int,
-    metavar="N",
-    help="Processes of each worker that read records ahead.",
-)
-compile_option = _workers("--compile/--no-compile", default=None, help="Use torch.compile.")
-checkpoint_options = _all(
-    _keeping("--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; else each epoch."),
-    _keeping(
-        "--checkpoints", metavar="FOLDER|URL", help="Where they go, e.g. s3://bucket/name; else the job's folder."
-    ),
-    _keeping("--keep", type=int, metavar="N", help="Newest checkpoints that stay, beside the best."),
-)
-evaluation_options = _all(
-    _keeping("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training; else each epoch if asked."),
-    _keeping("--monitor", metavar="[-]NAME", help="loss or a metric that decides which is best; -NAME: larger is."),
-    _keeping("--patience", type=int, metavar="N", help="Stop after so many evaluations without a better one."),
-)
+def training_options(*, without: Collection[str] = ()) -> Decorator[Any]:
+    """`--workers` and the settings of a job, of which those left out are the recipe's."""
+    workers = _workers("--workers", metavar="N|MIN:MAX", default=None, help="Worker processes; 3 if left out.")
+    return _all(setting_options(TrainingSettings, without=without, unset=True), workers)
+
+
+FIXED = tuple(one.name for one in declared(TrainingSettings) if one.setting.fixed)
+"""Settings that a resumed job keeps."""
 job_option = _job("--job", "job_dir", metavar="FOLDER", help="Where the job keeps its state; runs/NAME-1 if left out.")
 resume_option = _job("--resume", is_flag=True, help="Go on with the job in --job from its newest checkpoint.")
 how_options = _all(
     _job("--detach", is_flag=True, help="Run in the background; survives the terminal."),
-    _job(
-        "--page-port", type=int, metavar="PORT", help="Of the live page; any free one if left out, or if it is in use."
-    ),
     _job("--mlflow", is_flag=True, help="Log parameters, curves and certificates to an MLflow run, meanwhile."),
     _job("--tracking-uri", metavar="URI", help="To this store; MLFLOW_TRACKING_URI or ./mlflow.db when left out."),
     json_option,

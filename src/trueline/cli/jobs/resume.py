@@ -18,12 +18,7 @@ trueline resume runs/digits-1 --workers 8 --detach
 
 @verb("resume", examples=_EXAMPLES)
 @job_argument
-@_launch.worker_options
-@_launch.compile_option
-@_launch.device_option
-@_launch.readers_option
-@_launch.checkpoint_options
-@_launch.evaluation_options
+@_launch.training_options(without=_launch.FIXED)
 @_launch.how_options
 def command(job: str, **given: Any) -> None:
     """Go on with a job that halted, failed or lost its processes.

@@ -17,12 +17,17 @@ trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
     in the background; what follows -- is the script's own
 """
 
+_OF_THE_SCRIPT = (
+    *_launch.FIXED, "compile", "find_unused_parameters", "readers", "backend", "device",
+    "evaluate_every", "monitor", "patience",
+)  # fmt: skip
+"""What the script decides: its loop, options and evaluation."""
+
 
 @verb("run", examples=_EXAMPLES)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@_launch.worker_options
-@_launch.checkpoint_options
+@_launch.training_options(without=_OF_THE_SCRIPT)
 @_launch.job_option
 @_launch.how_options
 def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:

@@ -24,13 +24,7 @@ trueline train digits/recipe.py --job runs/digits-1 --resume
 
 @verb("train", examples=_EXAMPLES)
 @recipe_argument
-@_launch.result_options
-@_launch.worker_options
-@_launch.compile_option
-@_launch.device_option
-@_launch.readers_option
-@_launch.checkpoint_options
-@_launch.evaluation_options
+@_launch.training_options()
 @_launch.job_option
 @_launch.resume_option
 @_launch.how_options

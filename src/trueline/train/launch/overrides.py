@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import msgspec
 
 from trueline.errors import UsageError, closest
-from trueline.recipe.contract import Defaults
-from trueline.train.settings import JobSettings, Precision, Shuffle, check_backend, device_kind
+from trueline.recipe.settings import Precision, Shuffle, TrainingSettings
+from trueline.settings import check, declared
+from trueline.train.settings import JobSettings, check_backend, device_kind
 
 
 class Overrides(TypedDict, total=False):
@@ -41,16 +41,7 @@ class Overrides(TypedDict, total=False):
     page_port: int | None
     device: str | None
     backend: str | None
-
-
-MATHEMATICS = ("epochs", "global_batch", "seed", "micro_batch", "shuffle", "bitwise", "precision", "clip_norm",
-               "ema")  # fmt: skip
-"""What a job's result depends on: fixed for its whole life."""
-_LEAST = {
-    "epochs": 1, "global_batch": 1, "keep": 1, "max_failures": 1, "lease_s": 1, "seed": 0, "micro_batch": 0,
-    "clip_norm": 0, "ema": 0, "evaluate_every": 0, "patience": 0, "readers": 0, "checkpoint_every": 0,
-    "set_aside": 0, "page_port": 0,
-}  # fmt: skip
+    find_unused_parameters: bool | None
 
 
 def collect_overrides(overrides: Overrides) -> dict[str, Any]:
@@ -67,23 +58,14 @@ def apply_overrides(
 ) -> JobSettings:
     """`job` with the overrides, checked. `metrics`: the recipe's, by name. Raises UsageError."""
     given = collect_overrides(overrides)
-    for name, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):  # settings are stored as JSON, which lacks it
-            raise UsageError(f"{name} is {value}, expected a finite number")
-    job = msgspec.structs.replace(job, **given)
+    job = replace(job, **given)
     # Threads change the order of a sum, so bitwise reproducibility means one thread.
-    job = msgspec.structs.replace(job, threads=1 if job.bitwise else max(1, cores // job.workers))
+    job = replace(job, threads=1 if job.bitwise else max(1, cores // job.workers))
     try:
-        job = msgspec.json.decode(msgspec.json.encode(job), type=JobSettings)
+        job = msgspec.convert(msgspec.to_builtins(job), JobSettings)
     except msgspec.ValidationError as error:
         raise UsageError(f"a setting of the job is of the wrong kind: {error}") from error
-    for name, least in _LEAST.items():
-        if not getattr(job, name) >= least and not (job.script and name in ("epochs", "global_batch")):
-            raise UsageError(f"{name} is {getattr(job, name)}, expected at least {least}")
-    if job.page_port > 65535:
-        raise UsageError(f"page_port is {job.page_port}, expected at most 65535")
-    if job.ema >= 1:
-        raise UsageError(f"ema is {job.ema}, expected a decay from 0 (none) to below 1, e.g. 0.999")
+    check(job, unchecked=("epochs", "global_batch") if job.script else ())
     device_kind(job.device)
     check_backend(job.backend)
     _check_monitor(job.monitor, metrics or {})
@@ -99,11 +81,6 @@ def _check_monitor(monitor: str, metrics: Mapping[str, Any]) -> None:
         )
 
 
-def defaults_of(defaults: Defaults) -> dict[str, Any]:
-    """The recipe's own values, by the names of JobSettings."""
-    return asdict(defaults)
-
-
 def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None:
     """Raises UsageError when `later` would train something else than `earlier` did."""
     if later.recipe_digest != earlier.recipe_digest:
@@ -111,7 +88,8 @@ def refuse_changes(earlier: JobSettings, later: JobSettings, where: str) -> None
             f"the recipe {later.recipe or later.script[0]} was changed since the job in {where} began",
             hint="restore the recipe, or train the changed one in a new job",
         )
-    changed = [name for name in MATHEMATICS if getattr(earlier, name) != getattr(later, name)]
+    fixed = [one.name for one in declared(TrainingSettings) if one.setting.fixed]
+    changed = [name for name in fixed if getattr(earlier, name) != getattr(later, name)]
     if changed:
         before = ", ".join(f"{name} was {getattr(earlier, name)}" for name in changed)
         raise UsageError(f"the job in {where} is another one: {before}", hint="leave these out to resume with the same")

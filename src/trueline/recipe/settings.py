@@ -1,0 +1,121 @@
+"""Settings of training, declared once: command options, Python arguments, values of a recipe, the job's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trueline.settings import setting
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Shuffle = Literal["full", "windows", "none"]
+
+_RESULT = "What is computed (a resumed job keeps it)"
+_WORKERS = "The workers (a resumed job may have others)"
+_KEEPING = "Checkpoints and evaluation"
+_JOB = "The job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """How many steps, over which records."""
+
+    epochs: int = setting(
+        10, "Times that every record is trained.", section=_RESULT, metavar="N", low=1, recipe=True, fixed=True
+    )
+    global_batch: int = setting(
+        64, "Records of one optimizer step, over all workers.",
+        section=_RESULT, metavar="N", flag="batch", low=1, recipe=True, fixed=True,
+    )  # fmt: skip
+    seed: int = setting(
+        0, "Decides the order of the records and the first weights.",
+        section=_RESULT, metavar="N", low=0, high=2**63 - 1, recipe=True, fixed=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How a step is computed. `trueline.Options` has the same fields for custom loops."""
+
+    micro_batch: int = setting(
+        0, "Records of one forward; gradients are accumulated. 0: a worker's share of the step, or shards where the "
+        "model needs them.", section=_RESULT, metavar="N", low=0, recipe=True, fixed=True,
+    )  # fmt: skip
+    shuffle: Shuffle = setting(
+        "full", "full: any record may stand anywhere in an epoch; windows: row groups are shuffled, and records inside "
+        "windows of them; none: in the source's order.", section=_RESULT, recipe=True, fixed=True,
+    )  # fmt: skip
+    bitwise: bool = setting(
+        False, "The same weights to the last bit for any number of workers.", section=_RESULT, fixed=True
+    )
+    precision: Precision = setting(
+        "fp32", "Autocast of forward and loss; fp16 with a GradScaler.", section=_RESULT, recipe=True, fixed=True
+    )
+    clip_norm: float = setting(
+        0.0, "Largest norm of all gradients together; 0: no clipping.",
+        section=_RESULT, metavar="X", low=0, recipe=True, fixed=True,
+    )  # fmt: skip
+    ema: float = setting(
+        0.0, "Decay of a moving average of the weights, which is then evaluated and captured; 0.999 looks back some "
+        "1,000 steps, 0: none.", section=_RESULT, metavar="DECAY", low=0, below=1, recipe=True, fixed=True,
+    )  # fmt: skip
+    compile: bool = setting(False, "Use torch.compile.", section=_WORKERS, recipe=True)
+    find_unused_parameters: bool = setting(
+        False, "Some parameters take no part in some steps (as torch's DDP names it).", section=_WORKERS, recipe=True
+    )
+    readers: int = setting(
+        0, "Processes of each worker that read records ahead (num_workers elsewhere); 0: the worker reads.",
+        section=_WORKERS, metavar="N", low=0, recipe=True,
+    )  # fmt: skip
+    backend: str = setting(
+        "gloo", "What sums gradients: gloo (host memory, on every device), nccl, or module:function.",
+        section=_WORKERS, metavar="NAME", recipe=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(StepSettings, LoopSettings):
+    """What a job is told beside its recipe and its number of workers."""
+
+    autoscale: bool = setting(
+        False, "Vary the number of workers between MIN and MAX by what another worker brings.", section=_WORKERS
+    )
+    lease_s: float = setting(
+        3.0, "A worker that is silent for this long is given up.",
+        section=_WORKERS, metavar="SECONDS", flag="lease", low=1,
+    )  # fmt: skip
+    set_aside: int = setting(
+        100, "Records that fail on every worker and may be left out before the job ends; 0: the first one ends it.",
+        section=_WORKERS, metavar="N", low=0,
+    )  # fmt: skip
+    max_failures: int = setting(
+        3, "Deaths in a row, before a step of its own, that put a slot in quarantine.",
+        section=_WORKERS, metavar="N", low=1,
+    )  # fmt: skip
+    device: str = setting(
+        "auto", "auto (CUDA where the machine has it), cpu, cuda (dealt out to the workers), or cuda:N.",
+        section=_WORKERS, metavar="DEVICE", recipe=True,
+    )  # fmt: skip
+    checkpoint_every: int = setting(
+        0, "Steps between checkpoints; 0: at the end of each epoch.", section=_KEEPING, metavar="STEPS", low=0
+    )
+    checkpoints: str = setting(
+        "", "Where they go, e.g. s3://bucket/name; else the job's folder.", section=_KEEPING, metavar="FOLDER|URL"
+    )
+    keep: int = setting(3, "Newest checkpoints that stay, beside the best.", section=_KEEPING, metavar="N", low=1)
+    evaluate_every: int = setting(
+        0, "Steps between evaluations; 0: each epoch if --monitor or --patience is set, else never.",
+        section=_KEEPING, metavar="STEPS", low=0, recipe=True,
+    )  # fmt: skip
+    monitor: str = setting(
+        "", "loss or a metric that decides which checkpoint is best and stands for the job; smaller is better, "
+        "-NAME: larger is.", section=_KEEPING, metavar="[-]NAME", recipe=True,
+    )  # fmt: skip
+    patience: int = setting(
+        0, "Stop after this many evaluations without a better one; 0: never.",
+        section=_KEEPING, metavar="N", low=0, recipe=True,
+    )  # fmt: skip
+    page_port: int = setting(
+        0, "Port of the live page; any free one for 0, or if it is in use.",
+        section=_JOB, metavar="PORT", low=0, high=65535,
+    )  # fmt: skip
