@@ -58,7 +58,7 @@ def test_an_option_out_of_range_is_refused(arguments):
         (Few(port=65536), "port is 65536, expected at least 0 and at most 65535"),
         (Few(wait_s=-1.0), r"wait_s is -1\.0, expected at least 0"),
         (Few(wait_s=float("nan")), "wait_s is nan, expected a finite number"),
-        (Few(mode="odd"), "mode is 'odd', expected one of fast and slow"),
+        (Few(mode="odd"), "mode is 'odd', expected one of fast, slow"),
         (Few(share=1.0), r"share is 1\.0, expected at least 0 and below 1"),
     ],
 )
