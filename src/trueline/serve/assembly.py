@@ -183,7 +183,7 @@ class _MetricsOnly:
         """The answer, now or later."""
         if request.path != "/metrics":
             return self.refuse(request.path, 404, NO_RESOURCE)
-        return self._routes.long_way(request)
+        return self._routes.handle_uncached(request)
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""

@@ -142,7 +142,7 @@ class Inference:
 
     async def _ask_bundle(self, version: Version, given: Mapping[str, bytes]) -> Answer:
         path = f"/predictions/{quote(version.model, safe='')}/{quote(version.version, safe='')}"
-        response = await _answered(self._routes.long_way(Request("POST", path.encode(), {}, _body(given))))
+        response = await _answered(self._routes.handle_uncached(Request("POST", path.encode(), {}, _body(given))))
         return Answer(body=response.body)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve.fastpath import templates
-from trueline.serve.fastpath.templates import MAX_LAYOUTS, Layouts
+from trueline.serve.fastpath.templates import MAX_TEMPLATES, TemplateCache
 from trueline.serve.protocols.oip import codec, json_tensors
 from worlds.bundles import spec
 
@@ -88,7 +88,7 @@ TEXTS = [json.dumps(body, separators=by).encode() for body in JSON_BODIES for by
 
 @given(st.lists(st.sampled_from(TEXTS), max_size=30), st.sampled_from([ONE, WHOLE]))
 def test_what_is_remembered_of_json_requests_changes_no_answer(texts: list[bytes], signature: Signature) -> None:
-    remembering = Layouts(signature)
+    remembering = TemplateCache(signature)
     for text in texts:
         for body in (text, bytearray(text)):
             assert told(remembering.decode, body) == told(codec.decode, body, signature)
@@ -125,7 +125,7 @@ BINARY_HEADS = [
 def test_what_is_remembered_of_binary_requests_changes_no_answer(
     requests: list[tuple[dict[str, Any], bytes]], signature: Signature
 ) -> None:
-    remembering = Layouts(signature)
+    remembering = TemplateCache(signature)
     for head, tail in requests:
         text, json_bytes = binary_body(head, tail)
         for size in (8, 9, 16, len(tail)):
@@ -134,7 +134,7 @@ def test_what_is_remembered_of_binary_requests_changes_no_answer(
 
 
 def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    remembering = Layouts(ONE)
+    remembering = TemplateCache(ONE)
     bodies = [json.dumps({"inputs": [tensor(data=[n, n])]}).encode() for n in range(3)]
     remembering.decode(bodies[0])
     remembering.decode(*binary_body({"inputs": [X]}, bytes(8)))
@@ -145,8 +145,8 @@ def test_a_request_that_says_nothing_new_is_read_by_its_numbers_alone(monkeypatc
 
 
 def test_no_more_layouts_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    remembering = Layouts(ONE)
-    bodies = [json.dumps({"note": n, "inputs": [tensor()]}).encode() for n in range(MAX_LAYOUTS + 1)]
+    remembering = TemplateCache(ONE)
+    bodies = [json.dumps({"note": n, "inputs": [tensor()]}).encode() for n in range(MAX_TEMPLATES + 1)]
     for body in bodies:
         remembering.decode(body)
     monkeypatch.setattr(templates.codec, "read", None)

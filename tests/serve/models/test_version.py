@@ -132,7 +132,7 @@ def test_a_version_answers_only_while_it_is_ready(state: Any) -> None:
         version.state = state
         with pytest.raises(NotReady, match=f"version '1' is {state}"):
             version.ask({"x": np.ones((1, 1), np.float32)})
-        for ready in (lambda: version.loaded, lambda: version.digest, lambda: version.layouts, version.check_ready):
+        for ready in (lambda: version.loaded, lambda: version.digest, lambda: version.templates, version.check_ready):
             with pytest.raises(NotReady):
                 ready()
 

@@ -32,7 +32,7 @@ _LOOK_EVERY = 16
 """Of so many short runs on the loop one asks whether its turn of the loop brought more requests."""
 _LONE_TURNS = 8
 """After so many turns of the loop that brought one request each, the next is run as it comes."""
-Way = Literal["now", "turn", "queue"]
+RunMode = Literal["now", "turn", "queue"]
 """Now; with the others of this turn of the loop, at its end; behind what waits."""
 
 
@@ -139,7 +139,7 @@ class Batcher:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def way(self) -> Way:
+    def run_mode(self) -> RunMode:
         """How a short request that may wait for no other is best run."""
         if self._busy or self._queue or not self.policy.lanes:
             return "queue"
@@ -179,10 +179,10 @@ class Batcher:
         self._crowded = self._lone < _LONE_TURNS
 
     def hold(self) -> None:
-        """Short requests are held, to be run at the end of this turn of the loop: it says `released` when they are."""
+        """Short requests are held, to be run at the end of this turn of the loop: it calls `release` when they are."""
         self._held += 1
 
-    def released(self, requests: int) -> None:
+    def release(self, requests: int) -> None:
         """They were so many."""
         self._held -= 1
         self._turn_brought(requests)

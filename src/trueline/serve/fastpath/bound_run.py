@@ -1,9 +1,7 @@
-"""Short runs of one version, on the loop, in arrays to which its program is bound. See `again` for whose they are.
+"""Short runs of a version's program on the event loop, in arrays to which it is bound (`runtime.session.Bindable`).
 
-    inputs     numbers are laid here, row after row          bound once for each number of rows that is run,
-    outputs    and the answers are read from here            by `runtime.session.Bindable`
-
-What is held in a turn of the loop is run at its end, all together. What cannot be run here goes the long way.
+A request alone in its turn of the loop runs as it comes; several are held and run together at the end of the turn.
+What cannot be run here is answered by the uncached path.
 """
 
 from __future__ import annotations
@@ -15,102 +13,155 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trueline.web.messages import InlineFuture, Request, Response
+from trueline.web.messages import Answer, InlineFuture, Request, Response
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array, Signature
     from trueline.runtime.session import Bindable
     from trueline.serve.batching.queue import Batcher
-    from trueline.serve.counters import VersionStats
-    from trueline.serve.fastpath.replay import Again
-    from trueline.serve.protocols.dispatch import Answer
+    from trueline.serve.counters import ServerStats, VersionStats
+    from trueline.serve.fastpath.templates import Template
 
     Kind = tuple[tuple[int, ...], ...]
-    LongWay = Callable[[Request], Answer]
+    HandleUncached = Callable[[Request], Answer]
 
 MAX_BYTES = 64 * 2**10
-"""Of a request's numbers: a larger one is sooner read where it lies than copied."""
+"""Of a request's tensors: larger ones are read faster in place than copied."""
 MAX_KINDS = 8
-"""Of one version; who asks for more goes the long way."""
+"""Shapes of one row that a version binds; requests of further shapes take the uncached path."""
 MAX_TRIES = 3
 """To bind a number of rows, on the values of as many requests."""
 
 
-class Held(InlineFuture):
-    """A request that waits for the end of a turn."""
+class CachedReply:
+    """Answers requests with one head and one template."""
 
-    __slots__ = ("again", "began", "long_way", "pieces", "request", "since")
+    __slots__ = ("_arrays", "_read", "_runs", "encode", "rows", "stats")
 
     def __init__(
         self,
-        again: Again,
+        runs: BoundRuns,
+        arrays: BoundArrays,
+        template: Template,
+        encode: Callable[[int], Response],
+        rows: int,
+        stats: ServerStats,
+    ) -> None:
+        """`encode(at)` makes the response from the outputs' rows from `at` on."""
+        self._runs = runs
+        self._arrays = arrays
+        self._read = template.pieces
+        self.encode = encode
+        self.rows = rows
+        self.stats = stats
+
+    def try_answer(self, request: Request, handle_uncached: HandleUncached) -> Response | InlineFuture | None:
+        """The response; None for a request that the uncached path has to answer."""
+        runs = self._runs
+        if not runs.open:
+            return None
+        mode = runs.batcher.run_mode()
+        if mode == "queue":
+            return None
+        began = perf_counter()
+        pieces = self._read(request.body)
+        if pieces is None:
+            return None
+        arrays, since = self._arrays, perf_counter()
+        if mode == "turn":
+            return arrays.hold(PendingRequest(self, request, handle_uncached, pieces, began, since))
+        for view, piece in zip(arrays.views, pieces, strict=True):
+            view[: len(piece)] = piece
+        run = arrays.run_of(self.rows)
+        if run is None:
+            return None
+        try:
+            run()
+            ran = perf_counter()
+            response = self.encode(0)
+        except Exception:  # noqa: BLE001 - blind on purpose: the uncached path reports what is wrong
+            return None
+        now, stats = perf_counter(), runs.stats
+        stats.count_run(1, self.rows, ran - since, 0.0)
+        stats.count_answers([began], since - began, now - ran, now, time())
+        return response
+
+
+class PendingRequest(InlineFuture):
+    """A request that waits for the end of a turn."""
+
+    __slots__ = ("began", "handle_uncached", "pieces", "reply", "request", "since")
+
+    def __init__(
+        self,
+        reply: CachedReply,
         request: Request,
-        long_way: LongWay,
+        handle_uncached: HandleUncached,
         pieces: Sequence[bytes | bytearray],
         began: float,
         since: float,
     ) -> None:
         super().__init__()
-        self.again = again
+        self.reply = reply
         self.request = request
-        self.long_way = long_way
+        self.handle_uncached = handle_uncached
         self.pieces = pieces
         self.began = began
         self.since = since
 
-    def go_the_long_way(self) -> None:
-        found = self.long_way(self.request)
-        if isinstance(found, Response):
-            self.set_result(found)
+    def take_uncached_path(self) -> None:
+        answer = self.handle_uncached(self.request)
+        if isinstance(answer, Response):
+            self.set_result(answer)
             return
-        found.add_done_callback(lambda later: None if later.cancelled() else self.set_result(later.result()))
-        self.add_done_callback(lambda _: found.cancel())
+        answer.add_done_callback(lambda done: None if done.cancelled() else self.set_result(done.result()))
+        self.add_done_callback(lambda _: answer.cancel())
 
 
-class Arrays:
-    """The inputs and outputs of one kind of requests, with room for a full batch, and the program bound to them."""
+class BoundArrays:
+    """Inputs and outputs of requests whose rows have one shape, with room for a full batch, and the bound program."""
 
     def __init__(
         self,
+        runs: BoundRuns,
         program: Bindable,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
         *,
         by_rows: bool,
         capacity: int,
-        short: Short,
     ) -> None:
-        """Both as of one request. `capacity` rows have room; without rows the arrays are those of one request."""
+        """`inputs` and `outputs` are those of one request; there is room for `capacity` rows, or without rows for one
+        request.
+        """
+        self._runs = runs
         self._program: Bindable | None = program
         self._by_rows = by_rows
         self.capacity = capacity
-        self.inputs = {name: self._room(array) for name, array in inputs.items()}
-        self.outputs = {name: self._room(array) for name, array in outputs.items()}
+        self.inputs = {name: self._allocate(array) for name, array in inputs.items()}
+        self.outputs = {name: self._allocate(array) for name, array in outputs.items()}
         self.views = [bytes_of(array) for array in self.inputs.values()]
-        self._runs: dict[int, Callable[[], None]] = {}
+        self._bound: dict[int, Callable[[], None]] = {}
         self._tries: dict[int, int] = {}
-        self._short = short
-        self._held: list[Held] = []
-        self._held_rows = 0
+        self._pending: list[PendingRequest] = []
+        self._pending_rows = 0
 
-    def _room(self, array: Array) -> Array:
+    def _allocate(self, array: Array) -> Array:
         return np.zeros((self.capacity, *array.shape[1:]) if self._by_rows else array.shape, array.dtype)
 
     def rows_of(self, inputs: Mapping[str, Array]) -> int:
-        """Of a request."""
         return next(iter(inputs.values())).shape[0] if self._by_rows else 1
 
     def row_bytes(self, output: str) -> int:
-        """From one row of an output to the next."""
         return self.outputs[output].nbytes // (self.capacity if self._by_rows else 1)
 
-    def takes(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> bool:
-        """Whether a request like this one, with such an answer, can be run here: tried on it."""
+    def accepts(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> bool:
+        """Whether a request of `inputs`, answered with `outputs`, can be run here: tried on it."""
         rows = self.rows_of(inputs)
         if rows > self.capacity or outputs.keys() != self.outputs.keys():
             return False
         if any(self._first(self.outputs[name], rows).shape != array.shape for name, array in outputs.items()):
-            return False  # the values decide the shape of the answer, and those of others decided otherwise
+            return False  # the output's shape depends on the values, and was another for other values
         for name, array in inputs.items():
             self._first(self.inputs[name], rows)[...] = array
         return self.run_of(rows) is not None
@@ -119,8 +170,8 @@ class Arrays:
         return array[:rows] if self._by_rows else array
 
     def run_of(self, rows: int) -> Callable[[], None] | None:
-        """The run of the first `rows`, bound, and tried on what lies there, when it is not yet; None: not here."""
-        run = self._runs.get(rows)
+        """The bound run of the first `rows`, which binding tries on their present values; None: it cannot be bound."""
+        run = self._bound.get(rows)
         if run is None and self._program is not None and self._tries.get(rows, 0) < MAX_TRIES:
             self._tries[rows] = self._tries.get(rows, 0) + 1
             try:
@@ -128,46 +179,47 @@ class Arrays:
                     {name: self._first(array, rows) for name, array in self.inputs.items()},
                     {name: self._first(array, rows) for name, array in self.outputs.items()},
                 )
-            except Exception:  # noqa: BLE001 - blind on purpose: the long way has the words for what is wrong
+            except Exception:  # noqa: BLE001 - blind on purpose: the uncached path reports what is wrong
                 return None
             if run is not None:
-                self._runs[rows] = run
+                self._bound[rows] = run
         return run
 
     def close(self) -> None:
-        """Lets go of the program."""
+        """Releases the program."""
         self._program = None
-        self._runs.clear()
+        self._bound.clear()
 
     # a turn of the loop
 
-    def hold(self, held: Held) -> Held:
-        rows = held.again.rows
-        if self._held_rows + rows > self.capacity:
-            self._run_held()
-        if not self._held:
-            self._short.loop.call_soon(self._run_held)
-            self._short.batcher.hold()
-        self._held.append(held)
-        self._held_rows += rows
-        return held
+    def hold(self, pending: PendingRequest) -> PendingRequest:
+        """Runs `pending` with the others of this turn, at its end."""
+        rows = pending.reply.rows
+        if self._pending_rows + rows > self.capacity:
+            self._run_pending()
+        if not self._pending:
+            self._runs.loop.call_soon(self._run_pending)
+            self._runs.batcher.hold()
+        self._pending.append(pending)
+        self._pending_rows += rows
+        return pending
 
-    def _run_held(self) -> None:
-        everyone, self._held, self._held_rows = self._held, [], 0
-        if not everyone:
-            return  # the turn was cut in two
-        held = [one for one in everyone if not one.gone]
-        if held and not self._answer(held):
-            for one in held:
-                one.go_the_long_way()
-        self._short.batcher.released(len(everyone))
+    def _run_pending(self) -> None:
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        if not pending:
+            return  # a full batch has run before the end of the turn
+        still_open = [one for one in pending if not one.gone]
+        if still_open and not self._answer(still_open):
+            for one in still_open:
+                one.take_uncached_path()
+        self._runs.batcher.release(len(pending))
 
-    def _answer(self, held: list[Held]) -> bool:
-        """Runs all of `held` together and answers them; False: nobody was answered."""
+    def _answer(self, pending: list[PendingRequest]) -> bool:
+        """Runs all of `pending` together and answers them; False: none was answered."""
         for at, view in enumerate(self.views):
-            joined = b"".join([one.pieces[at] for one in held])
+            joined = b"".join([one.pieces[at] for one in pending])
             view[: len(joined)] = joined
-        rows = sum([one.again.rows for one in held])
+        rows = sum([one.reply.rows for one in pending])
         run = self.run_of(rows)
         if run is None:
             return False
@@ -175,24 +227,24 @@ class Arrays:
         try:
             run()
             ran = perf_counter()
-            for one in held:
-                responses.append(one.again.told(at))
-                at += one.again.rows
-        except Exception:  # noqa: BLE001 - blind on purpose: each goes the long way, and fails there if it has to
+            for one in pending:
+                responses.append(one.reply.encode(at))
+                at += one.reply.rows
+        except Exception:  # noqa: BLE001 - blind on purpose: each takes the uncached path, and fails there if it has to
             return False
-        now, stats, count = perf_counter(), self._short.stats, len(held)
-        since_s = sum([one.since for one in held])
+        now, stats, count = perf_counter(), self._runs.stats, len(pending)
+        since_s = sum([one.since for one in pending])
         stats.count_run(count, rows, ran - began, began * count - since_s)
-        began_s = [one.began for one in held]
+        began_s = [one.began for one in pending]
         stats.count_answers(began_s, since_s - sum(began_s), now - ran, now, time())
-        held[0].again.answers.by_status[200] += count
-        for one, response in zip(held, responses, strict=True):
+        pending[0].reply.stats.by_status[200] += count
+        for one, response in zip(pending, responses, strict=True):
             one.set_result(response)
         return True
 
 
-class Short:
-    """What one version has bound for short requests."""
+class BoundRuns:
+    """The arrays that one version has bound for short runs."""
 
     def __init__(
         self,
@@ -210,38 +262,38 @@ class Short:
         self._names = tuple([spec.name for spec in signature.inputs])
         self._by_rows = by_rows
         self._values = values
-        self._kinds: dict[Kind, Arrays] = {}
+        self._kinds: dict[Kind, BoundArrays] = {}
         self.batcher = batcher
         self.stats = stats
         self.loop = loop
         self.open = True
 
     def close(self) -> None:
-        """Lets go of the program: nothing is asked any more."""
+        """Releases the program: there are no more requests."""
         self.open = False
         for arrays in self._kinds.values():
             arrays.close()
         self._kinds.clear()
         del self._program
 
-    def arrays(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Arrays | None:
+    def arrays_for(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> BoundArrays | None:
         """Where requests like this one are run; None where they are not."""
         if not self.open or inputs.keys() != set(self._names) or any(not array.size for array in inputs.values()):
             return None
-        given = {name: inputs[name] for name in self._names}
-        values = sum([array.size for array in given.values()])
-        if values > self._values or sum([array.nbytes for array in given.values()]) > MAX_BYTES:
+        inputs = {name: inputs[name] for name in self._names}
+        values = sum([array.size for array in inputs.values()])
+        if values > self._values or sum([array.nbytes for array in inputs.values()]) > MAX_BYTES:
             return None
-        kind = tuple([array.shape[self._by_rows :] for array in given.values()])
-        found = self._kinds.get(kind)
-        if found is None and len(self._kinds) < MAX_KINDS:
-            rows = given[self._names[0]].shape[0] if self._by_rows else 1
+        kind = tuple([array.shape[self._by_rows :] for array in inputs.values()])
+        arrays = self._kinds.get(kind)
+        if arrays is None and len(self._kinds) < MAX_KINDS:
+            rows = inputs[self._names[0]].shape[0] if self._by_rows else 1
             capacity = max(rows, min(self.batcher.full_rows, self._values * rows // values))
-            found = Arrays(self._program, given, outputs, by_rows=self._by_rows, capacity=capacity, short=self)
-            self._kinds[kind] = found
-        return found
+            arrays = BoundArrays(self, self._program, inputs, outputs, by_rows=self._by_rows, capacity=capacity)
+            self._kinds[kind] = arrays
+        return arrays
 
 
 def bytes_of(array: Array) -> memoryview:
-    """Where it lies, to be written and read."""
+    """The array's memory, readable and writable."""
     return array.reshape(-1).view(np.uint8).data

@@ -1,136 +1,150 @@
-"""Requests that say again what was said before, but for their numbers: from bytes to bytes in few steps.
+"""The fast path of infer requests: one door (`try_answer`) and one hook (`learn`).
 
-Who asks one model the same way again and again gives nothing to decide: which version it goes to, what its JSON says,
-whether the shapes are in the proven range, what the answer says around its numbers. All that is decided once, by the
-long way (`Routes`, `oip`, `Version.ask`). What is left is to lay the numbers where the program reads them, to run it,
-and to send what it leaves there: arrays to which the program is bound once (`runtime.session.Bindable`). It is for runs
-that are short, on the loop.
+When a client repeats a request and only the tensor values differ, routing, parsing and validation come out the same.
+Their result is cached:
 
-    one request in a turn of the loop      it is run as it comes
-    several                                they are run together at the end of the turn
+    InferHead        which model and version a head names; with the head, in `web.header_cache`
+    templates        the text of a body around its tensors; with the version
+    CachedReply      arrays to which the program is bound, and the text of the answer; with the InferHead
+    CachedRefusal    the answer while the queue is full; with the InferHead
 
-The long way stays the judge: a request of another kind, one that is refused, one that names a deadline or a priority,
-one that comes while others wait, and one whose run fails all go there.
+The uncached path answers everything else: requests of another form, with a deadline or a priority, those that come
+while others wait, and those whose run fails.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from time import perf_counter, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from trueline.errors import RequestError
-from trueline.serve.fastpath.bound_run import Held, bytes_of
+import msgspec
+
+from trueline.errors import Overloaded, RequestError
+from trueline.serve.fastpath.bound_run import CachedReply, bytes_of
+from trueline.serve.models.catalog import Models
+from trueline.serve.models.version import Version
 from trueline.serve.protocols.oip import codec
 from trueline.web.messages import InlineFuture, Request, Response, render_lead
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
     from trueline.serve.counters import ServerStats
-    from trueline.serve.fastpath.bound_run import Arrays, LongWay, Short
-    from trueline.serve.fastpath.templates import Layout
-    from trueline.serve.models.catalog import Models
+    from trueline.serve.fastpath.bound_run import BoundArrays, HandleUncached
 
 OCTETS = b"application/octet-stream"
+MAX_TRIES = 8
+"""To cache a reply for one head: after as many requests, theirs are of too many forms."""
 
 
-class Again:
-    """Requests of one head and one layout."""
+class FastPath(Protocol):
+    """Answers requests of a known form. Each passes `tests/conformance/fast_path.py`."""
 
-    __slots__ = ("_arrays", "_changes", "_models", "_read", "_short", "answers", "rows", "told")
+    def try_answer(self, request: Request) -> Response | InlineFuture | None:
+        """The answer that the uncached path would give, byte for byte; None: the uncached path has to give it."""
+        ...
 
-    def __init__(
-        self,
-        models: Models,
-        short: Short,
-        answers: ServerStats,
-        arrays: Arrays,
-        layout: Layout,
-        told: Callable[[int], Response],
-        rows: int,
-    ) -> None:
+
+class InferHead(msgspec.Struct):
+    """What is known of infer requests with one head."""
+
+    model: str
+    version: str | None
+    key: str
+    json_bytes: int | None = None
+    """Bytes of JSON at the start of the body; None: all."""
+    priority: bytes | None = None
+    changes: int = -1
+    """`Models.changes` as of `reply`, `tries` and `refusal`."""
+    reply: CachedReply | None = None
+    tries: int = 0
+    refusal: CachedRefusal | None = None
+
+
+class CachedRefusal(msgspec.Struct, frozen=True):
+    """The response of a full queue, which holds until something joins or leaves the queue."""
+
+    version: Version
+    reason: Overloaded
+    response: Response
+    json_bytes: int | None
+
+    def holds_for(self, body: bytes | bytearray) -> bool:
+        """False for a body that may name a priority."""
+        if not self.version.stands(self.reason):
+            return False
+        return body.find(b"priority", 0, self.json_bytes) < 0 and body.find(b"\\", 0, self.json_bytes) < 0
+
+
+def infer_head(request: Request) -> InferHead | None:
+    """What is known of requests with the head of this one."""
+    head = request.head
+    if head is None or type(head.app_data) is not InferHead:
+        return None
+    return head.app_data
+
+
+class InferFastPath:
+    """The fast path of `/v2/models/{m}[/versions/{v}]/infer`."""
+
+    def __init__(self, models: Models, stats: ServerStats, handle_uncached: HandleUncached) -> None:
         self._models = models
-        self._changes = models.changes
-        self._short = short
-        self._arrays = arrays
-        self._read = layout.pieces
-        self.answers = answers
-        self.rows = rows
-        self.told = told
-        """The answer from the outputs' rows from one on."""
+        self._stats = stats
+        self._handle_uncached = handle_uncached
 
-    @property
-    def stands(self) -> bool:
-        """Whether requests without a version still lead where they did."""
-        return self._changes == self._models.changes and self._short.open
+    def try_answer(self, request: Request) -> Response | InlineFuture | None:
+        """The answer that the uncached path would give, byte for byte; None: the uncached path has to give it."""
+        known, models = infer_head(request), self._models
+        if known is None or known.changes != models.changes:
+            return None
+        if known.reply is not None and not models.shadows:
+            answer = known.reply.try_answer(request, self._handle_uncached)
+            if answer is not None:
+                return answer
+        if known.refusal is not None and known.refusal.holds_for(request.body):
+            return known.refusal.response
+        return None
 
-    def answer(self, request: Request, long_way: LongWay) -> Response | InlineFuture | None:
-        """The answer; None for what has to go the long way."""
-        short = self._short
-        if self._changes != self._models.changes or not short.open or self._models.shadows:
-            return None
-        way = short.batcher.way()
-        if way == "queue":
-            return None
-        began = perf_counter()
-        pieces = self._read(request.body)
-        if pieces is None:
-            return None
-        arrays, since = self._arrays, perf_counter()
-        if way == "turn":
-            return arrays.hold(Held(self, request, long_way, pieces, began, since))
-        for view, piece in zip(arrays.views, pieces, strict=True):
-            view[: len(piece)] = piece
-        run = arrays.run_of(self.rows)
-        if run is None:
-            return None
+    def learn(self, request: Request, version: Version, call: codec.Call, outputs: Mapping[str, Array]) -> None:
+        """Caches how `version` answers requests like this one, which it answered with `outputs`."""
+        known, runs = infer_head(request), version.bound_runs
+        if known is None or runs is None or not runs.open:
+            return
+        self._forget_if_changed(known)
+        if known.reply is not None or known.tries >= MAX_TRIES or known.priority is not None:
+            return
+        known.tries += 1
+        template = version.templates.find(request.body, known.json_bytes)
+        if template is None or not self._models.leads_to(version, known.model, known.version):
+            return
+        if sys.byteorder != "little" or call.timeout_s is not None or call.priority is not None:
+            return
+        if call.binary and call.binary != set(call.wanted):
+            return
+        arrays = runs.arrays_for(call.inputs, outputs)
+        if arrays is None or template.names != tuple(arrays.inputs) or not arrays.accepts(call.inputs, outputs):
+            return
         try:
-            run()
-            ran = perf_counter()
-            response = self.told(0)
-        except Exception:  # noqa: BLE001 - blind on purpose: the long way has the words for it
-            return None
-        now, stats = perf_counter(), short.stats
-        stats.count_run(1, self.rows, ran - since, 0.0)
-        stats.count_answers([began], since - began, now - ran, now, time())
-        return response
+            encode = (_encode_bytes if call.binary else _encode_json)(version, template.call, outputs, arrays)
+        except RequestError:
+            return  # the uncached path reports it each time
+        known.reply = CachedReply(runs, arrays, template, encode, arrays.rows_of(call.inputs), self._stats)
+
+    def learn_refusal(self, known: InferHead, version: Version, reason: Overloaded, response: Response) -> None:
+        """Caches the `response` of `version`'s full queue."""
+        self._forget_if_changed(known)
+        if self._models.split(known.model) is None:  # else the next request may go to another version
+            known.refusal = CachedRefusal(version, reason, response, known.json_bytes)
+
+    def _forget_if_changed(self, known: InferHead) -> None:
+        if known.changes != self._models.changes:
+            known.changes, known.reply, known.tries, known.refusal = self._models.changes, None, 0, None
 
 
-def learn(
-    models: Models,
-    short: Short,
-    answers: ServerStats,
-    name: str,
-    version: str,
-    layout: Layout,
-    inputs: Mapping[str, Array],
-    outputs: Mapping[str, Array],
-) -> Again | None:
-    """How requests like one that was answered, of `inputs` with `outputs`, are answered from now on.
-
-    None for those that have more to say than numbers, or an answer that is not of numbers alone.
-    """
-    call = layout.call
-    if sys.byteorder != "little" or call.timeout_s is not None or call.priority is not None:
-        return None
-    if call.binary and call.binary != set(call.wanted):
-        return None
-    arrays = short.arrays(inputs, outputs)
-    if arrays is None or layout.names != tuple(arrays.inputs) or not arrays.takes(inputs, outputs):
-        return None
-    rows = arrays.rows_of(inputs)
-    try:
-        told = (_in_bytes if call.binary else _in_json)(name, version, call, outputs, arrays)
-    except RequestError:
-        return None  # the long way says it each time
-    return Again(models, short, answers, arrays, layout, told, rows)
-
-
-def _in_bytes(
-    name: str, version: str, call: codec.Call, outputs: Mapping[str, Array], arrays: Arrays
+def _encode_bytes(
+    version: Version, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
-    made = codec.encode(name, version, call, outputs)
+    made = codec.encode(version.model, version.version, call, outputs)
     head = made.body[: made.json_bytes]
     headers = b"inference-header-content-length: %d\r\n" % len(head)
     lead = render_lead(Response(200, made.body, OCTETS, headers))
@@ -138,32 +152,32 @@ def _in_bytes(
     if len(places) == 1:
         ((view, step, size),) = places
 
-        def told(at: int) -> Response:
+        def encode(at: int) -> Response:
             at *= step
             return Response(200, head + view[at : at + size], OCTETS, headers, False, None, lead)
     else:
 
-        def told(at: int) -> Response:
-            numbers = [view[at * step : at * step + size] for view, step, size in places]
-            return Response(200, b"".join([head, *numbers]), OCTETS, headers, False, None, lead)
+        def encode(at: int) -> Response:
+            tensors = [view[at * step : at * step + size] for view, step, size in places]
+            return Response(200, b"".join([head, *tensors]), OCTETS, headers, False, None, lead)
 
-    return told
+    return encode
 
 
-def _in_json(
-    name: str, version: str, call: codec.Call, outputs: Mapping[str, Array], arrays: Arrays
+def _encode_json(
+    version: Version, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
-    *before, end = codec.around(name, version, call, outputs)
+    *before, end = codec.around(version.model, version.version, call, outputs)
     places = []
     for text, key in zip(before, call.wanted, strict=True):
         flat = arrays.outputs[key].reshape(-1)
         places.append((text, flat, arrays.row_bytes(key) // flat.itemsize, outputs[key].size))
     numbers = codec.numbers
 
-    def told(at: int) -> Response:
+    def encode(at: int) -> Response:
         body = b""
         for text, flat, step, size in places:
             body += text + numbers(flat[at * step : at * step + size].tolist())
         return Response(200, body + end)
 
-    return told
+    return encode

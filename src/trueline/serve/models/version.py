@@ -21,8 +21,8 @@ from trueline.serve.batching.latency_model import Pace
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.batching.queue import Batcher
 from trueline.serve.counters import VersionStats
-from trueline.serve.fastpath.bound_run import Short
-from trueline.serve.fastpath.templates import Layout, Layouts
+from trueline.serve.fastpath.bound_run import BoundRuns
+from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.redaction import without_paths
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class Version:
     _loaded: Loaded | None = None
     _executor: Executor | None = None
     _batcher: Batcher | None = None
-    _layouts: Layouts | None = None
+    _templates: TemplateCache | None = None
     _names: tuple[str, ...] = ()
     _first: str = ""
     _check: Check | None = None
-    short: Short | None = None
-    """For requests that say again what was said before, where its runs are short."""
+    bound_runs: BoundRuns | None = None
+    """For the fast path; None: its runs are too long for the event loop."""
 
     @property
     def loaded(self) -> Loaded:
@@ -111,15 +111,11 @@ class Version:
         return self.loaded.session.signature
 
     @property
-    def layouts(self) -> Layouts:
-        """Reads its infer requests. Raises NotReady."""
+    def templates(self) -> TemplateCache:
+        """Decodes its infer requests. Raises NotReady."""
         self.check_ready()
-        assert self._layouts is not None
-        return self._layouts
-
-    def layout(self, body: bytes | bytearray, json_bytes: int | None) -> Layout | None:
-        """What is remembered of infer requests like this one."""
-        return self._layouts.known(body, json_bytes) if self._layouts is not None else None
+        assert self._templates is not None
+        return self._templates
 
     def load_times(self) -> dict[str, float]:
         """Seconds from start to ready, by TorchServe's names of workers."""
@@ -154,7 +150,7 @@ class Version:
         self._loaded = loaded
         self._executor = executor
         self.since = time.time()
-        self._layouts = Layouts(loaded.session.signature)
+        self._templates = TemplateCache(loaded.session.signature)
         self._names = tuple([spec.name for spec in loaded.session.signature.inputs])
         self._first = self._names[0]
         self._check = Check(loaded.session.signature)
@@ -171,7 +167,7 @@ class Version:
         if loaded.plan.inline_values and isinstance(loaded.session, Bindable):
             signature, by_rows = loaded.session.signature, batch_symbol(loaded.session.signature)[0] is not None
             values = loaded.plan.inline_values
-            self.short = Short(
+            self.bound_runs = BoundRuns(
                 loaded.session, signature, self._batcher, self.stats, loop, by_rows=by_rows, values=values
             )
         self.state = "ready"
@@ -198,8 +194,8 @@ class Version:
             return
         await self._batcher.emptied()
         self.state = "retiring"
-        if self.short is not None:
-            self.short.close()
+        if self.bound_runs is not None:
+            self.bound_runs.close()
         self._loaded = None
         if self._executor is not None:
             self._executor.shutdown(wait=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trueline.errors import NotFound
 from trueline.serve.counters import ServerStats
+from trueline.serve.fastpath.fast_path import FastPath, InferFastPath
 from trueline.serve.metrics import dashboard, prometheus
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.state_sync import Companion
@@ -80,7 +81,9 @@ class Routes:
         self._companion = None if extension is None else extension.companion
         self._strict = extension is not None and extension.strict
         self.dispatch = Dispatch(models, loop, self.stats, errors_of=self.errors_of, companion=self._companion)
-        self._infer = InferPaths(self.dispatch)
+        fast_path = InferFastPath(models, self.stats, self.handle_uncached)
+        self._fast_path: FastPath = fast_path
+        self._infer = InferPaths(self.dispatch, fast_path)
         self.oip = OipRoutes(self.dispatch, server_version=__version__, loader=loader)
         self._tables: list[RouteTable] = [self.oip, self]
         if extension is not None:
@@ -93,25 +96,23 @@ class Routes:
 
     def answer(self, request: Request) -> Answer | InlineFuture:
         """The answer, now or later. Never raises."""
-        known = self._infer.again(request, self.long_way)
-        if known is not None:
-            if type(known) is Response:
-                self.stats.by_status[200] += 1
-            return known
-        return self.long_way(request)
+        answer = self._fast_path.try_answer(request)
+        if answer is None:
+            return self.handle_uncached(request)
+        if type(answer) is Response:
+            self.stats.by_status[answer.status] += 1
+        return answer
 
-    def long_way(self, request: Request) -> Answer:
-        """The same, whatever has been learned of such requests. Never raises."""
-        found: Answer | None
+    def handle_uncached(self, request: Request) -> Answer:
+        """The same without the fast path. Never raises."""
+        answer: Answer
         try:
-            found = self._infer.known(request)
-            if found is None:
-                found = self._route(request)
+            answer = self._route(request)
         except Exception as error:  # noqa: BLE001 - blind on purpose: one request fails, never the server
-            found = self.dispatch.error(request.path, error)
-        if isinstance(found, Response):
-            self.stats.by_status[found.status] += 1
-        return found
+            answer = self.dispatch.error(request.path, error)
+        if isinstance(answer, Response):
+            self.stats.by_status[answer.status] += 1
+        return answer
 
     def refuse(self, path: str, status: int, message: str) -> Response:
         """The answer for a request that could not be received."""
@@ -132,11 +133,10 @@ class Routes:
     def _route(self, request: Request) -> Answer:
         if b"content-encoding" in request.headers:
             return self._opened(request)
-        path = request.path
-        asked = infer_of(path)
-        if asked is not None:
-            return self._infer.first(request, *asked)
-        parts = path.split("/")[1:]
+        parts = request.path.split("/")[1:]
+        named = infer_of(parts)
+        if named is not None:
+            return self._infer.answer(request, *named)
         for table in self._tables:
             handler = table.match(parts)
             if handler is not None:
@@ -205,7 +205,7 @@ class Routes:
                 self.stats.by_status[response.status] += 1
                 answer.set_result(response)
                 return
-            self._pass_on(self.long_way(request), answer)
+            self._pass_on(self.handle_uncached(request), answer)
 
         opening.add_done_callback(done)
         return answer

@@ -12,7 +12,7 @@ import pytest
 
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotFound, RequestError, UsageError
-from trueline.serve.fastpath.templates import Layouts
+from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models import download
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources
@@ -93,9 +93,9 @@ def test_a_known_kind_of_request_is_of_its_length_and_else_read_anew(cut: int) -
     said = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}}]}
     head = json.dumps(said).encode()
     body = head + np.arange(6, dtype=np.float32).tobytes()
-    layouts = Layouts(SIGNATURE)
-    layouts.decode(body, len(head))
-    known = layouts.known(body, len(head))
+    templates = TemplateCache(SIGNATURE)
+    templates.decode(body, len(head))
+    known = templates.find(body, len(head))
     assert known is not None
     assert known.pieces(body) == [body[len(head) :]]
     assert known.pieces(body[:cut] if cut < 0 else body + bytes(cut)) is None

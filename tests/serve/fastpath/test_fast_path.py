@@ -1,4 +1,4 @@
-"""The short way of requests that say the same again, against the long way, which is the judge of every answer."""
+"""The fast path against the uncached path, which decides what every answer is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
+from conformance.fast_path import *  # noqa: F403 - the shared tests
+from conformance.fast_path import Case
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.catalog import Models
@@ -132,18 +134,18 @@ class World:
             connection.data_received(whole)
             self.until(lambda: wire.answers() == asked)  # noqa: B023
         assert wire.written.count(b"HTTP/1.1 200") == 3, wire.written
-        assert self.learned(whole), "the short way was not learned"
+        assert self.learned(whole), "no reply was cached"
         connection.connection_lost(None)
 
     def learned(self, whole: bytes) -> bool:
         head = self.request(whole).head
-        return head is not None and getattr(head.app_data, "again", None) is not None
+        return head is not None and getattr(head.app_data, "reply", None) is not None
 
     def crowd(self) -> None:
         """Turns of the loop bring several requests each from now on."""
         assert self.tiny._batcher is not None
         self.tiny._batcher.hold()
-        self.tiny._batcher.released(2)
+        self.tiny._batcher.release(2)
 
     def until(self, holds: Callable[[], bool]) -> None:
         self.loop.run_until_complete(until_async(holds, "every request is answered"))
@@ -165,9 +167,12 @@ class World:
     def ask(self, whole: bytes) -> Response:
         return self._there(self.routes.answer(self.request(whole)))
 
-    def the_long_way(self, whole: bytes) -> Response:
-        request = self.request(whole)
-        return self._there(self.routes.long_way(Request(request.method, request.target, request.headers, request.body)))
+    def uncached(self, whole: bytes) -> Response:
+        return self.answer_uncached(self.request(whole))
+
+    def answer_uncached(self, request: Request) -> Response:
+        anew = Request(request.method, request.target, request.headers, request.body)
+        return self._there(self.routes.handle_uncached(anew))
 
     def _there(self, found: Answer) -> Response:
         if not isinstance(found, Response):
@@ -187,6 +192,35 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(bundles.double_plus(tmp_path / "b", max_rows=8))
     yield made
     made.close()
+
+
+@pytest.fixture
+def case(world: World) -> Case:
+    """For the shared tests."""
+    world.add("2")
+    binary, binary_in_json_out = in_bytes([[1, 2, 3]]), in_bytes([[1, 2, 3]], answer=False)
+    v1 = post(b"{}", path="/v1/models/tiny:predict")
+    for whole in (USUAL, binary, binary_in_json_out):
+        world.teach(whole)
+    world.connect()[0].data_received(v1)
+
+    def repeated() -> list[Request]:
+        others = [same_length(USUAL, b"1.25", value) for value in (b"1.25", b"7.50", b"-0.0", b"1e30")]
+        others += [binary, in_bytes([[4, 5, 6]]), in_bytes([[np.nan, 5, 6]]), binary_in_json_out]
+        return [world.request(whole) for whole in others]
+
+    def foreign() -> list[Request]:
+        found = [same_length(USUAL, *change) for change in OTHERS if change[1] not in (b"7.50", b"-0.0")]
+        head_unknown = Request("POST", b"/v2/models/tiny/infer", {}, USUAL.partition(b"\r\n\r\n")[2])
+        return [*map(world.request, found), world.request(v1), head_unknown]
+
+    return Case(
+        fast_path=world.routes._fast_path,
+        answer_uncached=world.answer_uncached,
+        repeated=repeated,
+        foreign=foreign,
+        change_models=lambda: world.models.set_default("tiny", "2"),
+    )
 
 
 @pytest.fixture
@@ -257,13 +291,13 @@ OTHERS = [
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.sampled_from([(b"1.25", b"1.25"), *OTHERS]), min_size=1, max_size=12))
-def test_whatever_comes_under_a_known_head_is_answered_as_the_long_way_answers(
+def test_whatever_comes_under_a_known_head_is_answered_as_the_uncached_path_answers(
     world: World, changes: list[tuple[bytes, bytes]]
 ) -> None:
     world.teach(USUAL)
     for old, new in changes:
         whole = same_length(USUAL, old, new)
-        assert parts(world.ask(whole)) == parts(world.the_long_way(whole))
+        assert parts(world.ask(whole)) == parts(world.uncached(whole))
 
 
 def test_an_answer_whose_shape_the_values_decide_has_the_shape_that_they_decide(tmp_path: Path) -> None:
@@ -273,17 +307,17 @@ def test_an_answer_whose_shape_the_values_decide_has_the_shape_that_they_decide(
         for whole in (in_json([1.0, 1.0, float(largest)]), in_bytes([[1, 1, largest]])):
             for _ in range(3):
                 (answer,) = world.together([whole])
-            assert answer.endswith(world.the_long_way(whole).body)
+            assert answer.endswith(world.uncached(whole).body)
     world.close()
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_raw_bytes_are_answered_as_the_long_way_answers_whatever_lies_in_them(world: World, answer: bool) -> None:
+def test_raw_bytes_are_answered_as_the_uncached_path_answers_whatever_lies_in_them(world: World, answer: bool) -> None:
     world.teach(in_bytes([[1, 2, 3]], answer=answer))
     for values in ([4, 5, 6], [np.nan, np.inf, -np.inf], [3e38, -3e38, 1e-45]):
         whole = in_bytes([values], answer=answer)
         assert world.learned(whole)
-        assert parts(world.ask(whole)) == parts(world.the_long_way(whole))
+        assert parts(world.ask(whole)) == parts(world.uncached(whole))
 
 
 def test_several_inputs_and_outputs_are_each_laid_and_read_in_their_place(tmp_path: Path) -> None:
@@ -307,11 +341,11 @@ def test_several_inputs_and_outputs_are_each_laid_and_read_in_their_place(tmp_pa
         asked = [whole([[value, 2]], [[3, value]], wanted=wanted) for value in range(5)]
         world.crowd()
         for answer, one in zip(world.together(asked), asked, strict=True):
-            assert answer.endswith(world.the_long_way(one).body)
+            assert answer.endswith(world.uncached(one).body)
     turned = whole([[5, 6]], [[7, 8]], turned=True)
     for _ in range(4):
         (answer,) = world.together([turned])
-    assert answer.endswith(world.the_long_way(turned).body)
+    assert answer.endswith(world.uncached(turned).body)
     world.close()
 
 
@@ -346,7 +380,7 @@ def test_one_that_the_program_refuses_fails_alone(table: World) -> None:
 
     table.teach(index(1))
     refused = table.ask(index(7))
-    assert parts(refused) == parts(table.the_long_way(index(7)))
+    assert parts(refused) == parts(table.uncached(index(7)))
     assert refused.status == 400
     table.crowd()
     answers = table.together([index(number) for number in (0, 7, 3, 1)])
@@ -501,7 +535,7 @@ def test_whatever_comes_goes_and_takes_over_each_is_answered_once_by_the_version
         in_json([1, 2, 3], id="7"),
     ],
 )
-def test_what_is_urgent_has_a_deadline_or_a_name_goes_the_long_way(world: World, whole: bytes) -> None:
+def test_what_is_urgent_has_a_deadline_or_a_name_takes_the_uncached_path(world: World, whole: bytes) -> None:
     connection, wire = world.connect()
     for asked in range(1, 13):
         connection.data_received(whole)
@@ -528,19 +562,20 @@ def test_what_comes_while_others_wait_waits_behind_them(world: World) -> None:
 
 def test_both_ways_count_alike(tmp_path: Path) -> None:
     counted = []
-    for short in (True, False):
-        world = World(bundles.double_plus(tmp_path / str(short)))
+    for fast in (True, False):
+        world = World(bundles.double_plus(tmp_path / str(fast)))
         world.teach(USUAL)
         stats, request = world.tiny.stats, world.request(USUAL)
         before, by_status = stats.request_s.count, world.routes.stats.by_status[200]
         for _ in range(10):
-            assert isinstance(world.routes.answer(request) if short else world.routes.long_way(request), Response)
+            answer = world.routes.answer(request) if fast else world.routes.handle_uncached(request)
+            assert isinstance(answer, Response)
         counted.append(
             (stats.request_s.count - before, world.routes.stats.by_status[200] - by_status, stats.batch_s.count)
         )
         assert min(stats.decode_s, stats.encode_s, stats.infer_s, stats.request_s.total) > 0
         assert stats.decode_s + stats.encode_s + stats.infer_s <= 1.001 * stats.request_s.total
-        if short:
+        if fast:
             world.crowd()
             runs, answered = stats.batch_s.count, world.routes.stats.by_status[200]
             world.together([USUAL] * 5)
