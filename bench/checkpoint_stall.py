@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import trueline
 from _table import report
-from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.checkpointer import Checkpointer
 
 WIDTH, LAYERS, BATCH = 1024, 5, 512
 EVERY, PAIRS = 10, 16
@@ -42,8 +42,8 @@ class Noise(Dataset):
         return self.__getitems__([index])[0]
 
 
-class Timed(Keeper):
-    """A Keeper that knows for how long the steps were held."""
+class Timed(Checkpointer):
+    """A Checkpointer that knows for how long the steps were held."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {}, every=2 * EVERY)
@@ -55,12 +55,14 @@ class Timed(Keeper):
         self.held_ms.append(1e3 * (time.perf_counter() - began))
 
 
-def train(keeper: Keeper) -> list[float]:
+def train(checkpointer: Checkpointer) -> list[float]:
     """Seconds of each ten steps, from the first checkpoint on; every other ten begin with a checkpoint."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1))
-    job = trueline.Elastic(model, torch.optim.Adam(model.parameters()), Noise(), global_batch=BATCH, keeper=keeper)
+    job = trueline.Elastic(
+        model, torch.optim.Adam(model.parameters()), Noise(), global_batch=BATCH, checkpointer=checkpointer
+    )
     marks = []
     for batch in job:
         loss = torch.nn.functional.mse_loss(model(batch.inputs), batch.labels)
@@ -72,15 +74,15 @@ def train(keeper: Keeper) -> list[float]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trueline-bench-") as folder:
-        keeper = Timed(Path(folder))
-        times = train(keeper)
+        checkpointer = Timed(Path(folder))
+        times = train(checkpointer)
     pairs = list(zip(times[::2], times[1::2], strict=False))
     with_ms, without_ms = (statistics.median(kind) / EVERY * 1e3 for kind in zip(*pairs, strict=True))
     result = {
         "step_ms": round(without_ms, 2),
         "step_ms_with_checkpoints": round(with_ms, 2),
         "ratio": round(statistics.median(with_s / without_s for with_s, without_s in pairs), 4),
-        "held_ms": round(statistics.median(keeper.held_ms), 2),
+        "held_ms": round(statistics.median(checkpointer.held_ms), 2),
         "every": EVERY,
         "pairs": len(pairs),
         "target": TARGET,

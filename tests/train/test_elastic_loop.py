@@ -84,8 +84,8 @@ def connected(store: str, generation: int, rank: int, size: int, *_: Any) -> Any
     return ProcessGroupGloo(named, rank, size, timeout=timedelta(seconds=60)), named, None
 
 
-class Keeper:
-    """Where a keeper would write, it notes on the line that it was asked to."""
+class Checkpointer:
+    """Where a checkpointer would write, it notes on the line that it was asked to."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -118,9 +118,9 @@ def job_of(
     model = model or model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {name: kind.pop(name) for name in ("micro_batch", "bitwise", "clip_norm") if name in kind}
-    keeper: Any = Keeper(line) if keep else None
+    checkpointer: Any = Checkpointer(line) if keep else None
     job = Elastic(model, optimizer, data(), global_batch=BATCH, epochs=epochs, options=Options(**options),
-                  keeper=keeper, **kind)  # fmt: skip
+                  checkpointer=checkpointer, **kind)  # fmt: skip
     _jobs.append(job)
     return job, line
 
@@ -337,7 +337,7 @@ def test_after_a_regroup_the_evaluation_of_the_step_at_hand_is_made_again_and_co
 def test_who_has_no_state_yet_says_nothing_but_its_wish(monkeypatch):
     job, line = job_of(monkeypatch)
     batch = next(iter(job))
-    job._part.add(batch.records, 0.5)
+    job._contribution.add(batch.records, 0.5)
     holding, observing = job._account(0, holds=True), job._account(0, holds=False)
     assert (holding.count, holding.holders, holding.rates[0] > 0) == (4, 1, True)
     assert observing == StepAccount(rates=[0.0])
@@ -350,7 +350,7 @@ def test_members_say_their_speed_at_the_place_of_their_rank(monkeypatch):
     next(iter(job))
     group = job._group
     group.view, group.rank = pb.View(generation=1, members=["a", "b", ME], cut_below=1), 2
-    job._pace.rate, group.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
+    job._timer.rate, group.split = 7.0, SimpleNamespace(weights=(1.0, 1.0, 1.0))
     assert job._account(0, holds=True).rates == [0.0, 0.0, 7.0]
 
 
@@ -428,7 +428,7 @@ def test_a_member_that_still_takes_the_state_stands_at_the_step_of_the_others(mo
     job, _ = job_of(monkeypatch)
     next(iter(job))
     assert job._at == 0
-    job._healing._fetch, job._healing.observed = SimpleNamespace(over=False), 7
+    job._recovery._fetch, job._recovery.observed = SimpleNamespace(over=False), 7
     assert job._at == 7
 
 
@@ -463,18 +463,18 @@ def test_what_is_read_ahead_is_the_part_of_the_next_step(monkeypatch):
 
 def test_a_group_is_left_with_the_state_of_the_last_applied_step_and_nothing_on_its_way(monkeypatch):
     job, line = job_of(monkeypatch, model=Norm(), micro_batch=2)
-    heal, begun, healed = job._healing.heal, [], []
+    heal, begun, healed = job._recovery.heal, [], []
 
     def watched():
-        healed.append((job.model.norm.running_mean.clone(), list(job._healing._kept)))
+        healed.append((job.model.norm.running_mean.clone(), list(job._recovery._kept)))
         heal()
 
     def at(step):
         begun.append(job.model.norm.running_mean.clone())
         if step == 1:
-            job._healing._kept.append([0.0])
+            job._recovery._kept.append([0.0])
 
-    monkeypatch.setattr(job._healing, "heal", watched)
+    monkeypatch.setattr(job._recovery, "heal", watched)
     failing(job, 1, early=True)
     complain(line)
     trained(job, at)
@@ -488,7 +488,7 @@ def test_an_observer_that_keeps_too_much_waits_and_catches_up_when_the_state_is_
     done = []
     monkeypatch.setattr(job, "_catch_up", lambda: done.append("catch up"))
     for crowded, arrived in ((False, False), (True, False), (True, True)):
-        job._healing = SimpleNamespace(
+        job._recovery = SimpleNamespace(
             keep=lambda words: done.append("keep"), crowded=crowded, wait=lambda: done.append("wait"),
             has_arrived=lambda arrived=arrived: arrived,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from trueline.checkpoint import checkpoint
 from trueline.train import settings as job_settings
-from trueline.train.api import Summary
+from trueline.train.api import JobSummary
 from trueline.train.job_dir import JobDir
 
 COUNTER = "seen"
@@ -82,7 +82,7 @@ def judge(job_dir: Path, usual: Calm, struck: Sequence[tuple[str, int]], *, tole
     log = rows(job_dir)
     losses, wrong, rolled_back = surviving(log)
     facts = json.loads(JobDir(job_dir).summary.read_text())
-    if not Summary(facts).exactly_once:
+    if not JobSummary(facts).exactly_once:
         wrong.append("a certificate does not say that every record was applied exactly once")
     if facts["set_aside"] or facts["quarantined"]:
         wrong.append(f"set aside: {facts['set_aside']}; quarantined: {facts['quarantined']}")

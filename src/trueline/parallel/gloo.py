@@ -230,7 +230,7 @@ class GlooGroup:
             if not self.open:
                 return 0
             self._broken = True
-            shut = sum(_shut(number, inode) for inode, number in _sockets().items() if inode not in self._before)
+            shut = sum(_shut_socket(number, inode) for inode, number in _sockets().items() if inode not in self._before)
             self._outcomes.put(RuntimeError("it was cut"))
             plane = self._plane
         if plane is not None:
@@ -331,7 +331,7 @@ def _sockets() -> dict[str, int]:
     return sockets
 
 
-def _shut(number: int, inode: str) -> bool:
+def _shut_socket(number: int, inode: str) -> bool:
     try:
         copy = os.dup(number)
     except OSError:  # closed since it was listed

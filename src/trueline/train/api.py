@@ -36,16 +36,16 @@ MUCH_S = 5.0
 """Shorter jobs are no ground for advice."""
 
 
-def counted(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
     """
-    >>> counted(1, "epoch"), counted(12, "epoch")
+    >>> count_of(1, "epoch"), count_of(12, "epoch")
     ('1 epoch', '12 epochs')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class JobSummary:
     """The job in numbers; `as_text` is what the CLI prints."""
 
     facts: dict[str, Any]
@@ -69,8 +69,8 @@ class Summary:
     def as_text(self) -> str:
         facts = self.facts
         lines = [
-            f"{facts['name']}: {counted(facts['steps'], 'step')} {self._size()}in {facts['seconds']:.1f} s, "
-            f"{counted(facts['workers_started'], 'worker')} started, {counted(facts['generations'], 'generation')}",
+            f"{facts['name']}: {count_of(facts['steps'], 'step')} {self._size()}in {facts['seconds']:.1f} s, "
+            f"{count_of(facts['workers_started'], 'worker')} started, {count_of(facts['generations'], 'generation')}",
             f"{self._claim()} ({self._evidence()})",
         ]
         lines += map(format_set_aside, facts.get("set_aside") or ())
@@ -82,7 +82,7 @@ class Summary:
             if regroup["gap_ms"]:
                 lines.append(
                     f"generation {regroup['generation']}: {regroup['reason']}; "
-                    f"next step after {regroup['gap_ms']:.0f} ms with {counted(regroup['workers'], 'worker')}"
+                    f"next step after {regroup['gap_ms']:.0f} ms with {count_of(regroup['workers'], 'worker')}"
                 )
         return "\n".join(lines)
 
@@ -112,7 +112,7 @@ class Summary:
         values = ", ".join(f"{name} {value:.4g}" for name, value in [("loss", best["loss"]), *best["metrics"].items()])
         stopped = ", and training stopped as no later one was better" if self.facts["stopped_early"] else ""
         return (
-            f"best of {counted(len(self.facts['evaluations']), 'evaluation')}: step {best['step']}, {values}{stopped}"
+            f"best of {count_of(len(self.facts['evaluations']), 'evaluation')}: step {best['step']}, {values}{stopped}"
         )
 
     def _partial(self, certificate: dict[str, Any]) -> bool:
@@ -121,7 +121,7 @@ class Summary:
     def _claim(self) -> str:
         *whole, last = self.facts["certificates"]
         if not whole and self._partial(last):
-            steps = counted(last["steps"], "step")
+            steps = count_of(last["steps"], "step")
             return (
                 f"none of the {self.facts['records']} records was applied twice in the one epoch, stopped after {steps}"
             )
@@ -133,8 +133,8 @@ class Summary:
         if not self._partial(last):
             return f"each of the {len(whole) + 1} epochs" if whole else "the one epoch"
         return (
-            f"each of the {counted(len(whole), 'whole epoch')}, and at most once in the last one, "
-            f"stopped after {counted(last['steps'], 'step')}"
+            f"each of the {count_of(len(whole), 'whole epoch')}, and at most once in the last one, "
+            f"stopped after {count_of(last['steps'], 'step')}"
         )
 
     def _evidence(self) -> str:
@@ -149,7 +149,7 @@ class TrainResult:
     checkpoint: Location
     """The last one; a URL when the checkpoints lie in an object store."""
     job_dir: Path
-    summary: Summary
+    summary: JobSummary
 
     @property
     def best(self) -> Location | None:
@@ -187,7 +187,7 @@ def launch(folder: Path) -> TrainResult:
     with LocalJob(folder) as running:
         facts = running.run()
     facts["seconds"] = time.monotonic() - began
-    return TrainResult(checkpoint=parse_location(facts["checkpoint"]), job_dir=folder, summary=Summary(facts))
+    return TrainResult(checkpoint=parse_location(facts["checkpoint"]), job_dir=folder, summary=JobSummary(facts))
 
 
 def prepare(
@@ -213,7 +213,7 @@ def prepare(
     )  # fmt: skip
     for fault in faults:
         if fault.slot >= high:
-            raise UsageError(f"there is no worker {fault.slot} to kill: {counted(high, 'worker')}, numbered from 0")
+            raise UsageError(f"there is no worker {fault.slot} to kill: {count_of(high, 'worker')}, numbered from 0")
     return _new(settled.apply_overrides(job, wanted, cores=_cores(), metrics=_metrics(found)), job_dir)
 
 

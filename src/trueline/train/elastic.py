@@ -33,23 +33,23 @@ from trueline.parallel.gloo import GlooGroup, start_store
 from trueline.train import devices, job_context
 from trueline.train.faults import Faults
 from trueline.train.link.grpc_client import connect
-from trueline.train.regroup.recovery import Healing
+from trueline.train.regroup.recovery import Recovery
 from trueline.train.settings import Fault
 from trueline.train.step import model_traits
 from trueline.train.step.blame import Trials
-from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.commit import Commit
-from trueline.train.step.contribution import Part, StepBatch
+from trueline.train.step.contribution import Contribution, StepBatch
 from trueline.train.step.evaluation_loop import Evaluations
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
-from trueline.train.step.optimizer_step import Advance, check_optimizer
+from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
 from trueline.train.step.options import Options
-from trueline.train.step.plan import Ints, JobPlan, Piece
-from trueline.train.step.reader import Intake
+from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
+from trueline.train.step.reader import StepReader
 from trueline.train.step.replica import Replica
 from trueline.train.step.reporter import StepReporter
-from trueline.train.step.timing import Pace
+from trueline.train.step.timing import StepTimer
 from trueline.train.step.validation import Validation
 from trueline.wire import train_pb2 as pb
 
@@ -73,9 +73,9 @@ class Elastic:
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         options: Options | None = None,
         validation: Validation | None = None,
-        keeper: Keeper | None = None,
+        checkpointer: Checkpointer | None = None,
         faults: tuple[Fault, ...] = (),
-        kind: model_traits.Nature | None = None,
+        kind: model_traits.ModelTraits | None = None,
     ) -> None:
         source = (
             dataset if isinstance(dataset, Source) else as_source(dataset, mode="training", feed=None, recipe="job")
@@ -83,8 +83,8 @@ class Elastic:
         if source.num_records < 1:
             raise UsageError("the data set has no records", hint="check dataset('training')")
         options = options or Options()
-        model_traits.unsynced(model)
-        kind = kind or model_traits.known(model)
+        model_traits.replace_sync_batchnorm(model)
+        kind = kind or model_traits.read_traits(model)
         shard = options.shard_records(global_batch, needed=kind.needs_shards)
         self._plan = JobPlan(
             num_records=source.num_records,
@@ -99,31 +99,33 @@ class Elastic:
         self._source, self._reader = source, make_reader(source, seed, place, readers=options.readers)
         self._tried_rate = kind.rate
         check_optimizer(model, optimizer)
-        advance = Advance(model, optimizer, scheduler, options)
+        advance = OptimizerStep(model, optimizer, scheduler, options)
         backend = "gloo" if options.bitwise else options.backend  # bit for bit, rows are summed in host memory
         process_group = GlooGroup(connector(backend, devices.of_model(model)))
         self._replica = Replica(model, advance, process_group, source.num_records, options, sharded=shard > 0)
-        self._pace = Pace()
+        self._timer = StepTimer()
         exchange = self._replica.exchange
-        exchange.on_computed, exchange.on_sent = self._pace.computed, self._read_ahead
+        exchange.on_computed, exchange.on_sent = self._timer.end_computing, self._read_ahead
         link = connect(process_group.cut_until_left)
-        if keeper is None:
-            keeper, faults = job_context.of_script(self._plan, source)
+        if checkpointer is None:
+            checkpointer, faults = job_context.of_script(self._plan, source)
         self._faults = Faults(faults, link.ref)
         self._group = WorkerGroup(link, process_group, self._faults)
         self._link = link
-        self._intake = Intake(self._plan, self._reader, self._group, self._pace, seed, kind.draws or shard > 0)
-        self._healing = Healing(self._replica, self._group, self._faults)
-        self._keeper = keeper
-        self._evaluations = Evaluations(validation, self._plan, self._replica, self._group, link, keeper)
+        self._step_reader = StepReader(
+            self._plan, self._reader, self._group, self._timer, seed, kind.draws or shard > 0
+        )
+        self._recovery = Recovery(self._replica, self._group, self._faults)
+        self._checkpointer = checkpointer
+        self._evaluations = Evaluations(validation, self._plan, self._replica, self._group, link, checkpointer)
         self._commit = Commit(self._plan, self._replica, self._group, self._evaluations)
         self._trials = Trials(link, self._plan, source, self._reader, self._replica)
         self._host_waits = devices.of_model(model).type == "cpu"
         """A device computes on when all is on its way, and the hook that says so is not in the main thread."""
         self._batch: StepBatch | None = None
         self._failed = False
-        self._part = Part()
-        self._reporter = StepReporter(link, self._group, self._pace, self._plan)
+        self._contribution = Contribution()
+        self._reporter = StepReporter(link, self._group, self._timer, self._plan)
         self._wishes = 0
 
     # What users see. -------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class Elastic:
         self._link.join(
             pb.Hello(
                 store=address,
-                state=self._healing.address,
+                state=self._recovery.address,
                 num_records=plan.num_records,
                 total_steps=plan.total_steps,
                 shard_records=plan.micro_batch,
@@ -177,7 +179,7 @@ class Elastic:
             else:
                 yield from self._one_step()
         self._group.process_group.close()
-        self._healing.close()
+        self._recovery.close()
         self._link.close()
         self._reader.close()
         del store
@@ -191,7 +193,7 @@ class Elastic:
         if batch is None:
             raise UsageError("job.step(loss) was called without a batch", hint="call it once for every batch")
         self._batch = None
-        self._part.add(batch.records, loss.item())
+        self._contribution.add(batch.records, loss.item())
         if batch.last:
             return self._reduce(batch.step, (loss, batch.weight, batch.records))
         self._replica.add(loss, batch.weight, batch.records)
@@ -214,16 +216,16 @@ class Elastic:
     @property
     def _at(self) -> int:
         """The step that the group is at: steps applied, by the others if this worker is still taking the state."""
-        return self.steps if self._healing.holds else self._healing.observed
+        return self.steps if self._recovery.holds else self._recovery.observed
 
     def _one_step(self) -> Iterator[StepBatch]:
-        step, holds, group = self._at, self._healing.holds, self._group
+        step, holds, group = self._at, self._recovery.holds, self._group
         self._faults.at("before" if holds else "observing", step)
         self._link.report_phase("reading")
-        self._pace.begin()
+        self._timer.begin()
         self._replica.begin()
-        self._part, self._failed = Part(), False
-        pieces = self._intake.pieces(step)
+        self._contribution, self._failed = Contribution(), False
+        pieces = self._step_reader.pieces(step)
         if group.view.careful:
             self._trials.try_all(step, [piece.records for piece in pieces])
         if not pieces or not holds:
@@ -236,18 +238,18 @@ class Elastic:
             self._batch = self._read(step, piece, last=number == len(pieces))
             if self._batch is None:
                 return
-            self._part.digest += piece.digest
-            self._intake.prefetch(step, pieces[number:])
+            self._contribution.digest += piece.digest
+            self._step_reader.prefetch(step, pieces[number:])
             yield self._batch
             if self._batch is not None:
                 raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
             if self._failed:
                 return
 
-    def _read(self, step: int, piece: Piece, *, last: bool) -> StepBatch | None:
+    def _read(self, step: int, piece: ForwardPiece, *, last: bool) -> StepBatch | None:
         """The batch of a piece; None when a record in it cannot be read and the group has regrouped without it."""
         try:
-            found = self._intake.read(step, piece, last=last)
+            found = self._step_reader.read(step, piece, last=last)
         except Exception as error:  # noqa: BLE001  reading runs the user's code
             self.blame(error, piece.records)
             return None
@@ -258,11 +260,11 @@ class Elastic:
 
     def _read_ahead(self) -> None:
         """All of a step is on its way: the next one's first batch is read, as if that step had come already."""
-        if self._group.view.careful or not self._healing.holds or not self._host_waits:
+        if self._group.view.careful or not self._recovery.holds or not self._host_waits:
             return
         self._link.report_phase("reading")
         try:
-            self._intake.read_ahead(self.steps + 1)
+            self._step_reader.read_ahead(self.steps + 1)
         except Exception as error:  # noqa: BLE001  it will be read again when its time comes, and then looked into
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
         self._link.report_phase("waiting")
@@ -273,30 +275,30 @@ class Elastic:
         rates = [0.0] * group.size
         if not holds:
             return StepAccount(wishes=int(group.wants_regroup()), rates=rates)
-        rates[group.rank] = group.rate_to_report(self._pace.rate)
-        return self._part.account(group.generation, step, wish=group.wants_regroup(), rates=rates)
+        rates[group.rank] = group.rate_to_report(self._timer.rate)
+        return self._contribution.account(group.generation, step, wish=group.wants_regroup(), rates=rates)
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints] | None) -> bool:
         """The allreduce of `step` and what follows from it; True when the step was applied."""
         if self._replica.exchange.broken is not None:
             return self._abandon(str(self._replica.exchange.broken))
         self._faults.arm_backward(step, self.model)
-        holds = self._healing.holds
+        holds = self._recovery.holds
         try:
             mine = self._account(step, holds=holds)
             self._link.report_phase("waiting")
             account = self._replica.reduce(piece, mine, Shares(self._shards(step), self._group.order))
         except RuntimeError as error:
             if not is_collective(error):
-                self.blame(error, self._part.records)
+                self.blame(error, self._contribution.records)
                 return False
             return self._abandon(str(error))
         self._link.report_phase("committing")
         self._faults.at("allreduced", step)
-        self._pace.summed(self._part.count)
+        self._timer.end_waiting(self._contribution.count)
         self._wishes = account.wishes
         self._group.update_rates(account.rates, account.count)
-        self._healing.count_holders(account.holders)
+        self._recovery.count_holders(account.holders)
         if not holds:
             self._observe(account)
             return False
@@ -315,27 +317,27 @@ class Elastic:
             return False
         if not self._commit.apply(account):
             self._reporter.redone += 1
-            events.emit("step.overflowed", step=step, scale=self._replica.advance.scaler.get_scale())
+            events.emit("step.overflowed", step=step, scale=self._replica.optimizer_step.scaler.get_scale())
             return False
         certificate = self._commit.certificate()
         self._faults.at("applied", step)
         self._reporter.report(step, account, certificate)
-        if self._keeper is not None and self._group.rank == 0:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=certificate is not None)
+        if self._checkpointer is not None and self._group.rank == 0:
+            self._checkpointer.after_step(self._replica, self._link, ends_epoch=certificate is not None)
         return True
 
     def _observe(self, account: StepAccount) -> None:
         """This worker took part without a state: keep the sums, and apply them once the state is there."""
-        self._healing.keep(account)
-        if self._healing.crowded:
-            self._healing.wait()
-        if self._healing.has_arrived():
+        self._recovery.keep(account)
+        if self._recovery.crowded:
+            self._recovery.wait()
+        if self._recovery.has_arrived():
             self._catch_up()
 
     def _catch_up(self) -> bool:
         """Takes the state that was fetched and what came after it; False when it did not come, after a regroup."""
         try:
-            missed = self._healing.take()
+            missed = self._recovery.take()
         except RuntimeError as error:
             return self._abandon(str(error))
         self._commit.catch_up(missed)
@@ -343,7 +345,7 @@ class Elastic:
         return True
 
     def _validate(self) -> None:
-        at, holds = self._at, self._healing.holds
+        at, holds = self._at, self._recovery.holds
         self._link.report_phase("evaluating")
         self._faults.at("evaluating", at)
         try:
@@ -356,8 +358,8 @@ class Elastic:
         if holds:
             self._evaluations.enter(totals)
             return
-        self._healing.keep_evaluation(totals)
-        self._healing.wait()  # whether this was the last one follows from the state
+        self._recovery.keep_evaluation(totals)
+        self._recovery.wait()  # whether this was the last one follows from the state
         self._catch_up()
 
     # Regroup. --------------------------------------------------------------------------------------------------
@@ -372,31 +374,31 @@ class Elastic:
 
     def _regroup(self) -> None:
         self._replica.detach()
-        self._healing.forget()
-        steps = self.steps if self._healing.has_state else -1
-        self._group.regroup(steps=steps, rate=self._pace.rate or -self._tried_rate, heal=self._heal)
+        self._recovery.forget()
+        steps = self.steps if self._recovery.has_state else -1
+        self._group.regroup(steps=steps, rate=self._timer.rate or -self._tried_rate, heal=self._heal)
         self._reporter.note_regroup()
-        self._evaluations.again()
+        self._evaluations.forget()
         self._wishes = 0
 
     def _heal(self) -> None:
         self._plan.leave_out(list(self._group.view.set_aside))
-        self._healing.heal()
+        self._recovery.heal()
         self._replica.attach(self._group.size)
 
     def _finished(self) -> bool:
         """True when every member has applied the last step; False after a regroup for one that has not."""
-        if not self._healing.holds:
-            self._healing.wait()
+        if not self._recovery.holds:
+            self._recovery.wait()
             self._catch_up()
             return False
         self._link.report_phase("finishing")
         self._faults.at("finishing", self.steps)
         stopped_within = self._commit.certify_part()
-        if stopped_within and self._keeper is not None and self._group.rank == 0:
-            self._keeper.after_step(self._replica, self._link, ends_epoch=False, due=True)
-        if self._keeper is not None and self._group.rank == 0:
-            self._keeper.complete(self._replica, self._link)
+        if stopped_within and self._checkpointer is not None and self._group.rank == 0:
+            self._checkpointer.after_step(self._replica, self._link, ends_epoch=False, due=True)
+        if self._checkpointer is not None and self._group.rank == 0:
+            self._checkpointer.complete(self._replica, self._link)
         certificates = [pb.Certificate(**certificate) for certificate in self.certificates]
         if self._link.finish(self._group.generation, self.steps, certificates).finished:
             return True
@@ -418,10 +420,10 @@ class Elastic:
 
     def _blame_loss(self, step: int) -> None:
         """The step's loss is not finite: whoever contributed that looks for the records; nobody applies the step."""
-        if self._part.finite:
+        if self._contribution.finite:
             self._abandon("the loss of the step is not finite")
             return
         error = TrainError(
             f"the loss of step {step} is not finite", hint="the training diverged: lower the learning rate, or clip"
         )
-        self.blame(error, self._part.records)
+        self.blame(error, self._contribution.records)

@@ -14,12 +14,12 @@ from trueline.data.source import Source
 from trueline.errors import UsageError
 from trueline.train import settings as job_settings
 from trueline.train.settings import Fault, JobSettings
-from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.plan import JobPlan
 
 
-def of_script(plan: JobPlan, source: Source) -> tuple[Keeper | None, tuple[Fault, ...]]:
-    """Keeper and faults of the job in TRUELINE_JOB; none where there is no job. Raises UsageError."""
+def of_script(plan: JobPlan, source: Source) -> tuple[Checkpointer | None, tuple[Fault, ...]]:
+    """Checkpointer and faults of the job in TRUELINE_JOB; none where there is no job. Raises UsageError."""
     job_dir = os.environ.get("TRUELINE_JOB")
     if job_dir is None:
         return None, ()
@@ -28,7 +28,7 @@ def of_script(plan: JobPlan, source: Source) -> tuple[Keeper | None, tuple[Fault
         "recipe": {"name": Path(job.script[0] if job.script else job.recipe).stem, "digest": job.recipe_digest},
         "data": source.fingerprint(),
     }
-    return Keeper.of(job, Path(job_dir), facts), job.faults
+    return Checkpointer.of(job, Path(job_dir), facts), job.faults
 
 
 def settle(folder: Path, *, epochs: int, global_batch: int, seed: int) -> JobSettings:

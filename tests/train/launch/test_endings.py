@@ -11,7 +11,7 @@ import pytest
 from trueline import errors
 from trueline.engine.contract import Kind, Seen
 from trueline.train import settings
-from trueline.train.api import Summary
+from trueline.train.api import JobSummary
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import jobs, launcher, shutdown
 from trueline.train.master.journal import Journal
@@ -278,4 +278,4 @@ def test_a_summary_says_exactly_once_only_of_epochs_that_are_whole_or_the_one_th
 ):
     found = [certificate(**changes) for changes in certificates]
     facts = {"records": 8, "epochs": 2, "certificates": found, "stopped_early": stopped}
-    assert Summary(facts).exactly_once is once
+    assert JobSummary(facts).exactly_once is once

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trueline.data.order import permutation
-from trueline.train.api import Summary
+from trueline.train.api import JobSummary
 from trueline.train.master.progress import JobProgress, PlannedRecords, find_certificate_faults, plan_records
 from trueline.train.membership.state import State
 from trueline.train.settings import JobSettings
@@ -189,10 +189,12 @@ def test_a_job_whose_steps_wait_for_their_records_says_what_to_do_about_it():
         "regroups": [],
     }
     assert (facts["reading_s"], facts["steps_s"]) == (6.0, pytest.approx(9.006))
-    (line,) = Summary(facts)._reading()
+    (line,) = JobSummary(facts)._reading()
     assert line.startswith("reading took 67% of the steps' time: --readers 2")
-    assert Summary({**facts, **steps_of(200, 4000).summarize(JOB, State(workers=2))})._reading() == []
-    assert Summary({**facts, **steps_of(20, 10).summarize(JOB, State(workers=2))})._reading() == [], "too short to tell"
+    assert JobSummary({**facts, **steps_of(200, 4000).summarize(JOB, State(workers=2))})._reading() == []
+    assert JobSummary({**facts, **steps_of(20, 10).summarize(JOB, State(workers=2))})._reading() == [], (
+        "too short to tell"
+    )
 
 
 def test_the_summary_claims_of_each_epoch_what_its_certificate_shows():
@@ -207,7 +209,7 @@ def test_the_summary_claims_of_each_epoch_what_its_certificate_shows():
         ([one, two, part], f"{every}each of the 2 whole epochs{stopped}"),
         ([part], "none of the 10 records was applied twice in the one epoch, stopped after 2 steps"),
     ]:
-        assert Summary({**facts, "certificates": certificates})._claim() == claim
+        assert JobSummary({**facts, "certificates": certificates})._claim() == claim
 
 
 GOOD = {"epoch": 0, "steps": 3, "records": 10, "digest": ledger.digest_of_all(10), "tally_min": 1, "tally_max": 1}

@@ -9,7 +9,7 @@ from trueline.checkpoint import checkpoint
 from trueline.errors import CheckpointError
 from trueline.train.faults import Faults
 from trueline.train.regroup import state_transfer
-from trueline.train.regroup.recovery import Healing
+from trueline.train.regroup.recovery import Recovery
 from trueline.train.step.ledger import Ledger, StepAccount
 from trueline.wire import train_pb2 as pb
 
@@ -24,7 +24,7 @@ class Replica:
             parameters=lambda: [SimpleNamespace(nbytes=state_transfer.STREAM_BYTES if large else 4)]
         )
         self.options = SimpleNamespace(find_unused_parameters=unused)
-        self.advance = SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: scaler))
+        self.optimizer_step = SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: scaler))
         self.ledger = Ledger(num_records=4)
         self.taken = []
 
@@ -64,15 +64,15 @@ class Member:
 
         monkeypatch.setattr(state_transfer, "broadcast", broadcast)
         monkeypatch.setattr(state_transfer, "Fetch", fetch)
-        self.healing = Healing(self.replica, self.group, Faults((), "worker-0.0"))
-        self.healing._offer.close()
-        self.healing._offer = SimpleNamespace(publish=lambda *what: self.offered.append(what), withdraw=self._withdraw)
+        self.recovery = Recovery(self.replica, self.group, Faults((), "worker-0.0"))
+        self.recovery._offer.close()
+        self.recovery._offer = SimpleNamespace(publish=lambda *what: self.offered.append(what), withdraw=self._withdraw)
 
     def _withdraw(self):
         self.withdrawn += 1
 
     def heal(self):
-        self.healing.heal()
+        self.recovery.heal()
         return self
 
 
@@ -97,7 +97,7 @@ def test_whoever_is_behind_by_a_step_or_more_takes_the_state_of_the_source_and_n
 ):
     member = Member(monkeypatch, steps, rank).heal()
     assert (member.replica.taken, member.sent) == (taken, sent)
-    assert (member.healing.has_state, member.healing.holds) == (True, True)
+    assert (member.recovery.has_state, member.recovery.holds) == (True, True)
     assert member.behind == [False] * len(steps), "the state is there: all have a part in the next step"
 
 
@@ -141,10 +141,10 @@ def test_a_large_state_is_offered_by_its_source_and_fetched_beside_the_steps(mon
     assert [member.sent for member in (source, joiner, third)] == [[], [], []]
     assert (source.offered, joiner.offered, third.offered) == ([(3, {"name": "a copy of mine"})], [], [])
     assert (source.asked, joiner.asked, third.asked) == ([], [("there:1", 3)], [])
-    assert [(member.healing.has_state, member.healing.holds) for member in (source, joiner, third)] == [
+    assert [(member.recovery.has_state, member.recovery.holds) for member in (source, joiner, third)] == [
         (True, True), (False, False), (True, True),
     ]  # fmt: skip
-    assert joiner.healing.observed == 5, "it stands at the step of the source"
+    assert joiner.recovery.observed == 5, "it stands at the step of the source"
     assert joiner.behind == [False, True, False], "it has no part in the steps yet"
 
 
@@ -156,11 +156,11 @@ def test_a_large_state_is_broadcast_where_the_others_have_no_step_to_go_on_with(
 
 def test_who_held_a_state_and_is_one_step_behind_a_large_one_still_says_so_when_the_group_breaks(monkeypatch):
     member = Member(monkeypatch, [5, 4], 1, large=True)
-    member.healing.has_state = True
+    member.recovery.has_state = True
     member.heal()
-    assert (member.healing.has_state, member.healing.holds) == (True, False)
-    member.healing.forget()
-    assert member.healing.holds, "with what it held before"
+    assert (member.recovery.has_state, member.recovery.holds) == (True, False)
+    member.recovery.forget()
+    assert member.recovery.holds, "with what it held before"
 
 
 def observing(monkeypatch, **kind):
@@ -172,19 +172,19 @@ def account(loss):
 
 
 def test_an_observer_stands_at_the_step_that_the_others_have_applied(monkeypatch):
-    healing = observing(monkeypatch).healing
+    healing = observing(monkeypatch).recovery
     for loss, at in ((1.0, 6), (float("nan"), 6), (float("inf"), 6), (2.0, 7)):
         healing.keep(account(loss))
         assert healing.observed == at
     scaled = observing(monkeypatch)
-    scaled.replica.advance.scaler.is_enabled = lambda: True
+    scaled.replica.optimizer_step.scaler.is_enabled = lambda: True
     for loss, at in ((1.0, 6), (100.0, 6), (2.0, 7)):  # at 100 the gradients have overflowed
-        scaled.healing.keep(account(loss))
-        assert scaled.healing.observed == at
+        scaled.recovery.keep(account(loss))
+        assert scaled.recovery.observed == at
 
 
 def test_an_observer_that_keeps_eight_steps_lets_the_others_wait(monkeypatch):
-    healing = observing(monkeypatch).healing
+    healing = observing(monkeypatch).recovery
     crowded = []
     for _ in range(8):
         healing.keep(account(1.0))
@@ -194,7 +194,7 @@ def test_an_observer_that_keeps_eight_steps_lets_the_others_wait(monkeypatch):
 
 def test_a_state_that_has_arrived_is_taken_with_what_is_to_be_applied_to_it_in_order(monkeypatch):
     member = observing(monkeypatch)
-    healing = member.healing
+    healing = member.recovery
     healing.keep(account(1.0))
     healing.keep_evaluation([0.5])
     healing.keep(account(2.0))
@@ -215,25 +215,25 @@ def test_a_state_that_has_arrived_is_taken_with_what_is_to_be_applied_to_it_in_o
 
 def test_a_state_that_did_not_come_is_the_failure_of_a_peer(monkeypatch):
     member = observing(monkeypatch)
-    member.healing._fetch = SimpleNamespace(state=None, trouble="reset by peer", over=True)
+    member.recovery._fetch = SimpleNamespace(state=None, trouble="reset by peer", over=True)
     with pytest.raises(RuntimeError, match="ProcessGroup: reset by peer"):
-        member.healing.take()
-    assert (member.replica.taken, member.healing.has_state) == ([], False)
+        member.recovery.take()
+    assert (member.replica.taken, member.recovery.has_state) == ([], False)
 
 
 def test_leaving_a_group_voids_what_was_on_its_way(monkeypatch):
     member = observing(monkeypatch)
-    member.healing.keep(account(1.0))
-    member.healing.forget()
-    assert (member.withdrawn, member.healing.has_arrived(), member.healing._kept) == (1, False, [])
-    member.healing.wait()  # there is nothing to wait for
-    assert member.healing._fetch is None
+    member.recovery.keep(account(1.0))
+    member.recovery.forget()
+    assert (member.withdrawn, member.recovery.has_arrived(), member.recovery._kept) == (1, False, [])
+    member.recovery.wait()  # there is nothing to wait for
+    assert member.recovery._fetch is None
 
 
 @pytest.mark.parametrize(("holders", "withdrawn"), [(1, 0), (2, 1)])
 def test_the_copy_for_joiners_goes_when_all_members_hold_the_state(monkeypatch, holders, withdrawn):
     member = Member(monkeypatch, [5, -1], 0, large=True).heal()
-    member.healing.count_holders(holders)
+    member.recovery.count_holders(holders)
     assert member.withdrawn == withdrawn
 
 
@@ -256,7 +256,7 @@ def test_all_members_take_the_scale_of_the_source(monkeypatch):
     scaler.scale(torch.zeros(()))
     scaler.update(new_scale=128.0)
     member = Member(monkeypatch, [5, 5], 1)
-    member.replica.advance.scaler = scaler
+    member.replica.optimizer_step.scaler = scaler
 
     def broadcast(row, source, *, async_op):
         assert (source, async_op, row[0].item()) == (0, True, 128.0)

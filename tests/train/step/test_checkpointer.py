@@ -10,14 +10,14 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.errors import StorageError
-from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.checkpointer import Checkpointer
 
 
 class Job:
-    """A replica and a link, as far as a keeper knows them."""
+    """A replica and a link, as far as a checkpointer knows them."""
 
-    def __init__(self, keeper):
-        self.keeper, self.weights, self.evaluations, self.told = keeper, torch.zeros(4), [], []
+    def __init__(self, checkpointer):
+        self.checkpointer, self.weights, self.evaluations, self.told = checkpointer, torch.zeros(4), [], []
         self.ledger = SimpleNamespace(steps=0, as_tree=self.as_tree)
         self.save_from = 0
 
@@ -35,10 +35,10 @@ class Job:
         self.weights += 1
         if best:
             self.evaluations.append({"step": self.ledger.steps, "loss": 0.0, "metrics": {}, "best": True})
-        self.keeper.after_step(self, self, ends_epoch=ends_epoch, best=best, due=due)
+        self.checkpointer.after_step(self, self, ends_epoch=ends_epoch, best=best, due=due)
 
     def complete(self):
-        self.keeper.complete(self, self)
+        self.checkpointer.complete(self, self)
 
 
 class Slow:
@@ -64,30 +64,30 @@ def said():
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path):
-    job = Job(Keeper(tmp_path, {}, every=2))
+    job = Job(Checkpointer(tmp_path, {}, every=2))
     for _ in range(5):
         job.step()
-        job.keeper._join()
+        job.checkpointer._join()
     job.complete()
     assert [step for step, _, _ in job.told] == [2, 4, 5]
     assert checkpoint.latest(tmp_path).state["model"]["w"].tolist() == [5.0] * 4
 
 
 def test_without_a_number_of_steps_they_come_at_the_ends_of_epochs(tmp_path):
-    job = Job(Keeper(tmp_path, {}))
+    job = Job(Checkpointer(tmp_path, {}))
     for ends in (False, True, False):
         job.step(ends_epoch=ends)
-        job.keeper._join()
+        job.checkpointer._join()
     assert checkpoint.steps(tmp_path) == [2]
 
 
 def test_one_that_is_due_while_the_last_is_written_is_skipped_and_said_so(tmp_path, monkeypatch, said):
     slow = Slow(monkeypatch)
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     for _ in range(3):
         job.step()
     slow.gate.set()
-    job.keeper._join()
+    job.checkpointer._join()
     assert slow.written == [(1, 1.0)]
     assert [one for one in said if one[0] == "checkpoint.skipped"] == [
         ("checkpoint.skipped", 2),
@@ -97,12 +97,12 @@ def test_one_that_is_due_while_the_last_is_written_is_skipped_and_said_so(tmp_pa
 
 def test_the_best_and_those_asked_for_are_never_skipped_and_hold_the_state_of_their_step(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.step()
     assert slow.began.wait(100)
     job.step(best=True)
-    join = job.keeper._join
-    monkeypatch.setattr(job.keeper, "_join", lambda: slow.gate.set() or join())  # opened by who waits
+    join = job.checkpointer._join
+    monkeypatch.setattr(job.checkpointer, "_join", lambda: slow.gate.set() or join())  # opened by who waits
     job.step(due=True)
     assert slow.gate.is_set()
     job.complete()
@@ -111,7 +111,7 @@ def test_the_best_and_those_asked_for_are_never_skipped_and_hold_the_state_of_th
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.step()
     assert slow.began.wait(100)
     for _ in range(50):
@@ -122,21 +122,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert slow.written == [(1, 1.0), (51, 51.0)]
 
 
-@pytest.mark.parametrize("where", ["disk", "memory://keeper"])
+@pytest.mark.parametrize("where", ["disk", "memory://checkpointer"])
 def test_the_newest_and_the_best_are_kept(tmp_path, where):
     folder = tmp_path if where == "disk" else where
-    job = Job(Keeper(folder, {}, every=1, keep=2))
+    job = Job(Checkpointer(folder, {}, every=1, keep=2))
     for step in range(1, 7):
         job.step(best=step == 2)
-        job.keeper._join()
+        job.checkpointer._join()
     assert checkpoint.steps(folder) == [2, 5, 6]
     assert str(checkpoint.best(folder)).endswith("step-00000002")
 
 
 def test_a_last_state_that_was_evaluated_after_it_was_written_is_written_again(tmp_path):
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.step()
-    job.keeper._join()
+    job.checkpointer._join()
     job.evaluations.append({"step": 1, "loss": 0.5, "metrics": {}, "best": True})
     job.complete()
     assert checkpoint.read_manifest(checkpoint.latest(tmp_path).path)["evaluations"][0]["loss"] == 0.5
@@ -147,11 +147,11 @@ class Throttled(Exception):
 
 
 def test_a_store_that_fails_costs_a_warning_and_the_next_checkpoint_tries_again(monkeypatch, said):
-    job = Job(Keeper("memory://throttled", {}, every=1))
+    job = Job(Checkpointer("memory://throttled", {}, every=1))
     with monkeypatch.context() as patched:
         patched.setattr(type(fsspec.filesystem("memory")), "open", lambda *_, **__: (_ for _ in ()).throw(Throttled()))
         job.step()
-        job.keeper._join()
+        job.checkpointer._join()
     assert said == [("checkpoint.failed", 1)]
     job.step()
     job.complete()
@@ -159,7 +159,7 @@ def test_a_store_that_fails_costs_a_warning_and_the_next_checkpoint_tries_again(
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(monkeypatch):
-    job = Job(Keeper("memory://closed", {}, every=0))
+    job = Job(Checkpointer("memory://closed", {}, every=0))
     job.step()
     monkeypatch.setattr(checkpoint, "write", lambda *_, **__: (_ for _ in ()).throw(Throttled("slow down")))
     with pytest.raises(StorageError, match="Throttled: slow down"):
@@ -171,7 +171,7 @@ def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, mo
         raise StorageError("removing failed")
 
     monkeypatch.setattr(checkpoint, "prune", fail)
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.step()
     job.complete()
     assert [step for step, _, _ in job.told] == [1]
@@ -179,7 +179,7 @@ def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, mo
 
 
 def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_the_step_asked_for(tmp_path):
-    job = Job(Keeper(tmp_path, {}, every=1000))
+    job = Job(Checkpointer(tmp_path, {}, every=1000))
     job.save_from = 3
     for _ in range(5):
         job.step()
@@ -189,19 +189,19 @@ def test_a_checkpoint_that_an_operator_asks_for_is_written_once_and_not_before_t
 
 def test_two_states_are_copied_at_most_and_a_third_waits_for_the_first(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    job = Job(Keeper(tmp_path, {}, every=1))
-    take, join, busy = job.keeper._copies.take, job.keeper._join, []
+    job = Job(Checkpointer(tmp_path, {}, every=1))
+    take, join, busy = job.checkpointer._copies.take, job.checkpointer._join, []
 
     def watched(state):
-        busy.append(sum(one.busy for one in job.keeper._copies._sets))
+        busy.append(sum(one.busy for one in job.checkpointer._copies._sets))
         return take(state)
 
     def joined():
         slow.gate.set()
         join()
 
-    monkeypatch.setattr(job.keeper._copies, "take", watched)
-    monkeypatch.setattr(job.keeper, "_join", joined)
+    monkeypatch.setattr(job.checkpointer._copies, "take", watched)
+    monkeypatch.setattr(job.checkpointer, "_join", joined)
     job.step()
     job.step(best=True)
     job.step(due=True)
@@ -210,18 +210,18 @@ def test_two_states_are_copied_at_most_and_a_third_waits_for_the_first(tmp_path,
 
 
 def test_the_memory_of_a_written_copy_is_used_for_the_next_one(tmp_path):
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     for _ in range(4):
         job.step()
-        job.keeper._join()
-    assert [one.busy for one in job.keeper._copies._sets] == [False]
+        job.checkpointer._join()
+    assert [one.busy for one in job.checkpointer._copies._sets] == [False]
 
 
 def test_one_state_is_written_after_the_other(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    job = Job(Keeper(tmp_path, {}, every=1))
+    job = Job(Checkpointer(tmp_path, {}, every=1))
     job.step()
-    (first,) = job.keeper._writers
+    (first,) = job.checkpointer._writers
     waits, join = threading.Event(), first.join
     monkeypatch.setattr(first, "join", lambda: (waits.set(), join()))
     job.step(best=True)

@@ -15,10 +15,10 @@ from trueline.errors import RecipeError, TrainError
 from trueline.train.step import blame
 from trueline.train.step import ledger as books
 from trueline.train.step.blame import Trials
-from trueline.train.step.contribution import MOST_LOSS, Part
+from trueline.train.step.contribution import MOST_LOSS, Contribution
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import DRAWN, JobPlan
-from trueline.train.step.reader import Intake
+from trueline.train.step.reader import StepReader
 from trueline.train.step.reporter import StepReporter
 
 
@@ -46,8 +46,8 @@ class Reader:
 
 def intake_of(plan, *, reader=None, position=0, rank=0, ordered_weights=(1.0, 1.0), draws=False, seed=5):
     group = SimpleNamespace(generation=1, ordered_weights=ordered_weights, position=position, rank=rank)
-    pace = SimpleNamespace(read=lambda: None, read_ahead=lambda: None)
-    return Intake(plan, reader or Reader(), group, pace, seed, draws)
+    timer = SimpleNamespace(end_reading=lambda: None, end_reading_ahead=lambda: None)
+    return StepReader(plan, reader or Reader(), group, timer, seed, draws)
 
 
 def records_of(pieces):
@@ -135,7 +135,7 @@ def test_the_first_batch_of_the_next_step_is_read_early_where_no_reader_does_and
 
 
 def test_the_account_of_a_part_is_its_records_and_their_loss():
-    part = Part()
+    part = Contribution()
     part.add(np.array([3, 1]), 0.5)
     part.add(np.array([7]), 2.0)
     part.digest = books.MASK + 5
@@ -144,12 +144,12 @@ def test_the_account_of_a_part_is_its_records_and_their_loss():
         count=3, digest=4, generations=2, steps=9, wishes=1, holders=1, loss_sum=3.0, rates=(5.0, 0.0)
     )
     assert part.records.tolist() == [3, 1, 7]
-    assert Part().records.tolist() == []
+    assert Contribution().records.tolist() == []
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, MOST_LOSS, 3e38])
 def test_a_loss_that_cannot_be_summed_stays_the_fault_of_its_part(loss):
-    part = Part()
+    part = Contribution()
     part.add(np.array([1]), 0.5)
     assert part.finite
     part.add(np.array([3]), loss)
@@ -164,7 +164,7 @@ def sent(part):
 
 @pytest.mark.parametrize(("loss", "word"), [(3e38, math.inf), (-3e38, -math.inf), (1e38, 2e38), (-math.inf, -math.inf)])
 def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
-    part = Part()
+    part = Contribution()
     part.add(np.array([1, 2]), loss)
     assert sent(part).loss_sum == word
     part.add(np.array([3]), math.nan)
@@ -181,8 +181,8 @@ def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_t
     group = SimpleNamespace(
         generation=3, size=2, rates=(10.0, 30.0), ordered_weights=(10.0, 30.0), by_rank=lambda numbers: numbers[::-1]
     )
-    pace = SimpleNamespace(applied=lambda: None, last_ms=(1.0, 2.0, 3.0, 4.0))
-    report = StepReporter(link, group, pace, plan_of())
+    timer = SimpleNamespace(end_committing=lambda: None, last_ms=(1.0, 2.0, 3.0, 4.0))
+    report = StepReporter(link, group, timer, plan_of())
     certificate = {"epoch": 0, "steps": 3, "records": 10, "digest": 9, "tally_min": 1, "tally_max": 1}
     report.note_regroup()
     report.redone = 2
@@ -228,7 +228,7 @@ def attempt(*bad):
     ],
 )
 def test_records_are_to_blame_that_fail_alone_unless_others_fail_just_as_well(mine, others, bad, blamed):
-    found = blame.to_blame(mine, others, attempt(*bad))
+    found = blame.find_blamed(mine, others, attempt(*bad))
     assert found == {record: f"ValueError: record {record} is odd" for record in blamed}
 
 
@@ -237,7 +237,7 @@ def test_a_trial_ends_with_the_process_that_reads_for_it():
         raise ReaderLost("a reader died")
 
     with pytest.raises(ReaderLost):
-        blame.failing([1, 2], lost)
+        blame.find_failing([1, 2], lost)
 
 
 class Trying:
@@ -307,7 +307,7 @@ def test_records_that_fail_are_suspected_and_those_that_are_set_aside_are_no_mea
     others = [int(record) for record in (*plan.records(0), *plan.records(1)) if int(record) not in everywhere]
     plan.leave_out(others[:-3])
     judged, _ = trials_of(plan, loss_of(*everywhere, *others[:-3]))
-    assert {one.record for one in judged.to_blame(0, ids[:2])} == everywhere
+    assert {one.record for one in judged.find_blamed(0, ids[:2])} == everywhere
 
 
 def test_an_error_that_no_single_record_makes_is_raised_again():

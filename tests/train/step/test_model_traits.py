@@ -18,11 +18,11 @@ def test_a_frozen_normalization_layer_neither_needs_shards_nor_counts_batches():
     assert model_traits.running_statistics(model)[0] is model[2].running_mean
     assert len(model_traits.batch_counters(model)) == 1
     model[2].eval()
-    assert not model_traits.known(model).needs_shards
+    assert not model_traits.read_traits(model).needs_shards
 
 
 def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_not_taken_for_frozen():
-    assert model_traits.known(frozen_and_live().eval()).neighbours
+    assert model_traits.read_traits(frozen_and_live().eval()).neighbours
 
 
 def test_after_an_evaluation_each_module_is_in_the_mode_that_it_was_in():
@@ -41,7 +41,7 @@ def test_the_speed_before_the_first_step_is_that_of_the_fastest_of_a_few_short_t
     def forward():
         clock[0] += left.pop(0)
 
-    assert model_traits.tried(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
+    assert model_traits.try_forward(torch.nn.Linear(2, 2), forward, 8).rate == pytest.approx(rate)
     assert not left
 
 
@@ -51,11 +51,11 @@ def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_paramet
     before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     heard = []
     with events.listening(lambda name, fields: heard.append((name, fields["layers"]))):
-        model_traits.unsynced(model)
+        model_traits.replace_sync_batchnorm(model)
     assert heard == [("normalization.by_shard", "1")]
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     assert not isinstance(model[1], torch.nn.SyncBatchNorm)  # DDP would refuse it on a CPU
-    assert model_traits.known(model).neighbours
+    assert model_traits.read_traits(model).neighbours
     x = torch.randn(5, 3)
     assert torch.equal(model[1](x), plain(x))
     assert torch.equal(model[1].running_var, plain.running_var)
@@ -74,7 +74,7 @@ def test_a_sync_batch_norm_becomes_one_that_looks_at_its_shard_and_keeps_paramet
     ids=lambda value: str(value).partition("\n")[0],
 )  # fmt: skip
 def test_modules_that_draw_need_shards(module, draws):
-    found = model_traits.known(torch.nn.Sequential(module))
+    found = model_traits.read_traits(torch.nn.Sequential(module))
     assert (found.draws, found.neighbours, found.needs_shards) == (draws, False, draws)
 
 
@@ -97,7 +97,7 @@ def test_what_a_forward_draws_in_secret_is_found_out_without_a_trace(draws):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with events.listening(lambda name, fields: heard.append((name, fields["buffer"]))):
-        found = model_traits.tried(model, lambda: model(torch.ones(4, 2)), 4)
+        found = model_traits.try_forward(model, lambda: model(torch.ones(4, 2)), 4)
     assert (found.draws, found.rate > 0) == (draws, True)
     assert (torch.equal(torch.get_rng_state(), before), model.calls.item()) == (True, 0.0)
     assert heard == [("buffer.local", "calls")]

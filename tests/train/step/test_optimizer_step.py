@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trueline.errors import TrainError, UsageError
-from trueline.train.step.optimizer_step import Advance, check_optimizer
+from trueline.train.step.optimizer_step import OptimizerStep, check_optimizer
 from trueline.train.step.options import Options
 
 
@@ -21,7 +21,7 @@ def advance_of(model=None, *, lr=1.0, momentum=0.0, scheduler=None, **options):
     model = model or one()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     made = scheduler(optimizer) if scheduler else None
-    return Advance(model, optimizer, made, Options(**options))
+    return OptimizerStep(model, optimizer, made, Options(**options))
 
 
 def step(advance, gradient=1.0, **how):
@@ -91,14 +91,14 @@ def test_the_averaged_parameters_are_there_within_the_block_alone():
     advance = advance_of(ema=0.5)
     step(advance)
     live, average = weight(advance), advance.state()["ema"]["weight"].item()
-    with advance.averaged():
+    with advance.use_averages():
         assert weight(advance) == average != live
     assert weight(advance) == live
-    with pytest.raises(KeyError), advance.averaged():
+    with pytest.raises(KeyError), advance.use_averages():
         raise KeyError
     assert weight(advance) == live
     plain = advance_of()
-    with plain.averaged():
+    with plain.use_averages():
         assert weight(plain) == 1.0
 
 
@@ -123,14 +123,16 @@ def test_a_state_goes_on_elsewhere_as_if_it_had_stayed():
     assert advance_of().state() == {**advance_of().state(), "scheduler": None, "scaler": None, "ema": None}
 
 
-def scaled(**how):
+def scaled_step(**how):
     advance = advance_of(precision="fp16", **how)
     advance.scaler.update(new_scale=64.0)
     return advance
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale():
-    advance = scaled(momentum=0.9, ema=0.5, scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5))
+    advance = scaled_step(
+        momentum=0.9, ema=0.5, scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5)
+    )
     assert not step(advance, float("inf"))
     assert (weight(advance), advance.optimizer.param_groups[0]["lr"], advance.scaler.get_scale()) == (1.0, 1.0, 32.0)
     assert advance.state()["ema"]["weight"].item() == 1.0
@@ -139,7 +141,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale():
 
 
 def test_an_overflow_takes_back_what_a_schedule_heard_with_the_step():
-    advance = scaled(scheduler=plateau)
+    advance = scaled_step(scheduler=plateau)
     step(advance, 64.0, measured=1.0)
     before = advance.scheduler.state_dict()
     assert not step(advance, float("inf"), measured=2.0)
@@ -150,13 +152,13 @@ def test_an_overflow_takes_back_what_a_schedule_heard_with_the_step():
 
 
 def test_scaled_gradients_are_clipped_by_their_true_norm():
-    advance = scaled(clip_norm=1.0)
+    advance = scaled_step(clip_norm=1.0)
     step(advance, 64.0 * 0.5)
     assert weight(advance) == 0.5, "a norm of a half is within it"
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_training():
-    advance = scaled()
+    advance = scaled_step()
     advance.scaler.update(new_scale=2.0**-19)
     assert not step(advance, float("inf"))
     with pytest.raises(TrainError, match="overflow in fp16 at a scale of"):
@@ -164,13 +166,13 @@ def test_gradients_that_overflow_at_every_scale_end_the_training():
 
 
 def test_the_loss_is_scaled_where_the_precision_is_fp16_and_nowhere_else():
-    assert scaled().scaled(torch.ones(())).item() == 64.0
-    assert advance_of().scaled(torch.ones(())).item() == 1.0
+    assert scaled_step().scale_loss(torch.ones(())).item() == 64.0
+    assert advance_of().scale_loss(torch.ones(())).item() == 1.0
 
 
 def test_gradients_are_dropped_also_where_the_optimizer_does_not_have_the_parameter():
     model = torch.nn.Linear(1, 1)
-    advance = Advance(model, torch.optim.SGD([model.weight], lr=1.0), None, Options())
+    advance = OptimizerStep(model, torch.optim.SGD([model.weight], lr=1.0), None, Options())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     advance.zero_grad()

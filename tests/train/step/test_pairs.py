@@ -119,8 +119,8 @@ def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
         count=count, digest=digest, generation=1, step=job.steps, wish=False, loss_sum=math.nan, rates=(1.0,)
     )
     gradients = [torch.full_like(value, math.nan) for value in model.parameters()]
-    job._healing._fetch = SimpleNamespace(state=job._replica.snapshot(), trouble="", over=True)
-    job._healing._kept = [Reduced(account, torch.zeros(8), gradients)]
+    job._recovery._fetch = SimpleNamespace(state=job._replica.snapshot(), trouble="", over=True)
+    job._recovery._kept = [Reduced(account, torch.zeros(8), gradients)]
     assert job._catch_up()
     assert job.steps == 1
     assert all(value.isfinite().all() for value in model.parameters())
@@ -134,10 +134,10 @@ def test_workers_of_which_some_have_halved_their_scale_agree_on_one_when_they_re
         advance = torch.optim.SGD(model.parameters(), lr=0.1)
         job = Elastic(model, advance, TensorDataset(inputs, labels), global_batch=4, options=chosen)
         if job._link.ref == "worker-1.0":
-            job._replica.advance.scaler.update(new_scale=128.0)
+            job._replica.optimizer_step.scaler.update(new_scale=128.0)
         for step in job:
             job.step(((model(step.inputs) - step.labels) ** 2).mean())
-        return [value.tolist() for value in model.parameters()], job._replica.advance.scaler.get_scale()
+        return [value.tolist() for value in model.parameters()], job._replica.optimizer_step.scaler.get_scale()
 
     one, other = together(2, run, steps=0)
     assert one == other
@@ -153,7 +153,7 @@ def test_a_schedule_that_waits_for_plateaus_hears_of_an_evaluation_once_though_i
     rates = []
     for step in job:
         if step.step in (2, 4) and len(job.evaluations) * 2 == step.step:
-            job._healing._forget_evaluation()  # as a regroup does
+            job._recovery._forget_evaluation()  # as a regroup does
             job._validate()
         job.step(((model(step.inputs) - step.labels) ** 2).mean())
         rates.append(advance.param_groups[0]["lr"])
@@ -213,7 +213,7 @@ def test_a_worker_that_tries_records_one_by_one_is_stuck_only_when_one_of_them_t
     job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
     for step in job:
         job._link.report_phase = phases.append
-        job._trials.to_blame(step.step, step.records)
+        job._trials.find_blamed(step.step, step.records)
         break
     assert phases == ["reading"] * 4
 
@@ -224,9 +224,9 @@ def test_the_copy_that_joiners_fetch_is_dropped_when_everybody_holds_the_state()
     job = Elastic(model, advance, TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), global_batch=4)
     for step in job:
         if step.step == 0:
-            job._healing._offer.publish(1, job._replica.snapshot())
+            job._recovery._offer.publish(1, job._replica.snapshot())
         job.step(model(step.inputs).mean())
-        assert job._healing._offer._offered is None
+        assert job._recovery._offer._offered is None
 
 
 def columns(records, mode):

@@ -7,13 +7,13 @@ import torch
 from trueline.errors import RecipeError
 from trueline.parallel.gloo import GlooGroup
 from trueline.train.step.ledger import StepAccount
-from trueline.train.step.optimizer_step import Advance
+from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.replica import Replica
 
 
 def replica_of(model, *, sharded=False):
-    advance = Advance(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options())
+    advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Options())
     return Replica(model, advance, GlooGroup(), 10, Options(), sharded=sharded)
 
 
@@ -78,7 +78,7 @@ def test_what_was_kept_of_a_step_is_a_copy_and_is_applied_as_if_it_had_just_been
 def test_a_step_that_overflows_is_not_counted():
     model = norm()
     options = Options(precision="fp16")
-    advance = Advance(model, torch.optim.SGD(model.parameters(), lr=0.1), None, options)
+    advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, options)
     replica = Replica(model, advance, GlooGroup(), 10, options, sharded=True)
     replica.begin()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -90,7 +90,7 @@ def test_a_step_that_overflows_is_not_counted():
 
 
 def momentum_of(model):
-    advance = Advance(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None, Options())
+    advance = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None, Options())
     return Replica(model, advance, GlooGroup(), 10, Options(), sharded=False)
 
 

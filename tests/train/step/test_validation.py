@@ -31,7 +31,7 @@ def judged(values, *, patience=0, monitor="loss"):
     found = []
     for value in values:
         metrics = {"accuracy": value}
-        found.append(rule(monitor=monitor, patience=patience).judged(found, {"loss": value, "metrics": metrics}))
+        found.append(rule(monitor=monitor, patience=patience).judge(found, {"loss": value, "metrics": metrics}))
     return [one["best"] for one in found], [one["stop"] for one in found]
 
 
@@ -126,7 +126,7 @@ class Replica:
         self.ledger, self.averaging = Ledger(num_records=num_records), []
 
     @contextlib.contextmanager
-    def averaged(self):
+    def use_averages(self):
         self.averaging.append("in")
         yield
         self.averaging.append("out")
@@ -137,7 +137,7 @@ def test_members_measure_their_parts_in_the_order_in_which_they_are_dealt_and_to
     for position, rank in ((0, 2), (1, 0), (2, 1)):
         group = member(monkeypatch, position=position, ordered_weights=(1.0, 2.0, 0.0), rank=rank)
         replica = Replica()
-        totals += torch.tensor(validation().reduced(group, replica))
+        totals += torch.tensor(validation().measure_all(group, replica))
         assert replica.averaging == ["in", "out"], "by the averaged parameters"
         if position == 2:
             assert group.process_group.rows == [[0.0, 0.0]], "it has no part"
@@ -146,7 +146,7 @@ def test_members_measure_their_parts_in_the_order_in_which_they_are_dealt_and_to
 
 def test_a_member_without_the_state_adds_zeros_and_gets_the_sums(monkeypatch):
     group = member(monkeypatch, others=7.0)
-    assert validation().reduced(group, None) == [7.0, 7.0]
+    assert validation().measure_all(group, None) == [7.0, 7.0]
     assert group.process_group.rows == [[0.0, 0.0]]
 
 
@@ -154,7 +154,7 @@ def test_a_member_that_is_overtaken_while_it_measures_adds_no_part_of_its_sums(m
     looks = iter([False, True, True])
     group = member(monkeypatch, overtaken=lambda: next(looks))
     with pytest.raises(RuntimeError, match="ProcessGroup: a newer view"):
-        validation().reduced(group, Replica())
+        validation().measure_all(group, Replica())
     assert group.process_group.rows == []
 
 
@@ -162,7 +162,7 @@ def test_sums_become_means_and_their_evaluation_is_entered_after_those_before_it
     checked, replica = validation(), Replica()
     replica.ledger.steps = 5
     replica.ledger.evaluations.append({"step": 2, "loss": 40.0, "metrics": {}, "best": True, "stop": False})
-    found = checked.entered(replica, [4950.0 / 3, 75.0])
+    found = checked.enter(replica, [4950.0 / 3, 75.0])
     assert found == {
         "step": 5,
         "records": 100,
@@ -183,7 +183,7 @@ def test_sums_become_means_and_their_evaluation_is_entered_after_those_before_it
 
 
 class Told:
-    """A link and a keeper: what they are told."""
+    """A link and a checkpointer: what they are told."""
 
     def __init__(self):
         self.evaluations, self.kept = [], []
@@ -207,7 +207,7 @@ def test_an_evaluation_is_made_once_a_step_and_again_when_the_members_have_chang
     assert [found.due(at) for at in range(7)] == [False, False, True, False, True, False, True]
     assert found.measure(2, holds=True) == [4950.0, 100.0]
     assert [found.due(at) for at in (2, 4)] == [False, True]
-    found.again()
+    found.forget()
     assert found.due(2)
     assert found.measure(2, holds=False) == [0.0, 0.0]
     assert not Evaluations(None, found._plan, found._replica, found._group, None, None).due(2)

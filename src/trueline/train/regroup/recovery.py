@@ -25,7 +25,7 @@ MOST_KEPT = 8
 """Steps that an observer keeps before it lets the others wait for its state."""
 
 
-class Healing:
+class Recovery:
     """Whether this worker has the state, and how it gets it."""
 
     def __init__(self, replica: Replica, group: WorkerGroup, faults: Faults) -> None:
@@ -67,7 +67,7 @@ class Healing:
 
     def _agree_on_scale(self) -> None:
         """The source's scale of fp16: a death in a step that overflows leaves some with half of it, at that step."""
-        scaler = self._replica.advance.scaler
+        scaler = self._replica.optimizer_step.scaler
         if not scaler.is_enabled():
             return
         mine = scaler.state_dict()
@@ -117,7 +117,7 @@ class Healing:
         """Whether the others applied the step: not when its gradients overflowed, or its loss is no number."""
         if not math.isfinite(reduced.account.loss_sum):
             return False
-        if not self._replica.advance.scaler.is_enabled():
+        if not self._replica.optimizer_step.scaler.is_enabled():
             return True
         return all(bool(torch.isfinite(gradient).all()) for gradient in reduced.gradients if gradient is not None)
 

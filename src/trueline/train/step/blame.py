@@ -39,7 +39,7 @@ class Blamed:
     where: str
 
 
-def failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
+def find_failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
     """The records for which `attempt` raises, and what it raised, in words."""
     found = {}
     for record in records:
@@ -52,13 +52,13 @@ def failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int,
     return found
 
 
-def to_blame(mine: Sequence[int], others: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
+def find_blamed(mine: Sequence[int], others: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
     """Those of `mine` that fail alone; empty when none does, or when records of `others` fail just as well."""
-    found = failing(mine, attempt)
+    found = find_failing(mine, attempt)
     if len(found) < len(mine):
         return found
     controls = [record for _, record in zip(range(CONTROLS), others, strict=False)]
-    broken = failing(controls, attempt)
+    broken = find_failing(controls, attempt)
     return found if len(broken) < len(controls) else {}
 
 
@@ -84,20 +84,20 @@ class Trials:
                 f"the device's memory does not hold what {len(ids)} records take at once: {error}",
                 hint="set micro_batch to fewer records, or have more workers with a device of their own",
             ) from error
-        found = self.to_blame(step, ids)
+        found = self.find_blamed(step, ids)
         if not found:
             raise error
         for one in found:
             self._link.suspect(step, one.record, one.why, one.where)
         return sorted(one.record for one in found)
 
-    def to_blame(self, step: int, ids: Ints) -> list[Blamed]:
+    def find_blamed(self, step: int, ids: Ints) -> list[Blamed]:
         """The records among this worker's `ids` of `step` that fail alone."""
         beside = step + 1 if step + 1 < self._plan.total_steps else max(step - 1, 0)
         near = np.concatenate([self._plan.records(step), self._plan.records(beside)])
         mine, about = self._by_record(step, ids), self._by_record(step, near)
         others = [one for record, one in about.items() if record not in mine and record not in self._plan.set_aside]
-        found = to_blame(list(mine.values()), others, lambda one: self._attempt(step, one))
+        found = find_blamed(list(mine.values()), others, lambda one: self._attempt(step, one))
         return [Blamed(record, found[one], self._where(record)) for record, one in mine.items() if one in found]
 
     def _by_record(self, step: int, ids: Ints) -> dict[int, int]:
@@ -116,7 +116,7 @@ class Trials:
         for ids in pieces:
             for record, one in self._by_record(step, ids).items():
                 self._link.announce_trial(step, record, self._where(record))
-                failing([one], lambda one: self._attempt(step, one))
+                find_failing([one], lambda one: self._attempt(step, one))
         self._link.announce_trial(step, -1, "")
 
     def _attempt(self, step: int, one: int) -> None:

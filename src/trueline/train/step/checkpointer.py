@@ -36,7 +36,7 @@ NICENESS = 10
 """Of the thread that writes: training goes first where cores are scarce."""
 
 
-class Keeper:
+class Checkpointer:
     """Writes to `folder` (a path or a URL) and keeps the newest `keep` checkpoints beside the best one."""
 
     def __init__(
@@ -58,8 +58,8 @@ class Keeper:
         """Steps of the newest state that was copied."""
 
     @classmethod
-    def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Keeper:
-        """The keeper that a job's settings ask for; `facts` are about what it trains."""
+    def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Checkpointer:
+        """The checkpointer that a job's settings ask for; `facts` are about what it trains."""
         where = settings.checkpoints or str(JobDir(job_dir).checkpoints)
         job = {"name": settings.name, "seed": settings.seed, "global_batch": settings.global_batch,
                "epochs": settings.epochs}  # fmt: skip

@@ -30,7 +30,7 @@ class StepBatch:
 
 
 @dataclass(slots=True)
-class Part:
+class Contribution:
     done: list[Ints] = field(default_factory=list)
     """Records of the batches whose loss is known,"""
     count: int = 0

@@ -30,7 +30,7 @@ class WorkerGroup:
     view: pb.View = field(default_factory=lambda: pb.View(generation=-1))
     plan: pb.Plan = field(default_factory=pb.Plan)
     rank: int = 0
-    split: load_balance.Split = field(default_factory=load_balance.Split)
+    split: load_balance.StepSplit = field(default_factory=load_balance.StepSplit)
     order: list[int] = field(default_factory=lambda: [0])
     """Ranks in the order in which parts are dealt out: shifted by the view's rotation."""
     ordered_weights: tuple[float, ...] = (1.0,)
@@ -112,14 +112,14 @@ class WorkerGroup:
         # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
         settling = 0 if any(rate > 0 for rate in self.rates) else load_balance.SETTLING
-        self._set_split(load_balance.Split(load_balance.first(rates, behind=behind), settling=settling))
+        self._set_split(load_balance.StepSplit(load_balance.initial_weights(rates, behind=behind), settling=settling))
 
     @property
     def weights(self) -> tuple[float, ...]:
         """By rank: the proportions in which the members share a step."""
         return self.split.weights
 
-    def _set_split(self, split: load_balance.Split) -> None:
+    def _set_split(self, split: load_balance.StepSplit) -> None:
         if split.weights is not self.split.weights or not self.ordered_weights:
             self.ordered_weights = tuple([split.weights[rank] for rank in self.order])
         self.split = split
@@ -127,7 +127,7 @@ class WorkerGroup:
     def update_rates(self, rates: Sequence[float], records: int) -> None:
         """Takes the members' rates from the account of a step of `records` records."""
         self.rates = tuple(rates)
-        self._set_split(self.split.following(self.rates, records))
+        self._set_split(self.split.after_step(self.rates, records))
 
     def rate_to_report(self, measured: float) -> float:
         """This worker's records a second; until something is measured, the weight that it was given."""

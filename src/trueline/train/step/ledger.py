@@ -38,10 +38,10 @@ def digest(records: Ints) -> int:
     >>> (digest(np.array([5, 7])) + digest(np.array([1]))) % 2**24 == digest(np.array([7, 1, 5]))
     True
     """
-    return int(mixed(records).sum(dtype=np.uint64)) & MASK
+    return int(mix_ids(records).sum(dtype=np.uint64)) & MASK
 
 
-def mixed(records: Ints) -> npt.NDArray[np.uint64]:
+def mix_ids(records: Ints) -> npt.NDArray[np.uint64]:
     """Each record's part of a digest: the sum of parts, modulo 2**24, is the digest of the records."""
     z = records.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -50,7 +50,7 @@ def mixed(records: Ints) -> npt.NDArray[np.uint64]:
     return z & np.uint64(MASK)
 
 
-def total(parts: npt.NDArray[np.uint64]) -> int:
+def sum_digest(parts: npt.NDArray[np.uint64]) -> int:
     """The digest of records whose parts these are."""
     return int(parts.sum()) & MASK
 

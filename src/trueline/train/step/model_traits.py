@@ -25,7 +25,7 @@ TRY_S, TRIES = 0.1, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Nature:
+class ModelTraits:
     draws: bool
     """A forward in training mode draws random numbers."""
     neighbours: bool
@@ -46,7 +46,7 @@ class _ShardNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
 
-def unsynced(model: torch.nn.Module) -> None:
+def replace_sync_batchnorm(model: torch.nn.Module) -> None:
     """Has each SyncBatchNorm of `model` take the statistics of a shard, as other normalization layers do.
 
     Its own collectives would wait for members that have no records, and for those that are dead.
@@ -59,21 +59,21 @@ def unsynced(model: torch.nn.Module) -> None:
         events.emit("normalization.by_shard", layers=join_names(layers), why=why)
 
 
-def known(model: torch.nn.Module) -> Nature:
+def read_traits(model: torch.nn.Module) -> ModelTraits:
     """What the kinds of its modules tell."""
     modules = list(model.modules())
-    return Nature(
+    return ModelTraits(
         draws=any(_drops(module) for module in modules),
         neighbours=bool(_normalizing(model)),
     )
 
 
-def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -> Nature:
-    """`known`, and what a `forward` over some `records` showed; it leaves no trace in buffers and generators.
+def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: int) -> ModelTraits:
+    """`read_traits`, and what a `forward` over some `records` showed; it leaves no trace in buffers and generators.
 
     A buffer outside of normalization layers that changes is reported: nobody can know how to merge it.
     """
-    nature = known(model)
+    nature = read_traits(model)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     with seeding.preserve_generators():
         before = seeding.generator_state()
@@ -89,7 +89,7 @@ def tried(model: torch.nn.Module, forward: Callable[[], object], records: int) -
             events.emit("buffer.local", buffer=name, why=why)
         if changed:
             buffer.copy_(copy)
-    return Nature(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
+    return ModelTraits(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
 
 
 def _rate(forward: Callable[[], object], records: int) -> float:

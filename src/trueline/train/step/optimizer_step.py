@@ -20,7 +20,7 @@ from trueline.errors import TrainError, UsageError
 from trueline.train.step.options import Options
 
 
-class Advance:
+class OptimizerStep:
     def __init__(
         self,
         model: torch.nn.Module,
@@ -32,12 +32,12 @@ class Advance:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
-        self.scaled(torch.zeros((), device=device))  # who has no records in its first step unscales all the same
+        self.scale_loss(torch.zeros((), device=device))  # who has no records in its first step unscales all the same
         self._averaged: dict[str, torch.Tensor] = {}
         if options.ema:
             self._averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the scale of the gradients (1 unless the precision is fp16)."""
         return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
 
@@ -112,7 +112,7 @@ class Advance:
         return after >= before
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """The model with the averaged parameters, if any are kept, while the block runs."""
         if not self._averaged:
             yield

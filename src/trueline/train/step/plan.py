@@ -66,7 +66,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ForwardPiece:
     """Records of one forward."""
 
     records: Ints
@@ -99,7 +99,7 @@ class JobPlan:
     _mixed: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _digests: list[int] = field(default_factory=list)
     _cut_for: tuple[int, tuple[float, ...]] = (-1, ())
-    _cut: list[list[Piece]] = field(default_factory=list)
+    _cut: list[list[ForwardPiece]] = field(default_factory=list)
     """What the rank of `_cut_for` trains of these steps."""
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class JobPlan:
         ids = self._order.at(np.arange(start, stop, dtype=np.int64), epoch=epoch)
         if self.blocks and not self.micro_batch:
             _gather(ids, self.global_batch)
-        parts = ledger.mixed(ids)
+        parts = ledger.mix_ids(ids)
         self._first = step
         steps = [ids[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
         mixed = [parts[i : i + self.global_batch] for i in range(0, len(ids), self.global_batch)]
@@ -163,10 +163,10 @@ class JobPlan:
             ]
             steps = [records[keep] for records, keep in zip(steps, kept, strict=True)]
             mixed = [parts[keep] for parts, keep in zip(mixed, kept, strict=True)]
-        self._records, self._mixed, self._digests = steps, mixed, [ledger.total(parts) for parts in mixed]
+        self._records, self._mixed, self._digests = steps, mixed, [ledger.sum_digest(parts) for parts in mixed]
         self._cut_for = -1, ()
 
-    def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[Piece]:
+    def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[ForwardPiece]:
         """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""
         count = len(self.records(step))
         if not self.micro_batch:
@@ -179,20 +179,20 @@ class JobPlan:
         bounds_of = _slices(count, (1.0,) * shards)
         return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
 
-    def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[Piece]]:
+    def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[ForwardPiece]]:
         """One slice of each step that was computed, or none; their digests in one pass over all records."""
         bounds = np.array([_slices(len(records), weights)[rank] for records in self._records])
         ends = np.cumsum([0, *map(len, self._records)])[:-1, None] + bounds
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(self._mixed), dtype=np.uint64)])
         digests = ((sums[ends[:, 1]] - sums[ends[:, 0]]) & np.uint64(ledger.MASK)).tolist()
         return [
-            [Piece(records[start:stop], rank, digest)] if stop > start else []
+            [ForwardPiece(records[start:stop], rank, digest)] if stop > start else []
             for records, (start, stop), digest in zip(self._records, bounds.tolist(), digests, strict=True)
         ]
 
-    def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> Piece:
+    def _piece(self, step: int, bounds: tuple[int, int], shard: int) -> ForwardPiece:
         at, part = step - self._first, slice(*bounds)
-        return Piece(self._records[at][part], shard, ledger.total(self._mixed[at][part]))
+        return ForwardPiece(self._records[at][part], shard, ledger.sum_digest(self._mixed[at][part]))
 
     def num_shards(self, step: int) -> int:
         return -(-len(self.records(step)) // self.micro_batch)

@@ -13,24 +13,24 @@ from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.group import WorkerGroup
-from trueline.train.step.plan import JobPlan, Piece
-from trueline.train.step.timing import Pace
+from trueline.train.step.plan import ForwardPiece, JobPlan
+from trueline.train.step.timing import StepTimer
 
 
 @dataclass(slots=True)
-class Intake:
+class StepReader:
     plan: JobPlan
     reader: SeededReader | ReaderPool
     group: WorkerGroup
-    pace: Pace
+    timer: StepTimer
     seed: int
     draws: bool
     """Whether training draws random numbers, so that they are to be those of the shard."""
     _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
     """Generation, step and split of `_pieces`."""
-    _pieces: list[Piece] = field(default_factory=list)
+    _pieces: list[ForwardPiece] = field(default_factory=list)
 
-    def pieces(self, step: int) -> list[Piece]:
+    def pieces(self, step: int) -> list[ForwardPiece]:
         """This worker's part of `step`, while the members stay as they are."""
         asked = self.group.generation, step, self.group.ordered_weights
         if self._known != asked:
@@ -38,18 +38,18 @@ class Intake:
             self._known = asked
         return self._pieces
 
-    def read(self, step: int, piece: Piece, *, last: bool) -> StepBatch:
+    def read(self, step: int, piece: ForwardPiece, *, last: bool) -> StepBatch:
         """The batch of a piece. Raises what reading raises."""
         found = self.reader.read(piece.records, epoch=self.plan.epoch_of(step))
         weight = len(piece.records) / len(self.plan.records(step))
         if self.draws:
             seed_all(self.seed, step, piece.shard)
-        self.pace.read()
+        self.timer.end_reading()
         return StepBatch(
             inputs=found.inputs, labels=found.labels, records=piece.records, step=step, weight=weight, last=last
         )
 
-    def prefetch(self, step: int, left: Sequence[Piece]) -> None:
+    def prefetch(self, step: int, left: Sequence[ForwardPiece]) -> None:
         """Has others (threads, processes) read what comes after a piece of `step`, while that is computed."""
         ahead = self.reader.ahead
         if not ahead:
@@ -67,4 +67,4 @@ class Intake:
         if step < self.plan.total_steps and not self.reader.ahead:
             for piece in self.pieces(step)[:1]:
                 self.reader.read_ahead(piece.records, epoch=self.plan.epoch_of(step))
-        self.pace.read_ahead()
+        self.timer.end_reading_ahead()

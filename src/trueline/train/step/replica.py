@@ -24,7 +24,7 @@ from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
-from trueline.train.step.optimizer_step import Advance
+from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
 
@@ -47,15 +47,15 @@ class Replica:
     def __init__(
         self,
         model: torch.nn.Module,
-        advance: Advance,
+        optimizer_step: OptimizerStep,
         group: GlooGroup,
         num_records: int,
         options: Options,
         *,
         sharded: bool,
     ) -> None:
-        self.model, self.advance, self.options, self.sharded = model, advance, options, sharded
-        tallied = _tallied(model, num_records)
+        self.model, self.optimizer_step, self.options, self.sharded = model, optimizer_step, options, sharded
+        tallied = _fits_tally(model, num_records)
         self.ledger = Ledger(num_records=num_records, tally=np.zeros(num_records, np.int32) if tallied else None)
         self._running = model_traits.running_statistics(model) if sharded else []
         self._counters = model_traits.batch_counters(model) if sharded else []
@@ -90,7 +90,7 @@ class Replica:
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
         self._take_back()
-        self.advance.zero_grad()
+        self.optimizer_step.zero_grad()
         self.exchange.beside.zero_()
         if self._running or self._counters:
             self._before = [value.clone() for value in (*self._running, *self._counters)]
@@ -123,7 +123,7 @@ class Replica:
         for value, before in zip(self._running, self._before, strict=False):
             beside[at : at + value.numel()] += weight * (value - before).flatten()
             at += value.numel()
-        return BackwardPiece(loss, self.advance.scaled(loss), weight, len(records))
+        return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), weight, len(records))
 
     def _take_back(self) -> None:
         """Each piece starts from the same running statistics. After the backward: a checkpointed forward runs again."""
@@ -156,7 +156,7 @@ class Replica:
         `left_out`: what of the step was set aside.
         `measured`: what an evaluation of the state at hand gave, if there was one.
         """
-        if not self.advance.apply(measured, steps=self.ledger.steps):
+        if not self.optimizer_step.apply(measured, steps=self.ledger.steps):
             return False
         at = self._tallied
         self._before = []
@@ -175,7 +175,7 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """The whole state; its tensors are the live ones."""
-        return {"model": self.model.state_dict(), **self.advance.state(), "ledger": self.ledger.as_tree()}
+        return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, copied to host memory: a thread may send it while training goes on."""
@@ -187,14 +187,14 @@ class Replica:
         """Takes `state` as its own."""
         self._before = []
         self.model.load_state_dict(state["model"])
-        self.advance.restore(state)
+        self.optimizer_step.restore(state)
         self.ledger = Ledger.from_tree(state["ledger"])
         self.begin()
 
-    def averaged(self) -> AbstractContextManager[None]:
-        return self.advance.averaged()
+    def use_averages(self) -> AbstractContextManager[None]:
+        return self.optimizer_step.use_averages()
 
 
-def _tallied(model: torch.nn.Module, num_records: int) -> bool:
+def _fits_tally(model: torch.nn.Module, num_records: int) -> bool:
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return 4 * num_records <= max(TALLY_BYTES, parameters // 50)

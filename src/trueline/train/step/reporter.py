@@ -10,7 +10,7 @@ from trueline.train.link.contract import ProgressReporter, StepReport
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import JobPlan
-from trueline.train.step.timing import Pace
+from trueline.train.step.timing import StepTimer
 from trueline.wire import train_pb2 as pb
 
 
@@ -18,7 +18,7 @@ from trueline.wire import train_pb2 as pb
 class StepReporter:
     link: ProgressReporter
     group: WorkerGroup
-    pace: Pace
+    timer: StepTimer
     plan: JobPlan
     redone: int = 0
     """How often the step at hand was computed again after an overflow."""
@@ -32,7 +32,7 @@ class StepReporter:
 
     def report(self, step: int, account: StepAccount, certificate: dict[str, Any] | None) -> None:
         """Reports the applied step `step`; `certificate`: of the epoch that it ends."""
-        self.pace.applied()
+        self.timer.end_committing()
         now = time.monotonic_ns()
         gap_ms = (now - self._last_ns) / 1e6 if self._regrouped and self._last_ns else 0.0
         self._last_ns, self._regrouped = now, False
@@ -40,7 +40,7 @@ class StepReporter:
         generation = group.generation
         report = StepReport(
             step, generation, account.count, account.digest, account.loss, group.size, gap_ms, now, group.rates,
-            self._new_shares(step), *self.pace.last_ms, self.redone,
+            self._new_shares(step), *self.timer.last_ms, self.redone,
         )  # fmt: skip
         self.redone = 0
         signed = None if certificate is None else pb.Certificate(**certificate)

@@ -13,7 +13,7 @@ from trueline.train.step import load_balance
 
 
 @dataclass(slots=True)
-class Pace:
+class StepTimer:
     rate: float = 0.0
     """Records a second from the start of reading to the end of the local backward, smoothed; 0: not measured."""
     last_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
@@ -43,20 +43,20 @@ class Pace:
         took_s, self._since = now - self._since, now
         return took_s
 
-    def read(self) -> None:
+    def end_reading(self) -> None:
         """The time since the last call was spent on reading,"""
         self._data_s += self._lap()
 
-    def computed(self) -> None:
+    def end_computing(self) -> None:
         """on the local part of a step,"""
         self._compute_s += self._lap()
 
-    def read_ahead(self) -> None:
+    def end_reading_ahead(self) -> None:
         """on reading for the next step,"""
         self._ahead_s = self._lap()
         self._data_s += self._ahead_s
 
-    def summed(self, records: int) -> None:
+    def end_waiting(self, records: int) -> None:
         """on waiting for the sums. This worker's part of the step was `records` in number."""
         self._wait_s += self._lap()
         local_s = self._before_s + self._data_s - self._ahead_s + self._compute_s
@@ -65,10 +65,10 @@ class Pace:
             before = self.rate if self._measured != 1 else 0.0
             before_s, self._step_s = self._step_s, self._data_s + self._compute_s + self._wait_s
             usual_s = min(before_s, self._step_s)
-            self.rate = load_balance.smoothed(before, records, local_s, usual_s, max(0, self._measured - 1))
+            self.rate = load_balance.smooth_rate(before, records, local_s, usual_s, max(0, self._measured - 1))
             self._measured += 1
 
-    def applied(self) -> None:
+    def end_committing(self) -> None:
         """on what makes an applied step of them."""
         commit_s = self._lap()
         self.last_ms = self._data_s * 1e3, self._compute_s * 1e3, self._wait_s * 1e3, commit_s * 1e3

@@ -51,7 +51,7 @@ class Rule:
         found = evaluation["loss"] if name == "loss" else evaluation["metrics"][name]
         return -float(found) if self.monitor.startswith("-") else float(found)
 
-    def judged(self, earlier: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> dict[str, Any]:
+    def judge(self, earlier: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> dict[str, Any]:
         """`evaluation` with `best` and `stop`, seen after `earlier` ones."""
         value = self.value(evaluation)
         best = not math.isnan(value) and all(value < self.value(other) for other in earlier if other["best"])
@@ -90,7 +90,7 @@ class Validation:
             totals = [total + one for total, one in zip(totals, found, strict=True)]
         return totals
 
-    def reduced(self, group: WorkerGroup, replica: Replica | None) -> list[float]:
+    def measure_all(self, group: WorkerGroup, replica: Replica | None) -> list[float]:
         """The sums of all members, measured with the averaged parameters if any are kept.
 
         `replica` is None for a member without the state: it adds zeros. Raises RuntimeError when a peer fails.
@@ -99,7 +99,7 @@ class Validation:
         if replica is not None:
             chunks = self.chunks()
             mine = chunks[slice(*permutation.split(len(chunks), group.ordered_weights)[group.position])]
-            with replica.averaged():
+            with replica.use_averages():
                 totals = self.sums(mine, group.is_overtaken)
             if group.is_overtaken():  # before the cut they could still be summed, and they are of a part
                 raise RuntimeError("ProcessGroup: a newer view")
@@ -108,7 +108,7 @@ class Validation:
         found: list[float] = row.tolist()
         return found
 
-    def entered(self, replica: Replica, totals: Sequence[float]) -> dict[str, Any]:
+    def enter(self, replica: Replica, totals: Sequence[float]) -> dict[str, Any]:
         """The evaluation that `totals` say, entered in the ledger."""
         ledger = replica.ledger
         evaluation = self.evaluation(totals, ledger.steps, ledger.evaluations)
@@ -120,7 +120,7 @@ class Validation:
         loss, *metrics = (float(f"{total / self.num_records:.12g}") for total in totals)
         named = dict(zip(self.names, metrics, strict=True))
         plain = {"step": step, "records": self.num_records, "loss": loss, "metrics": named}
-        return self.rule.judged(earlier, plain)
+        return self.rule.judge(earlier, plain)
 
 
 def as_message(evaluation: dict[str, Any]) -> pb.Evaluation:

@@ -36,7 +36,7 @@ from trueline.train.launch import jobs
 from trueline.train.link.grpc_client import connect
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits
-from trueline.train.step.checkpointer import Keeper
+from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.options import Options
 from trueline.train.step.validation import Rule, Validation
@@ -121,13 +121,13 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         scheduler=scheduler,
         options=options,
         validation=validation_of(recipe, model, settings),
-        keeper=Keeper.of(settings, job_dir, facts),
+        checkpointer=Checkpointer.of(settings, job_dir, facts),
         faults=settings.faults,
-        kind=_nature(recipe, model, source),
+        kind=_try_model(recipe, model, source),
     )
 
 
-def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_traits.Nature:
+def _try_model(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_traits.ModelTraits:
     """What one forward on the first records shows of the model; what its modules say when that forward fails."""
     first = np.arange(min(TRIED, source.num_records), dtype=np.int64)
 
@@ -136,10 +136,10 @@ def _nature(recipe: Recipe, model: torch.nn.Module, source: Source) -> model_tra
         return recipe.loss(call_model(model, batch.inputs), batch.labels)
 
     try:
-        return model_traits.tried(model, loss, len(first))
+        return model_traits.try_forward(model, loss, len(first))
     except Exception as error:  # noqa: BLE001  a record that the model cannot take is found out, and told, in its step
         events.emit("model.untried", why=f"{type(error).__name__}: {error}")
-        return model_traits.known(model)
+        return model_traits.read_traits(model)
 
 
 def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings) -> Validation | None:
