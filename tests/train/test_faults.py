@@ -8,7 +8,7 @@ import pytest
 
 from trueline.errors import UsageError
 from trueline.train import faults as injected
-from trueline.train import job_context, settings
+from trueline.train import settings
 from trueline.train.faults import Faults
 from trueline.train.link.local_client import LocalLink
 from trueline.train.settings import Fault, JobSettings
@@ -56,11 +56,11 @@ def test_without_faults_nothing_happens(struck):
 def test_the_first_script_says_what_a_step_is_and_another_that_says_otherwise_is_refused(tmp_path):
     settings.save(JOB, tmp_path)
     said = {"epochs": 3, "global_batch": 8, "seed": 5}
-    assert job_context.settle(tmp_path, **said) == settings.load(tmp_path) == dataclasses.replace(JOB, **said)
-    assert job_context.settle(tmp_path, **said).epochs == 3
+    assert settings.settle(tmp_path, **said) == settings.load(tmp_path) == dataclasses.replace(JOB, **said)
+    assert settings.settle(tmp_path, **said).epochs == 3
     for name in said:
         with pytest.raises(UsageError, match=f"made an Elastic with {name}=7, and the job began with {said[name]}"):
-            job_context.settle(tmp_path, **{**said, name: 7})
+            settings.settle(tmp_path, **{**said, name: 7})
     assert settings.load(tmp_path).seed == 5
 
 

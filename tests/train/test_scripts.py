@@ -162,7 +162,7 @@ def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
 def test_a_script_that_says_something_else_after_a_resume_is_refused(tmp_path):
     job = script(tmp_path, "2")
     job_settings.save(job_settings.load(job), job)
-    from trueline.train.job_context import settle
+    from trueline.train.settings import settle
 
     settle(job, epochs=2, global_batch=30, seed=0)
     with pytest.raises(errors.UsageError, match="global_batch=40, and the job began with 30"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -124,6 +124,21 @@ def load(job_dir: Path) -> JobSettings:
             f"{file} is not a job's settings: {error}",
             hint="the job's checkpoints can still be evaluated and captured: name one of them",
         ) from error
+
+
+def settle(job_dir: Path, *, epochs: int, global_batch: int, seed: int) -> JobSettings:
+    """The job's settings with a script's values, saved when they are new. Raises UsageError if the job has others."""
+    job = load(job_dir)
+    if not job.epochs:
+        job = replace(job, epochs=epochs, global_batch=global_batch, seed=seed)
+        save(job, job_dir)
+    for name, value in (("epochs", epochs), ("global_batch", global_batch), ("seed", seed)):
+        if getattr(job, name) != value:
+            raise UsageError(
+                f"the script made an Elastic with {name}={value}, and the job began with {getattr(job, name)}",
+                hint="make one Elastic, the same in every worker and after every resume",
+            )
+    return job
 
 
 def parse_workers(text: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from trueline.errors import DataError
 from trueline.storage import listing
 from trueline.storage.block_cache import BlockCache
 from trueline.train.elastic import Elastic
-from trueline.train.step.blame import failing
+from trueline.train.step.blame import find_failing
 from trueline.train.step.options import Options
 from worlds.records import FakeOdps, flat, images, write_images, write_json
 from worlds.waiting import until_ended
@@ -127,7 +127,7 @@ def test_a_reader_that_dies_ends_its_workers_reading_and_blames_no_record(reader
         several.read(np.array([record]), epoch=0)
 
     with pytest.raises(ReaderLost):
-        failing([25, 26, 27], attempt)
+        find_failing([25, 26, 27], attempt)
 
 
 def test_records_in_files_are_read_by_processes_where_that_is_asked_for(tmp_path):

@@ -47,7 +47,8 @@ def commit_of(*, set_aside=()):
     evaluations = SimpleNamespace(
         value=lambda: 0.5, enter=lambda totals: replica.done.append(("evaluation", totals, replica.ledger.steps))
     )
-    return Commit(plan, replica, SimpleNamespace(generation=GENERATION), evaluations)
+    group = SimpleNamespace(generation=GENERATION)
+    return Commit(plan=plan, replica=replica, group=group, evaluations=evaluations, reporter=None)  # type: ignore[arg-type]
 
 
 def account(commit, step, *, loss=1.0, generation=GENERATION, but=0):

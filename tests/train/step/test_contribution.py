@@ -15,11 +15,10 @@ from trueline.errors import RecipeError, TrainError
 from trueline.train.step import blame
 from trueline.train.step import ledger as books
 from trueline.train.step.blame import Trials
-from trueline.train.step.contribution import MOST_LOSS, Contribution
+from trueline.train.step.commit import StepReporter
+from trueline.train.step.contribution import MOST_LOSS, Contribution, StepReader
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.plan import DRAWN, JobPlan
-from trueline.train.step.reader import StepReader
-from trueline.train.step.reporter import StepReporter
 
 
 def plan_of(**kind):
@@ -176,7 +175,7 @@ def test_a_loss_that_a_word_has_no_room_for_is_infinite(loss, word):
 
 def test_each_applied_step_is_reported_with_the_gap_after_a_regroup_and_shares_that_are_new(monkeypatch):
     said, clock = [], iter([1_000_000, 5_000_000, 9_000_000, 9_500_000])
-    monkeypatch.setattr("trueline.train.step.reporter.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("trueline.train.step.commit.time.monotonic_ns", lambda: next(clock))
     link = SimpleNamespace(report_step=lambda *what: said.append(what))
     group = SimpleNamespace(
         generation=3, size=2, rates=(10.0, 30.0), ordered_weights=(10.0, 30.0), by_rank=lambda numbers: numbers[::-1]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from trueline.data.order import permutation
 from trueline.train.step import load_balance
 from trueline.train.step.group import WorkerGroup
-from trueline.train.step.load_balance import StepSplit
-from trueline.train.step.timing import StepTimer
+from trueline.train.step.load_balance import StepSplit, StepTimer
 from trueline.wire import train_pb2 as pb
 
 RATES = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=8)
@@ -95,7 +94,7 @@ def test_a_split_that_was_only_tried_gives_way_to_the_first_steps_that_were_meas
 
 def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkeypatch):
     timer, clock = StepTimer(), iter([0.0, 0.0, 2.0, 2.0, 10.0, 10.0, 11.0, 11.0, 20.0, 20.0, 21.5, 21.5])
-    monkeypatch.setattr("trueline.train.step.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trueline.train.step.load_balance.time.perf_counter", lambda: next(clock))
     rates = []
     for _ in range(3):  # 100 records in 2 s, in 1 s, in 1.5 s
         timer.begin()
@@ -108,7 +107,7 @@ def test_what_a_process_does_in_its_first_step_is_no_measure_of_its_speed(monkey
 
 def test_a_short_step_in_which_a_worker_or_its_peers_stood_still_counts_as_much_as_the_others(monkeypatch):
     timer, clock = StepTimer(), [0.0]
-    monkeypatch.setattr("trueline.train.step.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("trueline.train.step.load_balance.time.perf_counter", lambda: clock[0])
 
     def step(compute_s, wait_s):
         timer.begin()

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from trueline.errors import UsageError
-from trueline.train.step.evaluation_loop import Evaluations
 from trueline.train.step.ledger import Ledger
 from trueline.train.step.plan import JobPlan
-from trueline.train.step.validation import Rule, Validation, as_message
+from trueline.train.step.validation import Evaluations, Rule, Validation, as_message
 
 
 def rule(every=3, monitor="loss", patience=0):
@@ -159,10 +158,11 @@ def test_a_member_that_is_overtaken_while_it_measures_adds_no_part_of_its_sums(m
 
 
 def test_sums_become_means_and_their_evaluation_is_entered_after_those_before_it():
-    checked, replica = validation(), Replica()
+    checked, told, replica = validation(), Told(), Replica()
     replica.ledger.steps = 5
     replica.ledger.evaluations.append({"step": 2, "loss": 40.0, "metrics": {}, "best": True, "stop": False})
-    found = checked.enter(replica, [4950.0 / 3, 75.0])
+    Evaluations(checked, None, replica, None, told, None).enter([4950.0 / 3, 75.0])  # type: ignore[arg-type]
+    found = replica.ledger.evaluations[-1]
     assert found == {
         "step": 5,
         "records": 100,
@@ -171,9 +171,10 @@ def test_sums_become_means_and_their_evaluation_is_entered_after_those_before_it
         "best": True,
         "stop": False,
     }
-    assert replica.ledger.evaluations[1:] == [found]
+    assert len(replica.ledger.evaluations) == 2
     assert checked.evaluation([100.0 / 3, 75.0], 5, [])["loss"] == 0.333333333333, "twelve digits"
-    message = as_message(found)
+    (message,) = told.evaluations
+    assert message == as_message(found)
     assert (message.step, message.loss, json.loads(message.metrics), message.best) == (
         5,
         16.5,

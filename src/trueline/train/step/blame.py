@@ -1,10 +1,10 @@
-"""Which records are to blame when a part of a step fails: each is tried alone.
+"""Finds the records that make a step fail: each is tried alone.
 
-A record that fails alone while others pass is suspicious; the master then gives it to somebody else, and sets it aside
-when it fails there too. When everything that is tried fails, the fault is the recipe's and the error stands.
+A record that fails alone while others pass is reported to the master, which gives it to another worker and sets it
+aside if it fails there too. If every record fails, the recipe is at fault and the error stands.
 
-What is tried is an id of the plan, with the random numbers of that id; what is accused is the record of the source that
-stands there. A source that draws its records may hold one of them at several ids of a step.
+A trial takes an id of the plan with that id's random numbers; the master gets the record of the source that stands
+there. A source that draws its records may have one of them at several ids of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trueline.train.step.plan import Ints, JobPlan
 from trueline.train.step.replica import Replica
 
 CONTROLS = 3
-"""Other records of the step and its neighbour to try when all suspects fail: do they fail as well?"""
+"""Other records, of the step and its neighbour, that are tried when all suspects fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +40,29 @@ class Blamed:
 
 
 def find_failing(records: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
-    """The records for which `attempt` raises, and what it raised, in words."""
-    found = {}
+    """The records for which `attempt` raises, each with the error as text."""
+    failing = {}
     for record in records:
         try:
             attempt(record)
         except ReaderLost:
-            raise  # nothing can be tried any more: who takes this process's place goes on with the trial
-        except Exception as error:  # noqa: BLE001  whatever a user's code raises is what is looked for
-            found[record] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return found
+            raise  # this process can try nothing more; its replacement continues the trial
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            failing[record] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return failing
 
 
 def find_blamed(mine: Sequence[int], others: Iterable[int], attempt: Callable[[int], None]) -> dict[int, str]:
-    """Those of `mine` that fail alone; empty when none does, or when records of `others` fail just as well."""
-    found = find_failing(mine, attempt)
-    if len(found) < len(mine):
-        return found
+    """Those of `mine` that fail alone; empty if none does, or if the first few of `others` fail as well."""
+    failing = find_failing(mine, attempt)
+    if len(failing) < len(mine):
+        return failing
     controls = [record for _, record in zip(range(CONTROLS), others, strict=False)]
-    broken = find_failing(controls, attempt)
-    return found if len(broken) < len(controls) else {}
+    return failing if len(find_failing(controls, attempt)) < len(controls) else {}
 
 
 class Trials:
-    """Single records, read and computed apart from the step and without a trace in the replica."""
+    """Reads and computes single records apart from the step, without a trace in the replica."""
 
     def __init__(
         self, link: Link, plan: JobPlan, source: Source, reader: SeededReader | ReaderPool, replica: Replica
@@ -73,56 +72,56 @@ class Trials:
         """Computes the loss of a batch; without it only reading is tried."""
 
     def accuse(self, error: Exception, step: int, ids: Ints) -> list[int]:
-        """Tells the master which records among this worker's `ids` of `step` have made it raise `error`; returns them.
+        """Reports the records among this worker's `ids` of `step` that made it raise `error`; returns them.
 
-        Raises `error` again when it was not some of the records, TrainError when they are too many for the device.
+        Raises `error` again if no record did, TrainError if they are too many for the device.
         """
         if devices.is_lost(error):
-            raise error  # nothing can be tried here; the master has it tried by who takes this place
+            raise error  # nothing can be tried here; the replacement of this process tries
         if isinstance(error, torch.OutOfMemoryError):
             raise TrainError(
                 f"the device's memory does not hold what {len(ids)} records take at once: {error}",
                 hint="set micro_batch to fewer records, or have more workers with a device of their own",
             ) from error
-        found = self.find_blamed(step, ids)
-        if not found:
+        blamed = self.find_blamed(step, ids)
+        if not blamed:
             raise error
-        for one in found:
-            self._link.suspect(step, one.record, one.why, one.where)
-        return sorted(one.record for one in found)
+        for suspect in blamed:
+            self._link.suspect(step, suspect.record, suspect.why, suspect.where)
+        return sorted(suspect.record for suspect in blamed)
 
     def find_blamed(self, step: int, ids: Ints) -> list[Blamed]:
         """The records among this worker's `ids` of `step` that fail alone."""
         beside = step + 1 if step + 1 < self._plan.total_steps else max(step - 1, 0)
         near = np.concatenate([self._plan.records(step), self._plan.records(beside)])
-        mine, about = self._by_record(step, ids), self._by_record(step, near)
-        others = [one for record, one in about.items() if record not in mine and record not in self._plan.set_aside]
-        found = find_blamed(list(mine.values()), others, lambda one: self._attempt(step, one))
-        return [Blamed(record, found[one], self._where(record)) for record, one in mine.items() if one in found]
+        mine, others = self._by_record(step, ids), self._by_record(step, near)
+        controls = [id for record, id in others.items() if record not in mine and record not in self._plan.set_aside]
+        failing = find_blamed(list(mine.values()), controls, lambda id: self._attempt(step, id))
+        return [Blamed(record, failing[id], self._where(record)) for record, id in mine.items() if id in failing]
 
     def _by_record(self, step: int, ids: Ints) -> dict[int, int]:
-        """The records of the source that stand at `ids`, each with the first of these."""
-        found: dict[int, int] = {}
+        """The records of the source at `ids`, each with its first id."""
+        first: dict[int, int] = {}
         origins = self._plan.origins(ids, epoch=self._plan.epoch_of(step))
-        for record, one in zip(origins.tolist(), ids.tolist(), strict=True):
-            found.setdefault(record, one)
-        return found
+        for record, id in zip(origins.tolist(), ids.tolist(), strict=True):
+            first.setdefault(record, id)
+        return first
 
     def _where(self, record: int) -> str:
         return describe_record(self._source, record)
 
     def try_all(self, step: int, pieces: Sequence[Ints]) -> None:
-        """In a careful view: announces and tries each record, so that whoever dies of one has named it."""
+        """In a careful view: announces each record before trying it, so that a worker that dies of one has named it."""
         for ids in pieces:
-            for record, one in self._by_record(step, ids).items():
+            for record, id in self._by_record(step, ids).items():
                 self._link.announce_trial(step, record, self._where(record))
-                find_failing([one], lambda one: self._attempt(step, one))
+                find_failing([id], lambda id: self._attempt(step, id))
         self._link.announce_trial(step, -1, "")
 
-    def _attempt(self, step: int, one: int) -> None:
-        """Reads what stands at `one` alone (twice in a batch: some layers refuse a batch of one), computes its loss."""
-        self._link.report_phase("reading")  # how long this record takes, and not all of them, tells whether it is stuck
-        batch = self._reader.read(np.array([one, one], dtype=np.int64), epoch=self._plan.epoch_of(step))
+    def _attempt(self, step: int, id: int) -> None:
+        """Reads the record at `id` alone, twice in a batch since some layers refuse a batch of one, and its loss."""
+        self._link.report_phase("reading")  # restarts the clock that detects a stuck worker, for each record
+        batch = self._reader.read(np.array([id, id], dtype=np.int64), epoch=self._plan.epoch_of(step))
         if self.loss_of is None:
             return
         self._replica.begin()

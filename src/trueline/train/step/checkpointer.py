@@ -1,12 +1,12 @@
-"""Who writes checkpoints, and when: rank 0, at the ends of epochs or every so many steps, beside the training.
+"""Writes checkpoints beside the training: rank 0, at the end of each epoch or every `every` steps.
 
-The state is copied between two steps, which is all that training waits for; a thread writes the copy. A disk or store
-that fails costs a warning and keeps the older checkpoints; only the last checkpoint of a job has to succeed.
+Training waits only while the state is copied, between two steps; a thread writes the copy. If the disk or the store
+fails, a warning is emitted and the older checkpoints stay; only the job's last checkpoint has to succeed.
 
-    due                            while the last one is still being written
-    every so many steps, epoch     skipped: waiting would stall the step, and the next one is not far
-    best so far, asked for         copied now, written after it; a third one waits
-    the job's last                 waits
+    due                         while the last one is still being written
+    every N steps, each epoch   skipped: waiting would stall the step, and the next one comes soon
+    best so far, requested      copied now and written afterwards; a third one waits
+    the job's last              waits
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ import torch
 from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Copied, StateCopy
+from trueline.data.source import Source
 from trueline.errors import StorageError, TruelineError
 from trueline.storage.location import Location, parse_location
+from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
 from trueline.train.link.contract import ProgressReporter
 from trueline.train.settings import Fault, JobSettings
+from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.version import __version__
 
-KEEP = 3
 NICENESS = 10
-"""Of the thread that writes: training goes first where cores are scarce."""
+"""Of the writing thread: where cores are scarce, training goes first."""
 
 
 class Checkpointer:
-    """Writes to `folder` (a path or a URL) and keeps the newest `keep` checkpoints beside the best one."""
+    """Writes to `folder` (a path or a URL), and keeps the newest `keep` checkpoints and the best one."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Checkpointer:
         facts: dict[str, Any],
         *,
         every: int = 0,
-        keep: int = KEEP,
+        keep: int = 3,
         faults: tuple[Fault, ...] = (),
     ) -> None:
         self._faults = faults
@@ -59,27 +61,37 @@ class Checkpointer:
 
     @classmethod
     def of(cls, settings: JobSettings, job_dir: Path, facts: dict[str, Any]) -> Checkpointer:
-        """The checkpointer that a job's settings ask for; `facts` are about what it trains."""
+        """The checkpointer of a job; `facts` describe what it trains."""
         where = settings.checkpoints or str(JobDir(job_dir).checkpoints)
-        job = {"name": settings.name, "seed": settings.seed, "global_batch": settings.global_batch,
-               "epochs": settings.epochs}  # fmt: skip
-        versions = {"trueline": __version__, "torch": str(torch.__version__)}
-        return cls(
-            where, {**versions, "job": job, **facts}, every=settings.checkpoint_every, keep=settings.keep,
-            faults=settings.faults,
-        )  # fmt: skip
+        job = {name: getattr(settings, name) for name in ("name", "seed", "global_batch", "epochs")}
+        facts = {"trueline": __version__, "torch": str(torch.__version__), "job": job, **facts}
+        return cls(where, facts, every=settings.checkpoint_every, keep=settings.keep, faults=settings.faults)
+
+    @classmethod
+    def of_script(cls, plan: JobPlan, source: Source) -> tuple[Checkpointer | None, tuple[Fault, ...]]:
+        """Checkpointer and faults for an `Elastic` created in a user's script; none outside a job. Raises UsageError.
+
+        The first worker's Elastic decides epochs, global batch and seed; another one with other values is refused.
+        """
+        job_dir = os.environ.get("TRUELINE_JOB")
+        if job_dir is None:
+            return None, ()
+        job = job_settings.settle(Path(job_dir), epochs=plan.epochs, global_batch=plan.global_batch, seed=plan.seed)
+        name = Path(job.script[0] if job.script else job.recipe).stem
+        facts = {"recipe": {"name": name, "digest": job.recipe_digest}, "data": source.fingerprint()}
+        return cls.of(job, Path(job_dir), facts), job.faults
 
     def after_step(
         self, replica: Replica, link: ProgressReporter, *, ends_epoch: bool, best: bool = False, due: bool = False
     ) -> None:
-        """Writes a checkpoint when one is due after the step just applied.
+        """Writes a checkpoint if one is due after the step just applied.
 
-        `best` says that an evaluation of this very state is the best so far, `due` that somebody asks for one, as the
-        master may too (`link.save_from`); none of these is skipped.
+        `best`: an evaluation of this state is the best so far. `due`: one was requested, as the master may too
+        (`link.save_from`). Neither is skipped.
         """
         steps = replica.ledger.steps
         due = due or self._begun < link.save_from <= steps
-        busy = self._busy()
+        busy = self._count_writers()
         if best or due:
             if busy > 1:
                 self._join()
@@ -90,7 +102,7 @@ class Checkpointer:
             else:
                 self._begin(replica, link)
 
-    def _busy(self) -> int:
+    def _count_writers(self) -> int:
         self._writers = [thread for thread in self._writers if thread.is_alive()]
         return len(self._writers)
 
@@ -110,10 +122,10 @@ class Checkpointer:
         ledger = copied.state["ledger"]
         try:
             self._write(copied.state, link)
-            self._saved, self._failure = _mark(ledger), None
+            self._saved, self._failure = _identify(ledger), None
         except TruelineError as error:
             self._fail(ledger["steps"], error)
-        except Exception as error:  # noqa: BLE001  the thread's end: whoever waits for it raises it
+        except Exception as error:  # noqa: BLE001  the thread's end: `complete` raises it
             self._fail(ledger["steps"], StorageError(f"no checkpoint was written: {type(error).__name__}: {error}"))
         finally:
             copied.release()
@@ -126,36 +138,35 @@ class Checkpointer:
         ledger = state["ledger"]
         step, evaluations = ledger["steps"], ledger.get("evaluations") or []
         facts = {**self.facts, "certificates": ledger["certificates"], "evaluations": evaluations}
-        path = checkpoint.write(
-            self.folder, step=step, state=state, facts=facts, sealing=lambda: self._sealing(step, link)
-        )
+
+        def strike() -> None:
+            if self._faults:
+                Faults(self._faults, link.ref).at("saving", step)
+
+        path = checkpoint.write(self.folder, step=step, state=state, facts=facts, sealing=strike)
         link.report_checkpoint(step, str(path), checkpoint.read_manifest(path)["digest"])
         try:
             checkpoint.prune(self.folder, newest=step, keep=self.keep, best=checkpoint.best_step(evaluations))
-        except StorageError as error:  # the checkpoint is there; what is too many goes with the next one
+        except StorageError as error:  # the checkpoint is complete; the next one prunes again
             events.emit("checkpoint.not_pruned", step=step, why=error.message)
-
-    def _sealing(self, step: int, link: ProgressReporter) -> None:
-        if self._faults:
-            Faults(self._faults, link.ref).at("saving", step)
 
     def _join(self) -> None:
         for writer in self._writers:
             writer.join()
 
     def complete(self, replica: Replica, link: ProgressReporter) -> None:
-        """Returns when the state of the last step is on the disk, whoever was to write it and died.
+        """Returns when the last step's state is stored, even if the member that began to write it has died.
 
         Raises StorageError.
         """
         self._join()
-        if self._saved != _mark(replica.ledger.as_tree()):
+        if self._saved != _identify(replica.ledger.as_tree()):
             self._begin(replica, link)
             self._join()
         if self._failure is not None:
             raise self._failure
 
 
-def _mark(ledger: dict[str, Any]) -> tuple[int, int]:
-    """What tells a state from another of the same job: it may be evaluated after it was written."""
+def _identify(ledger: dict[str, Any]) -> tuple[int, int]:
+    """Tells states of a job apart: a state may be evaluated after it was written."""
     return ledger["steps"], len(ledger.get("evaluations") or [])

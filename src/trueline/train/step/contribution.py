@@ -1,4 +1,8 @@
-"""One worker's part of a step: which records it put in, and what it says of them to the others."""
+"""A worker's contribution to a step: which records it reads, and what it reports about them to the others.
+
+While a worker waits for the sums of a step it reads the first batch of the next one, which costs the step no time. If
+the membership changes meanwhile, that batch was read for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from trueline.data.loading.seeding import SeededReader, seed_all
+from trueline.data.loading.worker_pool import ReaderPool
+from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
-from trueline.train.step.plan import Ints
+from trueline.train.step.load_balance import StepTimer
+from trueline.train.step.plan import ForwardPiece, Ints, JobPlan
 
 MOST_LOSS = 2.0**127 / 4096
-"""A worker's sum of losses that is as large may have no finite sum over the workers, in float32: that is its fault."""
+"""From this size on a worker's sum of losses may have no finite float32 sum over the workers; the worker is blamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Records of one forward: this worker's part of a step, or a shard of it."""
+    """Records of one forward: this worker's share of a step, or a shard of it."""
 
     inputs: Any
     labels: Any
     records: Ints
     step: int
     weight: float
-    """Records here / records of the step: what the mean loss of this batch counts in the step."""
+    """Records here / records of the step: the weight of this batch's mean loss in the step."""
     last: bool = True
     """Whether `step(loss)` completes the step."""
 
@@ -32,14 +40,14 @@ class StepBatch:
 @dataclass(slots=True)
 class Contribution:
     done: list[Ints] = field(default_factory=list)
-    """Records of the batches whose loss is known,"""
+    """Records of the batches whose loss is known."""
     count: int = 0
-    """and how many they are."""
+    """How many records `done` has."""
     digest: int = 0
-    """Of the batches that were given out."""
+    """Of the batches that were handed to the loop."""
     loss_sum: float = 0.0
     finite: bool = True
-    """Whether the losses of this part can be summed over the workers."""
+    """Whether the losses can be summed over the workers."""
 
     @property
     def records(self) -> Ints:
@@ -53,8 +61,62 @@ class Contribution:
         self.finite = self.finite and abs(self.loss_sum) < MOST_LOSS
 
     def account(self, generation: int, step: int, *, wish: bool, rates: Sequence[float]) -> StepAccount:
-        """What this worker says of its part in the allreduce."""
         return StepAccount.of_holder(
             count=self.count, digest=self.digest, generation=generation, step=step, wish=wish,
             loss_sum=self.loss_sum, rates=rates,
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class StepReader:
+    """Reads this worker's share of each step."""
+
+    plan: JobPlan
+    reader: SeededReader | ReaderPool
+    group: WorkerGroup
+    timer: StepTimer
+    seed: int
+    draws: bool
+    """Whether a forward draws random numbers, which are then seeded by the shard."""
+    _known: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
+    """Generation, step and split of `_pieces`."""
+    _pieces: list[ForwardPiece] = field(default_factory=list)
+
+    def pieces(self, step: int) -> list[ForwardPiece]:
+        """This worker's share of `step` in the current membership."""
+        key = self.group.generation, step, self.group.ordered_weights
+        if self._known != key:
+            self._pieces = self.plan.pieces(step, rank=self.group.position, weights=self.group.ordered_weights)
+            self._known = key
+        return self._pieces
+
+    def read(self, step: int, piece: ForwardPiece, *, last: bool) -> StepBatch:
+        """The batch of a piece. Raises what the data set's code raises."""
+        batch = self.reader.read(piece.records, epoch=self.plan.epoch_of(step))
+        weight = len(piece.records) / len(self.plan.records(step))
+        if self.draws:
+            seed_all(self.seed, step, piece.shard)
+        self.timer.end_reading()
+        return StepBatch(
+            inputs=batch.inputs, labels=batch.labels, records=piece.records, step=step, weight=weight, last=last
+        )
+
+    def prefetch(self, step: int, left: Sequence[ForwardPiece]) -> None:
+        """Has reader threads or processes read the pieces `left` of `step`, and those of later steps."""
+        ahead = self.reader.ahead
+        if not ahead:
+            return
+        coming = [(step, piece) for piece in left[:ahead]]
+        for later in range(step + 1, min(step + 1 + ahead, self.plan.total_steps)):
+            if len(coming) >= ahead:
+                break
+            coming += [(later, piece) for piece in self.pieces(later)[: ahead - len(coming)]]
+        for at, piece in coming:
+            self.reader.prefetch(piece.records, epoch=self.plan.epoch_of(at))
+
+    def read_ahead(self, step: int) -> None:
+        """Reads the first batch of `step` now, unless a reader process does. Raises what the data set's code raises."""
+        if step < self.plan.total_steps and not self.reader.ahead:
+            for piece in self.pieces(step)[:1]:
+                self.reader.read_ahead(piece.records, epoch=self.plan.epoch_of(step))
+        self.timer.end_reading_ahead()

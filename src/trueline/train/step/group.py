@@ -1,6 +1,6 @@
-"""The group of workers that share a step: entering a view, forming its group, and the part of each member.
+"""The group of workers that share a step: entering a view, forming its group, and the share of each member.
 
-leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo group ─▶ (heal: elastic.py) ─▶ steps
+leave the old group ─▶ wait for a view ─▶ Enter ─▶ form the gloo group ─▶ transfer the state ─▶ steps
         ▲                                    │             │
         └────────── superseded, or forming failed: the next view ──────────┘
 """
@@ -32,11 +32,11 @@ class WorkerGroup:
     rank: int = 0
     split: load_balance.StepSplit = field(default_factory=load_balance.StepSplit)
     order: list[int] = field(default_factory=lambda: [0])
-    """Ranks in the order in which parts are dealt out: shifted by the view's rotation."""
+    """Ranks in the order of their shares: shifted by the view's rotation."""
     ordered_weights: tuple[float, ...] = (1.0,)
     """The weights of the split in that order."""
     position: int = 0
-    """Where this worker is in that order."""
+    """Of this worker in that order."""
     rates: tuple[float, ...] = ()
     """Records a second by rank, from the account of the last step."""
     failure: str = ""
@@ -105,11 +105,11 @@ class WorkerGroup:
         return True
 
     def start_shares(self, behind: list[bool]) -> None:
-        """Sets the weights of the first step; members that are `behind` get no part in it."""
+        """Sets the weights of the first step; members that are `behind` have no share in it."""
         self.rates = tuple(self.plan.rates)
         self.order = [(position - self.view.rotation) % self.size for position in range(self.size)]
         self.position = self.order.index(self.rank)
-        # Equal parts where records changed hands: the largest part of an uneven split stays with one rank in any order.
+        # Equal shares after a rotation: with uneven ones the largest share would stay with one rank in any order.
         rates = [0.0] * self.size if self.view.rotation else self.rates
         settling = 0 if any(rate > 0 for rate in self.rates) else load_balance.SETTLING
         self._set_split(load_balance.StepSplit(load_balance.initial_weights(rates, behind=behind), settling=settling))
@@ -130,19 +130,16 @@ class WorkerGroup:
         self._set_split(self.split.after_step(self.rates, records))
 
     def rate_to_report(self, measured: float) -> float:
-        """This worker's records a second; until something is measured, the weight that it was given."""
+        """This worker's records a second, or its weight until it has measured."""
         known = [weight for weight in self.weights if weight > 0]
         return measured or self.weights[self.rank] or sum(known) / len(known)
 
     def by_rank(self, numbers: list[int]) -> list[int]:
-        """Brings numbers from the order of `order` into the order of the ranks."""
-        found = [0] * self.size
-        for rank, number in zip(self.order, numbers, strict=True):
-            found[rank] = number
-        return found
+        """Sorts `numbers`, which are in the order of `order`, by rank."""
+        return [number for _, number in sorted(zip(self.order, numbers, strict=True))]
 
     def is_overtaken(self) -> bool:
-        """Whether a newer view says that this group cannot complete a step."""
+        """Whether a newer view cuts this group: it cannot complete a step any more."""
         newest = self.link.view
         return newest is not self.view and newest is not None and newest.cut_below > self.generation
 

@@ -1,19 +1,18 @@
-"""The ledger: which records have been applied, kept inside the replicated state.
+"""The ledger: which records have been applied. It is part of the replicated state.
 
-Every step carries a `StepAccount` through the same allreduce as the gradients: how many records each worker
-contributed, a digest of which ones, the generation and the step. All members see the same sums, compare them with
-the plan of the step before they touch the parameters, and only then apply it. So a step is either applied with
-exactly its records or not at all, and the counts testify to what the gradients held, not to what was planned.
-Where the records are few enough, a tally rides along too: one counter for each record, summed by the allreduce.
+Every step sends a `StepAccount` through the same all-reduce as the gradients: each worker's number of records, a digest
+of them, the generation and the step. All members see the same sums and compare them with the plan of the step before
+they touch the parameters. So a step is applied with exactly its records or not at all, and the counts prove what the
+gradients held, not what was planned. For a small data set a tally is summed too: one counter for each record.
 
-Torch-free: the master uses it to know what an epoch's digest has to be.
+Torch-free: the master computes the digest that an epoch must have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,11 +37,11 @@ def digest(records: Ints) -> int:
     >>> (digest(np.array([5, 7])) + digest(np.array([1]))) % 2**24 == digest(np.array([7, 1, 5]))
     True
     """
-    return int(mix_ids(records).sum(dtype=np.uint64)) & MASK
+    return sum_digest(mix_ids(records))
 
 
 def mix_ids(records: Ints) -> npt.NDArray[np.uint64]:
-    """Each record's part of a digest: the sum of parts, modulo 2**24, is the digest of the records."""
+    """Each record's part of a digest."""
     z = records.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -51,12 +50,12 @@ def mix_ids(records: Ints) -> npt.NDArray[np.uint64]:
 
 
 def sum_digest(parts: npt.NDArray[np.uint64]) -> int:
-    """The digest of records whose parts these are."""
+    """The digest of the records that have these parts: their sum modulo 2**24."""
     return int(parts.sum()) & MASK
 
 
 def digest_of_all(num_records: int) -> int:
-    """The digest of the records 0 to num_records - 1, in pieces of a million."""
+    """The digest of the records 0 to num_records - 1, computed a million at a time."""
     total = 0
     for start in range(0, num_records, 1 << 20):
         total += digest(np.arange(start, min(start + (1 << 20), num_records), dtype=np.int64))
@@ -65,9 +64,9 @@ def digest_of_all(num_records: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAccount:
-    """What travels through the allreduce beside the gradients of a step: one member's account, or the sum over all.
+    """Travels through the all-reduce beside the gradients of a step: one member's account, or the sum over all.
 
-    A member that holds the state fills in all fields; one that is still taking the state (an observer) only `wishes`.
+    A member that holds the state fills in all fields, an observer (still receiving the state) only `wishes`.
     """
 
     count: int = 0
@@ -87,7 +86,7 @@ class StepAccount:
     rates: Sequence[float] = ()
     """Records a second, by rank."""
     LOSS_WORD: ClassVar[int] = 8
-    """Where `pack()` has `loss_sum`."""
+    """Index of `loss_sum` in `pack()`."""
 
     @classmethod
     def of_holder(
@@ -126,7 +125,7 @@ class StepAccount:
 
     @classmethod
     def unpack(cls, words: Sequence[float]) -> StepAccount:
-        """The account that packed words, or their sums, stand for."""
+        """The account of packed words, or of their sums."""
         low, high, digest_low, digest_high, generations, steps, wishes, holders = map(round, words[:8])
         return cls(
             count=low + (high << _BITS), digest=(digest_low + (digest_high << _BITS)) & MASK, generations=generations,
@@ -147,16 +146,17 @@ class StepAccount:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What of a step was set aside: its ids in the plan, and which records of the source would have stood there. The
-    two differ where the source has an order of its own."""
+    """What was set aside of a step. `ids` and `of` differ if the source has an order of its own."""
 
     ids: tuple[int, ...] = ()
+    """Ids in the plan."""
     of: tuple[int, ...] = ()
+    """The records of the source at these ids."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """What has been applied so far. It travels with the parameters: into checkpoints and to joining workers."""
+    """What has been applied so far. Checkpoints and state transfers carry it with the parameters."""
 
     num_records: int
     steps: int = 0
@@ -165,25 +165,22 @@ class Ledger:
     epoch_records: int = 0
     epoch_digest: int = 0
     epoch_left_out: list[int] = field(default_factory=list)
-    """Ids of its applied steps that were set aside,"""
+    """Ids that were set aside in the epoch's applied steps."""
     epoch_left_out_of: list[int] = field(default_factory=list)
-    """and the records of the source that they stand for."""
+    """The records of the source at these ids."""
     tally: npt.NDArray[np.int32] | None = None
-    """Applications of each record in the current epoch, as counted by the gradients; None: too many records."""
+    """Applications of each record in the current epoch, counted by the gradients; None: too many records."""
     certificates: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured while training, oldest first: step, records, loss, metrics, best, stop."""
+    """Oldest first: step, records, loss, metrics, best, stop."""
 
     @property
     def stopped(self) -> bool:
-        """True when an evaluation ended the job."""
+        """Whether an evaluation ended the job."""
         return bool(self.evaluations) and bool(self.evaluations[-1]["stop"])
 
     def apply(self, account: StepAccount, tally: npt.NDArray[np.int32] | None, left_out: LeftOut | None = None) -> None:
-        """Enters the account of an applied step.
-
-        `tally`: how often each record was in it; `left_out`: what of it was set aside.
-        """
+        """Enters the account of an applied step. `tally`: how often each record was in it."""
         if left_out is not None:
             self.epoch_left_out += left_out.ids
             self.epoch_left_out_of += left_out.of
@@ -195,13 +192,10 @@ class Ledger:
             self.tally += tally
 
     def close_epoch(self, epoch: int, *, partial: bool = False) -> dict[str, Any]:
-        """Ends epoch `epoch` with its certificate and begins the next one.
-
-        `partial`: the job was stopped within it, so that records may have been applied no time.
-        """
+        """Ends `epoch` with its certificate and begins the next one. `partial`: the job was stopped within it."""
         kept = None if self.tally is None else np.delete(self.tally, self.epoch_left_out)
-        named = sorted(zip(self.epoch_left_out, self.epoch_left_out_of, strict=True))
-        out, out_of = [one for one, _ in named], [one for _, one in named]
+        pairs = sorted(zip(self.epoch_left_out, self.epoch_left_out_of, strict=True))
+        out, out_of = [record for record, _ in pairs], [record for _, record in pairs]
         certificate = {
             "epoch": epoch,
             "steps": self.epoch_steps,
@@ -220,22 +214,17 @@ class Ledger:
         return certificate
 
     def as_tree(self) -> dict[str, Any]:
-        return {
-            "num_records": self.num_records,
-            "steps": self.steps,
-            "epoch_steps": self.epoch_steps,
-            "epoch_records": self.epoch_records,
-            "epoch_digest": self.epoch_digest,
-            "epoch_left_out": list(self.epoch_left_out),
-            "epoch_left_out_of": list(self.epoch_left_out_of),
-            "tally": None if self.tally is None else self.tally.copy(),
-            "certificates": [dict(certificate) for certificate in self.certificates],
-            "evaluations": [dict(evaluation) for evaluation in self.evaluations],
-        }
+        """A copy of all fields, for `from_tree`."""
+        tree = {name.name: getattr(self, name.name) for name in fields(self)}
+        tree["tally"] = None if self.tally is None else self.tally.copy()
+        tree["epoch_left_out"], tree["epoch_left_out_of"] = list(self.epoch_left_out), list(self.epoch_left_out_of)
+        tree["certificates"] = [dict(certificate) for certificate in self.certificates]
+        tree["evaluations"] = [dict(evaluation) for evaluation in self.evaluations]
+        return tree
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> Ledger:
-        found = {"epoch_left_out_of": list(tree["epoch_left_out"]), **tree}
-        if found["tally"] is not None:
-            found["tally"] = np.array(found["tally"], dtype=np.int32)
-        return cls(**found)
+        tree = {"epoch_left_out_of": list(tree["epoch_left_out"]), **tree}
+        if tree["tally"] is not None:
+            tree["tally"] = np.array(tree["tally"], dtype=np.int32)
+        return cls(**tree)

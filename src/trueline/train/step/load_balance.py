@@ -1,35 +1,37 @@
-"""Who trains how much of a step: shares that follow measured speed, the same for every member.
+"""How fast each member computes, and how large its share of a step is.
 
-Each member measures the records a second that it computes and sends the figure in the words of every step. All members
-see the same figures after the same step and derive the same weights from them here, so the split needs no message of
-its own. A member whose figure is 0 takes no part: it is still taking the state.
+Each member measures its records a second and sends the rate in the account of every step. All members see the same
+rates after the same step and derive the same weights from them, so the split needs no message of its own. A member with
+rate 0 has no share: it is still receiving the state.
 
-Weights change at once when a rate has moved by more than `DEAD_BAND` against them, and when for `STEADY` steps on end,
-and for a second, another split would have saved more than `SLACK`. Where the split was only tried before the first
-step, one such step is enough in the first `SETTLING`: what a process does in its first step is no measure of its speed.
-A noisy neighbour of a moment does not make the batch sizes dance (what was read ahead was read in vain then; compiled
-models and caches like them steady), a slow machine does, and so does a split that was guessed a little wrong.
+The weights change at once when a rate differs from them by more than `DEAD_BAND`, and when another split would have
+saved more than `SLACK` for `STEADY` steps in a row and for a second. If the split comes from the forward that was tried
+before the first step, one such step is enough during the first `SETTLING` steps. A short disturbance therefore does not
+change the batch sizes (which would waste what was read ahead, and make compiled models and caches start over).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEAD_BAND = 0.10
 SLACK, STEADY, SETTLING = 0.02, 8, 8
 OVER_S = 1.0
-"""A rate is that of about so many seconds, where these are more than a few steps."""
+"""A rate averages about this many seconds, if they have more than a few steps."""
 SMOOTHING = 0.3
-"""Weight of the newest measurement, when its step took `SMOOTHING * OVER_S` or longer."""
+"""Weight of the newest measurement if its step took `SMOOTHING * OVER_S` or longer."""
 FLOOR = 0.01
-"""Least rate, in parts of the greatest: who is slower still gets a little, so that it can be measured again."""
+"""Least weight, as a fraction of the greatest: a slower member keeps a few records, so that it is measured again."""
 
 
 def smooth_rate(before: float, records: int, took_s: float, step_s: float, measured: int = 9) -> float:
-    """The rate to send after `records` took `took_s` seconds in steps of `step_s`. The first few measurements
-    (`measured` of them before) count alike. A worker that became much slower says so at once, if what it computes
-    usually takes long: in a short step it may only have had to wait for the processor.
+    """The rate to send after `records` took `took_s` seconds in a step of `step_s`.
+
+    `measured`: earlier measurements; the first few count alike. A rate that fell by more than half is taken as it is if
+    the records usually take long: in a short step the worker may only have waited for the processor.
 
     >>> smooth_rate(0.0, 100, 1.0, 1.0), smooth_rate(100.0, 110, 1.0, 1.0), smooth_rate(100.0, 110, 1.0, 1.0, 1)
     (100.0, 103.0, 105.0)
@@ -45,11 +47,70 @@ def smooth_rate(before: float, records: int, took_s: float, step_s: float, measu
     return (1 - newest) * before + newest * rate
 
 
-def initial_weights(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[float, ...]:
-    """Weights for a group that was just formed, from what its members had measured before (0: nothing yet).
+@dataclass(slots=True)
+class StepTimer:
+    """Where the time of a step goes, in laps. Measured on the host: a GPU's time counts where the host waits for it."""
 
-    A negative rate was only tried, by a forward before the first step; it counts while nobody has measured. Who is new
-    to a group that has is taken for as fast as the others are on average; who is `behind` takes no part yet.
+    rate: float = 0.0
+    """Records a second from the start of reading to the end of the local backward, smoothed; 0: not measured."""
+    last_ms: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Milliseconds of the last applied step: reading, computing, waiting, committing."""
+    _measured: int = 0
+    """Measurements in `rate`."""
+    _data_s: float = 0.0
+    _compute_s: float = 0.0
+    _wait_s: float = 0.0
+    """Seconds of the current step."""
+    _since: float = 0.0
+    _ahead_s: float = 0.0
+    """Spent in this step on reading the next step's batch."""
+    _step_s: float = math.inf
+    """Of the last step. A step longer than its neighbours is weighted like them: a member was stopped in it."""
+    _before_s: float = 0.0
+    """Spent in the step before on reading this step's batch."""
+
+    def begin(self) -> None:
+        self._data_s = self._compute_s = self._wait_s = 0.0
+        self._before_s, self._ahead_s = self._ahead_s, 0.0
+        self._since = time.perf_counter()
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.perf_counter()
+        took_s, self._since = now - self._since, now
+        return took_s
+
+    def end_reading(self) -> None:
+        self._data_s += self._lap()
+
+    def end_computing(self) -> None:
+        self._compute_s += self._lap()
+
+    def end_reading_ahead(self) -> None:
+        self._ahead_s = self._lap()
+        self._data_s += self._ahead_s
+
+    def end_waiting(self, records: int) -> None:
+        """Ends the wait for the sums. `records`: this worker's contribution."""
+        self._wait_s += self._lap()
+        local_s = self._before_s + self._data_s - self._ahead_s + self._compute_s
+        if records and local_s > 0:
+            # A process loads and allocates in its first step, so that step predicts nothing.
+            before = self.rate if self._measured != 1 else 0.0
+            before_s, self._step_s = self._step_s, self._data_s + self._compute_s + self._wait_s
+            self.rate = smooth_rate(before, records, local_s, min(before_s, self._step_s), max(0, self._measured - 1))
+            self._measured += 1
+
+    def end_committing(self) -> None:
+        commit_s = self._lap()
+        self.last_ms = self._data_s * 1e3, self._compute_s * 1e3, self._wait_s * 1e3, commit_s * 1e3
+
+
+def initial_weights(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[float, ...]:
+    """The weights of a new group, from the rates that its members bring (0: none).
+
+    A negative rate is that of a forward before the first step; it counts until a member has measured. A member without
+    a rate is taken to be as fast as the average; a member that is `behind` has no share yet.
 
     >>> initial_weights([100.0, -900.0, 300.0], behind=[False, False, True])
     (100.0, 200.0, 0.0)
@@ -60,22 +121,21 @@ def initial_weights(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[
     counted = [max(rate, 0.0) if measured else -rate for rate in rates]
     known = [rate for rate in counted if rate > 0]
     usual = sum(known) / len(known) if known else 1.0
-    raw = [0.0 if late else (rate or usual) for rate, late in zip(counted, behind, strict=True)]
-    return _raise_to_floor(raw)
+    return _raise_to_floor([0.0 if late else (rate or usual) for rate, late in zip(counted, behind, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """By rank: in which proportion the members share a step. A group starts with a new one, so all members agree."""
+    """By rank: in which proportion the members share a step. Each group starts with a new one, so all members agree."""
 
     weights: tuple[float, ...] = (1.0,)
     uneven: int = 0
-    """For so many steps on end members have waited for others longer than `SLACK`."""
+    """Steps in a row in which members waited for others longer than `SLACK`."""
     settling: int = 0
-    """In so many steps more one uneven step is enough: there is no split that was measured."""
+    """Steps left in which one uneven step is enough: the split was not measured."""
 
     def after_step(self, rates: Sequence[float], records: int) -> StepSplit:
-        """The split of the next step, when the members of this one, of `records` records, measured `rates`.
+        """The split of the next step, if the members of this one, of `records` records, measured `rates`.
 
         >>> StepSplit((1.0, 1.0)).after_step([100.0, 101.0], 200)
         StepSplit(weights=(1.0, 1.0), uneven=0, settling=0)
@@ -93,13 +153,12 @@ class StepSplit:
         if not max(rates) > 0:
             return self
         new, old, left = _raise_to_floor(rates), self.weights, max(0, self.settling - 1)
+        pairs = list(zip(old, new, strict=True))
         if 0.0 in old or 0.0 in new:
-            if any((weight > 0) != (rate > 0) for weight, rate in zip(old, new, strict=True)):
+            if any((weight > 0) != (rate > 0) for weight, rate in pairs):
                 return StepSplit(new, settling=left)
-            kept = [(weight, rate) for weight, rate in zip(old, new, strict=True) if weight > 0]
-        else:
-            kept = list(zip(old, new, strict=True))
-        speeds = [rate / weight for weight, rate in kept]  # in records a second for each of its part of the weights
+            pairs = [(weight, rate) for weight, rate in pairs if weight > 0]
+        speeds = [rate / weight for weight, rate in pairs]  # records a second for each unit of weight
         usual = sum(new) / sum(old)
         if max(speeds) > (1 + DEAD_BAND) * usual or min(speeds) < (1 - DEAD_BAND) * usual:
             return StepSplit(new, settling=left)

@@ -1,8 +1,8 @@
-"""What a model does that depends on who is in its batch, or on when it is called.
+"""Whether a model's forward depends on the other records in the batch, or draws random numbers.
 
-Batch normalization looks at the neighbours of a record; dropout draws. With such a model the outcome of a step would
-depend on how its records are split among workers, so they are split into shards that never change. Modules tell what
-they are; what a forward does beside that is found out by trying one.
+Batch normalization depends on the batch; dropout draws. With such a model the result of a step would depend on how its
+records are split among workers, so they are split into fixed shards. The module types show it; for the model's own code
+one forward is tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trueline.data.loading import seeding
 from trueline.errors import join_names
 
 TRY_S, TRIES = 0.1, 5
-"""For how long and how often a forward is timed before the first step; one that takes longer, once."""
+"""Limits of the timing of forwards before the first step; one that takes longer runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class ModelTraits:
     draws: bool
     """A forward in training mode draws random numbers."""
     neighbours: bool
-    """What a record's forward gives depends on the records beside it."""
+    """The result for a record depends on the records beside it."""
     rate: float = 0.0
-    """Records a second that were read and went forward when that was tried; 0: it was not."""
+    """Records a second that were read and computed when a forward was tried; 0: none was."""
 
     @property
     def needs_shards(self) -> bool:
@@ -39,7 +39,7 @@ class ModelTraits:
 
 
 class _ShardNorm(_BatchNorm):
-    """A SyncBatchNorm that looks at its shard alone; it takes the same shapes."""
+    """A SyncBatchNorm that normalizes its shard alone; it takes the same shapes."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -47,31 +47,27 @@ class _ShardNorm(_BatchNorm):
 
 
 def replace_sync_batchnorm(model: torch.nn.Module) -> None:
-    """Has each SyncBatchNorm of `model` take the statistics of a shard, as other normalization layers do.
+    """Makes each SyncBatchNorm of `model` take the statistics of a shard, as other normalization layers do.
 
-    Its own collectives would wait for members that have no records, and for those that are dead.
+    Its own collectives would wait for members that have no records, or are dead.
     """
     layers = [name for name, module in model.named_modules() if type(module) is torch.nn.SyncBatchNorm]
     for name in layers:
         model.get_submodule(name).__class__ = _ShardNorm
     if layers:
-        why = "each shard of a step has statistics of its own, whoever trains it; micro_batch says how large it is"
+        why = "each shard of a step has statistics of its own, on whichever worker; micro_batch sets its size"
         events.emit("normalization.by_shard", layers=join_names(layers), why=why)
 
 
 def read_traits(model: torch.nn.Module) -> ModelTraits:
-    """What the kinds of its modules tell."""
-    modules = list(model.modules())
-    return ModelTraits(
-        draws=any(_drops(module) for module in modules),
-        neighbours=bool(_normalizing(model)),
-    )
+    """The traits that the module types show."""
+    return ModelTraits(draws=any(map(_drops, model.modules())), neighbours=bool(_normalizing(model)))
 
 
 def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: int) -> ModelTraits:
-    """`read_traits`, and what a `forward` over some `records` showed; it leaves no trace in buffers and generators.
+    """`read_traits`, and what `forward` over `records` records shows; buffers and generators are restored.
 
-    A buffer outside of normalization layers that changes is reported: nobody can know how to merge it.
+    A changing buffer outside of normalization layers is reported: there is no general way to merge it.
     """
     nature = read_traits(model)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
@@ -93,7 +89,7 @@ def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: 
 
 
 def _rate(forward: Callable[[], object], records: int) -> float:
-    """Of the fastest of a few more times: libraries are warm then; other workers still start on the same cores."""
+    """The best of a few more runs: libraries are warm by then, but other workers still start on the same cores."""
     took_s: list[float] = []
     with seeding.preserve_generators(), torch.no_grad():
         while sum(took_s) < TRY_S and len(took_s) < TRIES:
@@ -110,19 +106,19 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def batch_counters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """How many batches the normalization layers have seen: a step is one."""
+    """The counters of batches in the normalization layers: a step is one batch."""
     return [layer.num_batches_tracked for layer in _normalizing(model) if layer.num_batches_tracked is not None]
 
 
 def _normalizing(model: torch.nn.Module) -> list[_NormBase]:
-    """Normalization layers that look at a batch: one in evaluation mode within a model in training mode is frozen."""
+    """The layers that normalize over a batch: one in evaluation mode within a model in training mode is frozen."""
     layers = [module for module in model.modules() if isinstance(module, _NormBase)]
     return [layer for layer in layers if layer.training or not model.training]
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards each module is in the mode that it was in."""
+    """Puts `model` in evaluation mode; afterwards each module has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

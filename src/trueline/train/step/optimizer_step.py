@@ -1,8 +1,8 @@
 """The optimizer's side of a step: unscale, clip, step, schedule, average. Deterministic in the reduced gradients.
 
-Every member holds the same reduced gradients and calls `apply` once for them, so all take the same decision: also the
-one that a step in half precision overflowed. Such a step is not applied; it is computed again with half the scale, so
-that its records count once all the same.
+Every member holds the same reduced gradients and calls `apply` once for them, so all members decide alike, also that a
+step in half precision overflowed. Such a step is not applied: it is computed again with half the scale, so its records
+still count once.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ class OptimizerStep:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
         self.scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
-        self.scale_loss(torch.zeros((), device=device))  # who has no records in its first step unscales all the same
-        self._averaged: dict[str, torch.Tensor] = {}
+        self.scale_loss(torch.zeros((), device=device))  # a member without records in its first step unscales too
+        self._averages: dict[str, torch.Tensor] = {}
         if options.ema:
-            self._averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
+            self._averages = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the scale of the gradients (1 unless the precision is fp16)."""
         return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
 
     def zero_grad(self) -> None:
-        """Also of parameters that the optimizer does not have: they count in the norm."""
+        """Clears all gradients, also of parameters that the optimizer does not have: they count in the norm."""
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:  # torch's own does what follows
             self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
 
     def apply(self, measured: float | None = None, *, steps: int = 0) -> bool:
-        """Applies the gradients in place; False when they overflowed and nothing but the scale was changed.
+        """Applies the gradients in place; False if they overflowed, so that only the scale has changed.
 
-        `steps` were applied before: the average forgets its beginning faster in the first of them, with a decay of
-        (1 + steps) / (10 + steps) at most, as TensorFlow's ExponentialMovingAverage does.
-        `measured` is what an evaluation of the state at hand gave, smaller is better. A schedule that waits for
-        plateaus advances by it now and not when it was measured: after a regroup an evaluation is made again.
+        `steps` were applied before. In the first steps the average's decay is at most (1 + steps) / (10 + steps), as in
+        TensorFlow's ExponentialMovingAverage, so that it forgets its beginning faster.
+        `measured`: the monitored value of the current state, smaller is better. A plateau schedule gets it here and not
+        when it was measured, since a regroup repeats the evaluation.
         Raises TrainError when no scale helps, or when a norm that is to be clipped is not finite.
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         if self.options.clip_norm:
             self._clip()
-        forget = self._hear(measured)
+        undo = self._step_plateau(measured)
         if not self.scaler.is_enabled():
             self.optimizer.step()
         elif not self._step_scaled():
-            forget()
+            undo()
             return False
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
-        if self._averaged:
+        if self._averages:
             with torch.no_grad():
                 live = [value.detach() for value in self.model.parameters()]
                 decay = min(self.options.ema, (1 + steps) / (10 + steps))
-                get_ema_multi_avg_fn(decay)(list(self._averaged.values()), live, 1)  # type: ignore[no-untyped-call]
+                get_ema_multi_avg_fn(decay)(list(self._averages.values()), live, 1)  # type: ignore[no-untyped-call]
         return True
 
-    def _hear(self, measured: float | None) -> Callable[[], None]:
-        """Tells a schedule that waits for plateaus; what is returned takes that back."""
+    def _step_plateau(self, measured: float | None) -> Callable[[], None]:
+        """Passes `measured` to a plateau schedule; returns a function that undoes it."""
         plateau, groups = self.scheduler, self.optimizer.param_groups
         if measured is None or not isinstance(plateau, ReduceLROnPlateau):
             return lambda: None
         state, rates = plateau.state_dict(), [copy.deepcopy(group["lr"]) for group in groups]
 
-        def forget() -> None:
+        def undo() -> None:
             plateau.load_state_dict(state)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
         plateau.step(measured)
-        return forget
+        return undo
 
     def _clip(self) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip_norm)
@@ -113,12 +113,12 @@ class OptimizerStep:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """The model with the averaged parameters, if any are kept, while the block runs."""
-        if not self._averaged:
+        """Gives the model its averaged parameters, if there are any, while the block runs."""
+        if not self._averages:
             yield
             return
         live = {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        self._load(self._averaged)
+        self._load(self._averages)
         try:
             yield
         finally:
@@ -135,7 +135,7 @@ class OptimizerStep:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler.is_enabled() else None,
-            "ema": dict(self._averaged) or None,
+            "ema": dict(self._averages) or None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -145,14 +145,14 @@ class OptimizerStep:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         for name, value in (state["ema"] or {}).items():
-            self._averaged[name].copy_(value)
+            self._averages[name].copy_(value)
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for parameters that are not the model's: nobody would sum their gradients, nor heal them."""
+    """Raises UsageError for parameters that the model does not have: they would be neither summed nor transferred."""
     known = {id(parameter) for parameter in model.parameters()}
-    strange = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in strange if id(parameter) not in known]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in parameters if id(parameter) not in known]
     if strange:
         raise UsageError(
             f"the optimizer has {len(strange)} parameters that are not of the model (the first of shape "

@@ -1,4 +1,4 @@
-"""How a step is computed: what the recipe or the command line may choose about the mathematics of a job."""
+"""The options of how a step is computed. Their fields are those of the same name in `JobSettings`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from trueline.train.settings import check_backend
 from trueline.train.step.plan import DRAWN, IN_ORDER
 
 SHARDS = 8
-"""Shards of a step for a model that needs them, when nobody says how many records one has."""
-
+"""Shards of a step, by default, for a model that needs them."""
 LEAST = 4
-"""Records of a shard at the least, then."""
+"""Least number of records in such a shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Options(StepSettings):
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     def blocks(self, source: Source) -> tuple[int, ...]:
-        """The blocks of the source, for the plan of a job. Raises UsageError for an order that would undo its own."""
+        """The blocks of the job's plan. Raises UsageError if `shuffle` would undo the source's own order."""
         if self.shuffle == "none":
             return DRAWN if isinstance(source, SampledSource) else IN_ORDER
         if isinstance(source, SampledSource):
@@ -45,7 +44,7 @@ class Options(StepSettings):
         return tuple(unit.count for unit in source.units) if self.shuffle == "windows" else ()
 
     def shard_records(self, global_batch: int, *, needed: bool) -> int:
-        """Records of a shard; 0: no shards. `needed`: the model looks at its neighbours in a batch, or draws.
+        """Records of a shard; 0: no shards. `needed`: by the model (`ModelTraits.needs_shards`).
 
         >>> Options().shard_records(64, needed=True), Options().shard_records(64, needed=False)
         (8, 0)

@@ -1,12 +1,11 @@
 """The plan of a job: which records form step k, and which of them are whose.
 
-A pure function of (seed, step, global_batch), of the source's blocks, of the records that were set aside, and for the
-split of the members' weights; who computes it, and how often, changes nothing. Plans of neighbouring steps are computed
-together because numpy's cost is per call. The order is a permutation of all records, or, with blocks, of those and of
-the records in windows of them (docs/concepts/order.md).
+A pure function of seed, step, global batch, the source's blocks, the records set aside and, for the split, the members'
+weights. Plans of neighbouring steps are computed together because numpy's cost is per call. The order is a permutation
+of all records or, with blocks, of the blocks and of the records in windows of them (docs/concepts/order.md).
 
-A **shard** is a fixed run of at most `micro_batch` records of a step, all of nearly one length: a short last step must
-not end in a shard of one record, which normalization layers refuse. Without shards a member's part is one slice.
+A **shard** is a fixed run of at most `micro_batch` records of a step. Shards have nearly equal length, so that a short
+last step has no shard of one record, which normalization layers refuse. Without shards a member's share is one slice.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from trueline.train.step import ledger
 Ints = npt.NDArray[np.int64]
 _TOGETHER = 64
 WINDOW_BLOCKS = 8
-"""Blocks of a window at the least, whatever their size: fewer mix badly."""
+"""Least number of blocks in a window: fewer mix badly."""
 IN_ORDER = (0,)
-"""Stands for the blocks of a source whose records are taken as they lie: no real block is empty."""
+"""In place of the blocks: records are taken in the order of the source. No real block is empty."""
 DRAWN = (-1,)
-"""As `IN_ORDER`, for a source with an order of its own: an id is a position of that order, and not a record."""
+"""As `IN_ORDER`, for a source with an order of its own: an id is a position in that order, not a record."""
 
 
 @lru_cache(maxsize=256)
@@ -39,8 +38,8 @@ def _slices(count: int, weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 
 def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrder:
-    """The order of a job's records: any of them anywhere; with `blocks`, those within windows of some eight; as they
-    lie for `IN_ORDER` and `DRAWN`."""
+    """The order of a job's records: shuffled; with `blocks`, within windows of at least eight; unchanged for `IN_ORDER`
+    and `DRAWN`."""
     if tuple(blocks) in (IN_ORDER, DRAWN):
         return InFileOrder(num_records)
     if not blocks:
@@ -50,9 +49,8 @@ def order_of(num_records: int, blocks: Sequence[int], *, seed: int) -> RecordOrd
 
 
 def _gather(ids: Ints, global_batch: int) -> None:
-    """Sorts the records of each step, in place: a step is the same sum in any order, and a member's slice of it then
-    lies in few blocks, the same ones for all steps of a window. Shards stay as they were drawn: what looks at its
-    neighbours would see records of one block only.
+    """Sorts the records of each step, in place. A step is the same sum in any order, and a member's slice then lies in
+    few blocks, the same ones for all steps of a window. Shards are not sorted: each would hold records of one block.
     """
     for start in range(0, len(ids), global_batch):
         ids[start : start + global_batch].sort()
@@ -60,7 +58,7 @@ def _gather(ids: Ints, global_batch: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Records that an order keeps together, as far as it cares."""
+    """Records that an order keeps together."""
 
     count: int
 
@@ -71,9 +69,8 @@ class ForwardPiece:
 
     records: Ints
     shard: int
-    """Which shard of the step; without shards the rank."""
+    """Number of the shard in the step; without shards the rank."""
     digest: int
-    """`ledger.digest` of the records."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,11 +82,11 @@ class JobPlan:
     micro_batch: int = 0
     """Most records of a shard; 0: no shards."""
     blocks: tuple[int, ...] = ()
-    """How many records lie together in the source, for an order in windows of them; empty: any record anywhere."""
+    """Record counts of the source's blocks, for an order in windows; empty: a permutation of all records."""
     set_aside: tuple[int, ...] = ()
-    """Records of the source that are in no step any more."""
+    """Records of the source that are in no step from now on."""
     drawn: Callable[[Ints, int], Ints] | None = None
-    """Which records of the source stand at ids of an epoch; None: those of the same number."""
+    """Maps ids of an epoch to records of the source; None: they are equal."""
     epoch_steps: int = field(init=False)
     total_steps: int = field(init=False)
     _order: RecordOrder | None = None
@@ -100,7 +97,7 @@ class JobPlan:
     _digests: list[int] = field(default_factory=list)
     _cut_for: tuple[int, tuple[float, ...]] = (-1, ())
     _cut: list[list[ForwardPiece]] = field(default_factory=list)
-    """What the rank of `_cut_for` trains of these steps."""
+    """The pieces of these steps for the rank and weights of `_cut_for`."""
 
     def __post_init__(self) -> None:
         self.epoch_steps = permutation.steps_per_epoch(self.num_records, self.global_batch)
@@ -113,27 +110,26 @@ class JobPlan:
         return (step + 1) % self.epoch_steps == 0
 
     def leave_out(self, records: Collection[int]) -> None:
-        """From now on `records` are in no step."""
+        """Leaves `records` out of all steps from now on."""
         if tuple(sorted(records)) != self.set_aside:
             self.set_aside = tuple(sorted(records))
             self._first = -1
 
     def records(self, step: int) -> Ints:
-        """The ids of the records of `step` (0-based over the whole job), in the order of the epoch's permutation."""
+        """The ids of the records of `step` (0-based over the whole job), in the order of the epoch."""
         self._reach(step)
         return self._records[step - self._first]
 
     def left_out(self, step: int) -> ledger.LeftOut:
-        """What would be in `step`, had it not been set aside."""
+        """The records of `step` that were set aside."""
         self._reach(step)
         return self._left_out[step - self._first]
 
     def origins(self, ids: Ints, *, epoch: int) -> Ints:
-        """The records of the source that stand at `ids` of `epoch`."""
+        """The records of the source at `ids` of `epoch`."""
         return ids if self.drawn is None else self.drawn(ids, epoch)
 
     def digest(self, step: int) -> int:
-        """`ledger.digest` of the records of `step`."""
         self._reach(step)
         return self._digests[step - self._first]
 
@@ -167,7 +163,7 @@ class JobPlan:
         self._cut_for = -1, ()
 
     def pieces(self, step: int, *, rank: int, weights: tuple[float, ...]) -> list[ForwardPiece]:
-        """What `rank` trains of `step` when the members share it in proportion to `weights`; it may be nothing."""
+        """The share of `rank` in `step` when the members share it in proportion to `weights`; it may be empty."""
         count = len(self.records(step))
         if not self.micro_batch:
             if self._cut_for != (rank, weights):
@@ -180,7 +176,7 @@ class JobPlan:
         return [self._piece(step, bounds_of[shard], shard) for shard in range(*_slices(shards, weights)[rank])]
 
     def _cut_up(self, rank: int, weights: tuple[float, ...]) -> list[list[ForwardPiece]]:
-        """One slice of each step that was computed, or none; their digests in one pass over all records."""
+        """One slice of each computed step, or none; the digests in one pass over all records."""
         bounds = np.array([_slices(len(records), weights)[rank] for records in self._records])
         ends = np.cumsum([0, *map(len, self._records)])[:-1, None] + bounds
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(self._mixed), dtype=np.uint64)])
@@ -198,11 +194,11 @@ class JobPlan:
         return -(-len(self.records(step)) // self.micro_batch)
 
     def shard_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
-        """How many shards of `step` each rank has."""
+        """By rank: shards of `step`."""
         return [stop - start for start, stop in _slices(self.num_shards(step), weights)]
 
     def share_counts(self, step: int, weights: tuple[float, ...]) -> list[int]:
-        """How many records of `step` each rank has."""
+        """By rank: records of `step`."""
         count = len(self.records(step))
         if not self.micro_batch or not count:
             return [stop - start for start, stop in _slices(count, weights)]

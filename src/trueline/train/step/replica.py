@@ -2,10 +2,10 @@
 
 Beside its gradients a worker contributes
 
-    [ words of the ledger | one slot for each rank's rate | tally of records | changes of running statistics ]
+    [ words of the step account | tally of records | changes of running statistics ]
 
-which the gradient exchange (`trueline.parallel.exchange`) sums with them. Gradients are weighted by records: with n of
-a step's B records in a piece, its mean loss counts n/B, whatever the split.
+which the gradient exchange (`trueline.parallel.exchange`) sums with them. A piece with n of a step's B records weighs
+its mean loss with n/B, whatever the split.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
 
 TALLY_BYTES = 64 << 10
-"""Records are tallied one by one when their counters are no larger than this, or than 2 % of the parameters."""
+"""Records are tallied one by one if their counters are no larger than this, or than 2 % of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a step's allreduce gave, kept by a member that cannot apply it yet."""
+    """The result of a step's all-reduce, kept by a member that cannot apply it yet."""
 
     account: StepAccount
     beside: torch.Tensor
@@ -42,7 +42,7 @@ class Reduced:
 
 
 class Replica:
-    """Model, optimizer's side and ledger, and the exchange that sums the model's gradients."""
+    """Model, optimizer step and ledger, and the exchange that sums the model's gradients."""
 
     def __init__(
         self,
@@ -65,31 +65,27 @@ class Replica:
         self._before: list[torch.Tensor] = []
         if options.compile:
             model.forward = torch.compile(model.forward)
-        self.exchange = self._make_exchange(group)
+        self.exchange: GradientExchange
+        if options.bitwise:
+            self.exchange = OrderedExchange(self._parameters, group, self._width, loss_word=StepAccount.LOSS_WORD)
+        else:
+            self.exchange = DdpExchange(model, group, self._width, find_unused=options.find_unused_parameters)
         self._summed = self.exchange.beside
 
-    def _make_exchange(self, group: GlooGroup) -> GradientExchange:
-        if self.options.bitwise:
-            return OrderedExchange(self._parameters, group, self._width, loss_word=StepAccount.LOSS_WORD)
-        return DdpExchange(self.model, group, self._width, find_unused=self.options.find_unused_parameters)
-
-    # The gradients' way. ---------------------------------------------------------------------------------------
+    # Gradients. ------------------------------------------------------------------------------------------------
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
         self.exchange.attach(StepAccount.num_words(size))
 
     def detach(self) -> None:
-        """Leaves the group.
-
-        A step that failed was computed in vain: whoever is healed from this state takes that of the last applied step.
-        """
+        """Leaves the group, and takes the running statistics of the last applied step again."""
         self.exchange.detach()
-        self._take_back()
+        self._reset_statistics()
 
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
-        self._take_back()
+        self._reset_statistics()
         self.optimizer_step.zero_grad()
         self.exchange.beside.zero_()
         if self._running or self._counters:
@@ -98,7 +94,7 @@ class Replica:
     def add(self, loss: torch.Tensor, weight: float, records: Ints) -> None:
         """Runs the backward of a piece that is not the last; nothing leaves this process."""
         self.exchange.add(self._piece(loss, weight, records))
-        self._take_back()
+        self._reset_statistics()
 
     def reduce(
         self, piece: tuple[torch.Tensor, float, Ints] | None, account: StepAccount, shares: Shares
@@ -109,14 +105,14 @@ class Replica:
         """
         last = None if piece is None else self._piece(*piece)
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
-        self._take_back()
+        self._reset_statistics()
         return StepAccount.unpack(summed)
 
     def _piece(self, loss: torch.Tensor, weight: float, records: Ints) -> BackwardPiece:
-        """Enters the records, and what their forward did to the running statistics, beside the gradients."""
+        """Enters the records, and their changes of the running statistics, beside the gradients."""
         beside = self.exchange.beside
         if self._tallied and beside.is_cpu:
-            beside.numpy()[records] += 1.0  # a fraction of what torch's own indexing takes
+            beside.numpy()[records] += 1.0  # takes a fraction of the time of torch's own indexing
         elif self._tallied:
             beside[torch.from_numpy(records)] += 1.0
         at = self._tallied
@@ -125,36 +121,35 @@ class Replica:
             at += value.numel()
         return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), weight, len(records))
 
-    def _take_back(self) -> None:
-        """Each piece starts from the same running statistics. After the backward: a checkpointed forward runs again."""
+    def _reset_statistics(self) -> None:
+        """Gives each piece the same running statistics; only after its backward, which may rerun the forward."""
         if not self._before:
             return
         for value, before in zip((*self._running, *self._counters), self._before, strict=False):
             value.copy_(before)
 
     def check_all_used(self) -> None:
-        """Raises RecipeError when parameters took no part in the backward that has just ended."""
+        """Raises RecipeError if parameters took no part in the last backward."""
         named = self.model.named_parameters()
         unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
         if unused and not self.options.find_unused_parameters:
             raise unused_parameters(unused)
 
     def keep(self, account: StepAccount) -> Reduced:
-        """What was just reduced, as a copy."""
+        """Copies the sums of the last `reduce`."""
         gradients = [None if value.grad is None else value.grad.clone() for value in self._parameters]
         return Reduced(account, self._summed.clone(), gradients)
 
     def recall(self, reduced: Reduced) -> None:
-        """As if `reduced` had just been reduced."""
+        """Takes `reduced` as the sums of the last `reduce`."""
         self._summed = reduced.beside
         for parameter, gradient in zip(self._parameters, reduced.gradients, strict=True):
             parameter.grad = gradient
 
     def apply(self, account: StepAccount, measured: float | None = None, *, left_out: LeftOut | None = None) -> bool:
-        """Applies the step; False when its gradients overflowed: nothing but their scale has changed.
+        """Applies the step; False if its gradients overflowed, so that only their scale has changed.
 
-        `left_out`: what of the step was set aside.
-        `measured`: what an evaluation of the state at hand gave, if there was one.
+        `measured`: the monitored value of the current state, if it was evaluated. `left_out`: what was set aside.
         """
         if not self.optimizer_step.apply(measured, steps=self.ledger.steps):
             return False
@@ -171,20 +166,19 @@ class Replica:
         self.ledger.apply(account, tally, left_out)
         return True
 
-    # The state's way. ------------------------------------------------------------------------------------------
+    # State. ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The whole state; its tensors are the live ones."""
         return {"model": self.model.state_dict(), **self.optimizer_step.state(), "ledger": self.ledger.as_tree()}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state, copied to host memory: a thread may send it while training goes on."""
+        """A copy of the whole state in host memory, which a thread may send while training goes on."""
         skeleton, tensors = tree.encode(self.state())
         copied: dict[str, Any] = tree.decode(skeleton, [tensor.to("cpu", copy=True) for tensor in tensors])
         return copied
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes `state` as its own."""
         self._before = []
         self.model.load_state_dict(state["model"])
         self.optimizer_step.restore(state)

@@ -1,7 +1,8 @@
-"""Evaluation while training: when it is due, what is best, when to stop. Shared by all members, redone after a regroup.
+"""Evaluation while training: when it is due, which one is the best, when to stop.
 
-Each member measures its part of the evaluation records; the sums are reduced over the group, so every record counts
-once and none is padded. What is due is a function of the steps applied alone, so all members turn to it together.
+Each member measures its part of the evaluation records, and the sums are reduced over the group: every record counts
+once, and none is padded. Whether an evaluation is due depends on the applied steps alone, so all members begin it
+together. After a regroup the current step's evaluation is repeated: some members may not have entered it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import torch.distributed as dist
 
 from trueline.data.order import permutation
 from trueline.errors import UsageError, join_names
+from trueline.train.link.contract import ProgressReporter
+from trueline.train.step.checkpointer import Checkpointer
 from trueline.train.step.group import WorkerGroup
+from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.wire import train_pb2 as pb
 
 BATCH = 256
 """Most records of a chunk."""
 CHUNKS = 32
-"""Chunks at the least, where there are so many records: what members share out."""
+"""Least number of chunks, if there are enough records: members share out chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class Rule:
     """Evaluations without a new best one after which training stops; 0: never."""
 
     def due(self, steps: int, epoch_steps: int, last: int) -> bool:
-        """True when an evaluation belongs after so many applied steps of `last`; the last one is always evaluated.
+        """Whether an evaluation is due after `steps` of `last` applied steps; the last step always has one.
 
         >>> rule = Rule(every=3, monitor="loss")
         >>> [steps for steps in range(9) if rule.due(steps, epoch_steps=4, last=8)]
@@ -46,13 +50,13 @@ class Rule:
         return steps > 0 and (steps % (self.every or epoch_steps) == 0 or steps == last)
 
     def value(self, evaluation: dict[str, Any]) -> float:
-        """What is compared; smaller is better."""
+        """The monitored value; smaller is better."""
         name = self.monitor.removeprefix("-")
-        found = evaluation["loss"] if name == "loss" else evaluation["metrics"][name]
-        return -float(found) if self.monitor.startswith("-") else float(found)
+        value = float(evaluation["loss"] if name == "loss" else evaluation["metrics"][name])
+        return -value if self.monitor.startswith("-") else value
 
     def judge(self, earlier: Sequence[dict[str, Any]], evaluation: dict[str, Any]) -> dict[str, Any]:
-        """`evaluation` with `best` and `stop`, seen after `earlier` ones."""
+        """`evaluation` with `best` and `stop`, compared with `earlier` ones."""
         value = self.value(evaluation)
         best = not math.isnan(value) and all(value < self.value(other) for other in earlier if other["best"])
         since = next((i for i, other in enumerate(reversed(earlier)) if other["best"]), len(earlier))
@@ -62,7 +66,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """`measure(start, stop)` gives the sums over those records: the loss, then each metric in the order of `names`."""
+    """`measure(start, stop)` returns sums over those records: the loss, then each metric in the order of `names`."""
 
     rule: Rule
     num_records: int
@@ -76,22 +80,21 @@ class Validation:
             raise UsageError(f"monitor is '{self.rule.monitor}', and there is no metric '{name}'; there are {known}")
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Bounds of the records that are measured together, whoever does it."""
+        """Bounds of the records that are measured together, whichever member does it."""
         size = min(BATCH, max(1, self.num_records // CHUNKS))
         return [(start, min(start + size, self.num_records)) for start in range(0, self.num_records, size)]
 
     def sums(self, chunks: Sequence[tuple[int, int]], overtaken: Callable[[], bool]) -> list[float]:
-        """The sums over `chunks`; what it has so far when the group is `overtaken` by a new view."""
+        """The sums over `chunks`, incomplete if the group is `overtaken` by a new view."""
         totals = [0.0] * (1 + len(self.names))
         for start, stop in chunks:
             if overtaken():
                 break
-            found = self.measure(start, stop)
-            totals = [total + one for total, one in zip(totals, found, strict=True)]
+            totals = [total + value for total, value in zip(totals, self.measure(start, stop), strict=True)]
         return totals
 
     def measure_all(self, group: WorkerGroup, replica: Replica | None) -> list[float]:
-        """The sums of all members, measured with the averaged parameters if any are kept.
+        """The sums of all members, measured with the averaged parameters if there are any.
 
         `replica` is None for a member without the state: it adds zeros. Raises RuntimeError when a peer fails.
         """
@@ -101,22 +104,15 @@ class Validation:
             mine = chunks[slice(*permutation.split(len(chunks), group.ordered_weights)[group.position])]
             with replica.use_averages():
                 totals = self.sums(mine, group.is_overtaken)
-            if group.is_overtaken():  # before the cut they could still be summed, and they are of a part
+            if group.is_overtaken():  # the group is not cut yet, so incomplete sums could still be reduced
                 raise RuntimeError("ProcessGroup: a newer view")
         row = torch.tensor(totals, dtype=torch.float64)
         group.process_group.wait(dist.all_reduce(row, async_op=True))
-        found: list[float] = row.tolist()
-        return found
-
-    def enter(self, replica: Replica, totals: Sequence[float]) -> dict[str, Any]:
-        """The evaluation that `totals` say, entered in the ledger."""
-        ledger = replica.ledger
-        evaluation = self.evaluation(totals, ledger.steps, ledger.evaluations)
-        ledger.evaluations.append(evaluation)
-        return evaluation
+        reduced: list[float] = row.tolist()
+        return reduced
 
     def evaluation(self, totals: Sequence[float], step: int, earlier: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The evaluation that the sums over all members say. Twelve digits: the order of the sums does not show."""
+        """The evaluation that the sums over all members give, rounded to twelve digits to hide the order of the sum."""
         loss, *metrics = (float(f"{total / self.num_records:.12g}") for total in totals)
         named = dict(zip(self.names, metrics, strict=True))
         plain = {"step": step, "records": self.num_records, "loss": loss, "metrics": named}
@@ -125,3 +121,54 @@ class Validation:
 
 def as_message(evaluation: dict[str, Any]) -> pb.Evaluation:
     return pb.Evaluation(**{**evaluation, "metrics": json.dumps(evaluation["metrics"])})
+
+
+class Evaluations:
+    """The evaluations of a worker's loop, if the job has a `Validation`."""
+
+    def __init__(
+        self,
+        validation: Validation | None,
+        plan: JobPlan,
+        replica: Replica,
+        group: WorkerGroup,
+        link: ProgressReporter,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        self._validation, self._plan, self._replica = validation, plan, replica
+        self._group, self._link, self._checkpointer = group, link, checkpointer
+        self._measured_at = -1
+
+    def due(self, at: int) -> bool:
+        """Whether an evaluation is due after `at` applied steps."""
+        if self._validation is None or self._measured_at == at:
+            return False
+        return self._validation.rule.due(at, self._plan.epoch_steps, self._plan.total_steps)
+
+    def forget(self) -> None:
+        """The membership has changed: the current step's evaluation is due again."""
+        self._measured_at = -1
+
+    def measure(self, at: int, *, holds: bool) -> list[float]:
+        """The sums of all members; one without the state adds zeros. Raises RuntimeError when a peer fails."""
+        assert self._validation is not None
+        totals = self._validation.measure_all(self._group, self._replica if holds else None)
+        self._measured_at = at
+        return totals
+
+    def enter(self, totals: list[float]) -> None:
+        """Enters the evaluation of the current state in the ledger, reports it, and has the best state written."""
+        assert self._validation is not None
+        ledger = self._replica.ledger
+        evaluation = self._validation.evaluation(totals, ledger.steps, ledger.evaluations)
+        ledger.evaluations.append(evaluation)
+        self._link.report_evaluation(as_message(evaluation))
+        if self._checkpointer is not None and self._group.rank == 0 and evaluation["best"]:
+            self._checkpointer.after_step(self._replica, self._link, ends_epoch=False, best=True)
+
+    def value(self) -> float | None:
+        """The monitored value of the current state, smaller is better; None: it was not evaluated."""
+        ledger = self._replica.ledger
+        if self._validation is None or not ledger.evaluations or ledger.evaluations[-1]["step"] != ledger.steps:
+            return None
+        return self._validation.rule.value(ledger.evaluations[-1])

@@ -123,7 +123,7 @@ def build(recipe: Recipe, settings: JobSettings, job_dir: Path) -> Elastic:
         validation=validation_of(recipe, model, settings),
         checkpointer=Checkpointer.of(settings, job_dir, facts),
         faults=settings.faults,
-        kind=_try_model(recipe, model, source),
+        traits=_try_model(recipe, model, source),
     )
 
 
