@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trueline.cli.line import serve as verb
 from trueline.errors import UsageError
-from trueline.serve.models.controller import How, Refused
+from trueline.serve.models.loader import How, Refused
 from trueline.torchserve import config
 
 USUAL = r"""

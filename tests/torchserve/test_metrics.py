@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trueline import events, serve
 from trueline.serve.metrics import gpu
 from trueline.serve.metrics.gpu import Gpus, parsed
-from trueline.serve.models.controller import Found
+from trueline.serve.models.loader import Found
 from trueline.web.messages import Request, Response
 from worlds import archives, bundles, servers
 from worlds.servers import StoreApp

@@ -22,10 +22,11 @@ from trueline.bundle.pack import pack
 from trueline.bundle.signing import Trusted
 from trueline.errors import BundleError, UsageError
 from trueline.registry import register, resolve
+from trueline.serve.handlers.loader import ArchiveLoader
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, Found, How, Refused
-from trueline.serve.models.loader import Way
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, How, Refused, Way
 from trueline.serve.models.sources import find
 from trueline.torchserve.signing import sign
 from worlds import archives, bundles, servers
@@ -225,7 +226,8 @@ def loaded(found: Found, trusted: Trusted) -> list[str]:
             return work()
 
         how = How(way=Way(threads=1), trusted=trusted)
-        fleet = Fleet(Models(), asyncio.get_running_loop(), in_thread, how=how, handlers=Limits())
+        loop = asyncio.get_running_loop()
+        fleet = Fleet(Models(), loop, in_thread, how=how, loaders=[ArchiveLoader(how, Limits(), loop, in_thread)])
         with contextlib.suppress(Refused):
             await fleet.load(found, "tiny", "1", source="tiny")
         return fleet.models.names()

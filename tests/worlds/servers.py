@@ -20,11 +20,12 @@ from trueline.bundle import Bundle
 from trueline.serve import RunningServer
 from trueline.serve.batching import execution_plan
 from trueline.serve.batching.policy import Policy
+from trueline.serve.handlers.archive import name_in_store
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, Found, How
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, How, Way, load
 from trueline.serve.models.model_store import Store
-from trueline.serve.models.version import Loaded
+from trueline.serve.models.servable import Loaded
 from trueline.serve.protocols.oip.repository import Repository
 from trueline.serve.protocols.router import Routes
 from trueline.torchserve.extension import TorchServe
@@ -143,7 +144,7 @@ class StoreApp(_WithoutSocket):
 
     def __init__(self, folder: Path, *, state: Path | None = None) -> None:
         super().__init__()
-        self.store = Store(folder)
+        self.store = Store(folder, name_in_store)
         self.models = Models()
         self.fleet = Fleet(self.models, self.loop, self._thread, how=How(way=Way(threads=1)), state=state)
         self.management = Management(self.fleet, self.store, self.find, self.loop)

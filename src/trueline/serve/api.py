@@ -12,8 +12,7 @@ from typing import Any, Unpack
 
 from trueline import events
 from trueline.errors import TruelineError
-from trueline.serve import settings
-from trueline.serve.process import child
+from trueline.serve import child_process, settings
 from trueline.serve.settings import Options, Settings, to_arguments
 
 
@@ -59,7 +58,7 @@ class RunningServer:
 
     def stop(self, timeout_s: float = 35.0) -> int:
         """Drains and ends the process (kills it after `timeout_s`); returns its exit code. Harmless when repeated."""
-        return child.end(self._process, timeout_s)
+        return child_process.end(self._process, timeout_s)
 
     def __enter__(self) -> RunningServer:
         return self
@@ -88,11 +87,11 @@ def start(
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
     try:
         assert process.stdout is not None
-        record = child.first_record(process.stdout, ready_timeout_s)
+        record = child_process.first_record(process.stdout, ready_timeout_s)
         if record is None or record["event"] != "server.ready":
             raise _failure(record, process, ready_timeout_s)
     except BaseException:
-        child.end(process, 5.0)
+        child_process.end(process, 5.0)
         raise
     return RunningServer(
         url=record["url"],
@@ -110,7 +109,7 @@ def start(
 
 def _failure(record: dict[str, Any] | None, process: subprocess.Popen[bytes], timeout_s: float) -> TruelineError:
     if record is not None:
-        return child.revived(record["code"], record)
+        return child_process.revived(record["code"], record)
     if process.poll() is None:
         return TruelineError(f"the server was not ready within {timeout_s:g} s")
     return TruelineError(

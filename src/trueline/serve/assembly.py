@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +16,12 @@ import msgspec
 
 from trueline.bundle.signing import Trusted
 from trueline.errors import RequestError, UsageError
+from trueline.serve.handlers.archive import name_in_store
+from trueline.serve.handlers.loader import ArchiveLoader
 from trueline.serve.handlers.worker import Limits as HandlerLimits
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, How
-from trueline.serve.models.loader import Way
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import How, Way
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.protocols.errors import NO_RESOURCE, is_oip
@@ -75,14 +78,9 @@ def assemble(settings: Settings) -> Parts:
     loop = asyncio.get_running_loop()
     store = _store(settings)
     state = Path(settings.state) if settings.state is not None else None
-    fleet = Fleet(
-        Models(),
-        loop,
-        lambda work: in_thread(loop, work),
-        how=_how(settings),
-        state=state,
-        handlers=handlers_of(settings),
-    )
+    how, in_a_thread = _how(settings), partial(in_thread, loop)
+    archives = ArchiveLoader(how, handlers_of(settings), loop, in_a_thread)
+    fleet = Fleet(Models(), loop, in_a_thread, how=how, state=state, loaders=[archives])
     core = Core(
         settings=settings,
         fleet=fleet,
@@ -170,7 +168,7 @@ def _store(settings: Settings) -> Store | None:
         )
     if not Path(settings.model_store).is_dir():
         raise UsageError(f"the model store {settings.model_store} is no folder")
-    return Store(Path(settings.model_store))
+    return Store(Path(settings.model_store), name_in_store)
 
 
 class _MetricsOnly:

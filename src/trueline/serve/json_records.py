@@ -22,7 +22,7 @@ import numpy as np
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.errors import RequestError, join_names
-from trueline.serve.protocols.oip import json_tensors
+from trueline.serve.tensors import json_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

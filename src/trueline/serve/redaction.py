@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 
 from trueline import events
-from trueline.errors import NotProven, TruelineError
-from trueline.serve.handlers.archive import ArchiveError
+from trueline.errors import TruelineError
 
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?:?\s*")
 
 
 def public_reason(error: TruelineError) -> str:
     """Why a version failed, in words that name no path."""
-    if isinstance(error, NotProven | ArchiveError):
+    if error.code in ("not_proven", "archive"):
         return error.message
     events.emit("version.refused", code=error.code, why=error.message)
     return f"the bundle was refused ({error.code}); the server's log says why"

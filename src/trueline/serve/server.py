@@ -22,7 +22,8 @@ from trueline.errors import UsageError, join_names
 from trueline.serve.assembly import Parts, assemble
 from trueline.serve.handlers import archive
 from trueline.serve.models import desired_state, download
-from trueline.serve.models.controller import Fleet, Found, Refused
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, Refused
 from trueline.serve.models.model_store import Entry, Store, check_name
 from trueline.serve.models.sources import Sources, in_thread
 from trueline.serve.models.state_sync import Follower

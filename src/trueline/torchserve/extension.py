@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from trueline.errors import UsageError
 from trueline.serve.assembly import Core
+from trueline.serve.handlers.archive import name_in_store
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import in_thread
 from trueline.serve.protocols.dispatch import Dispatch
@@ -77,4 +78,4 @@ def _workflow_store(folder: str | None, store: Store | None) -> Store | None:
         return store
     if not Path(folder).is_dir():
         raise UsageError(f"the workflow store {folder} is no folder")
-    return Store(Path(folder))
+    return Store(Path(folder), name_in_store)

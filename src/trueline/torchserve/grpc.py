@@ -22,10 +22,8 @@ import msgspec
 
 from trueline.errors import RequestError
 from trueline.serve.handlers import sequences
-from trueline.serve.handlers.result import Answer, HandlerFailed
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.worker import Ask
-from trueline.serve.models.version import Version
+from trueline.serve.handlers.result import HandlerFailed
+from trueline.serve.models.servable import Answer, Ask, Servable
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
@@ -131,16 +129,16 @@ class Inference:
             request.model_version or None,
             request.sequence_id if key is None else key.decode("latin-1"),
         )
-        if isinstance(found, HandlerVersion):
+        if (handler := found.handler) is not None:
             known = request.sequence_id or sequences.START in request.input
-            if named and not known and found.stateful:
+            if named and not known and handler.stateful:
                 raise RequestError("Parameter sequenceId is required.", hint=f"or the input {sequences.START}")
             parts = [(name, "", value) for name, value in request.input.items()]
             headers = {"explain": "False"} | _in_sequence(request)
-            return await found.handle(Ask(request_id=str(uuid4()), parts=parts, headers=headers))
+            return await handler.handle(Ask(request_id=str(uuid4()), parts=parts, headers=headers))
         return await self._ask_bundle(found, request.input)
 
-    async def _ask_bundle(self, version: Version, given: Mapping[str, bytes]) -> Answer:
+    async def _ask_bundle(self, version: Servable, given: Mapping[str, bytes]) -> Answer:
         path = f"/predictions/{quote(version.model, safe='')}/{quote(version.version, safe='')}"
         response = await _answered(self._routes.handle_uncached(Request("POST", path.encode(), {}, _body(given))))
         return Answer(body=response.body)

@@ -17,13 +17,12 @@ import msgspec
 from trueline import events
 from trueline.errors import MethodNotAllowed, NotFound, RequestError
 from trueline.serve.handlers.response import reply
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.worker import Ask
 from trueline.serve.metrics import dashboard
 from trueline.serve.models.catalog import UnknownVersion
-from trueline.serve.models.controller import Fleet, Found, How
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, How
 from trueline.serve.models.model_store import Store, check_name
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Ask, Servable
 from trueline.serve.protocols import openapi
 from trueline.serve.protocols.errors import NO_METHOD, NO_RESOURCE
 from trueline.serve.traffic import canary
@@ -76,7 +75,7 @@ class Management:
         self._traffic = Traffic(fleet, loop)
         self._fleet, self._models = fleet, fleet.models
         self._store, self._find, self._loop = store, find, loop
-        self._loading: set[asyncio.Task[Version]] = set()
+        self._loading: set[asyncio.Task[Servable]] = set()
         """Registrations that were answered before their end."""
 
     def answer(self, request: Request) -> Response | asyncio.Future[Response]:
@@ -211,7 +210,7 @@ class Management:
         if self._strict and workers and not waits and not await self._ends_at_once(loading):
             return responses.status("Processing worker updates...", 202)
         loaded = await loading
-        workers = loaded.policy.lanes if isinstance(loaded, HandlerVersion) else workers
+        workers = loaded.policy.lanes if loaded.handler is not None else workers
         text = f'Model "{model}" Version: {version} registered with {workers} initial workers'
         if not workers:
             text += ". Use scale workers API to add workers for the model."
@@ -219,7 +218,7 @@ class Management:
             return responses.status("Processing worker updates...", 202)
         return responses.status(text)
 
-    async def _ends_at_once(self, loading: asyncio.Task[Version]) -> bool:
+    async def _ends_at_once(self, loading: asyncio.Task[Servable]) -> bool:
         """Whether the registration has ended already, as for a name in use; else it goes on, and its end is logged."""
         await asyncio.sleep(0)  # it begins with what can be refused at once
         if loading.done():
@@ -228,7 +227,7 @@ class Management:
         loading.add_done_callback(self._log_end)
         return False
 
-    def _log_end(self, loading: asyncio.Task[Version]) -> None:
+    def _log_end(self, loading: asyncio.Task[Servable]) -> None:
         self._loading.discard(loading)
         error = None if loading.cancelled() else loading.exception()
         if error is not None:
@@ -250,8 +249,9 @@ class Management:
         text = f"Workers scaled to {workers} for model: {model}{which}"
         return self._settle(self._models.find(model, version), text)
 
-    async def _settle(self, version: Version, text: str) -> Response:
-        await version.settled()
+    async def _settle(self, version: Servable, text: str) -> Response:
+        if version.handler is not None:
+            await version.handler.wait_ready()
         return responses.status(text)
 
     def _split(self, model: str, query: Mapping[str, str]) -> Response:
@@ -300,14 +300,14 @@ class Management:
             return self._describe_by_handlers(versions)
         return reply(200, pretty([describe_version(one) for one in versions]))
 
-    async def _describe_by_handlers(self, versions: list[Version]) -> Response:
+    async def _describe_by_handlers(self, versions: list[Servable]) -> Response:
         """The descriptions, with what each archive's handler adds to its own, if it has a worker."""
         descriptions = []
         for one in versions:
             facts = describe_version(one)
-            if isinstance(one, HandlerVersion) and one.state == "ready" and one.policy.lanes:
+            if one.handler is not None and one.state == "ready" and one.policy.lanes:
                 ask = Ask(request_id="describe", parts=[], headers={"describe": "True", "explain": "False"})
-                answer = await one.handle(ask, alone=True, loose=True)
+                answer = await one.handler.handle(ask, alone=True, loose=True)
                 body = answer.body if answer.pieces is None else await answer.pieces.whole()
                 facts["customizedMetadata"] = _decode(body)
             descriptions.append(facts)

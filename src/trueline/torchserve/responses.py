@@ -18,9 +18,8 @@ from trueline import events
 from trueline.errors import Overloaded, RequestError
 from trueline.serve.handlers.response import reply
 from trueline.serve.handlers.result import DIED, HandlerFailed, Hung
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import UnknownModel, UnknownVersion
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 from trueline.serve.protocols.errors import extra
 from trueline.web.auth import Forbidden, Unauthorized
 from trueline.web.messages import Response
@@ -118,7 +117,7 @@ def server_fault(path: str, error: Exception) -> Response:
     return refusal(500, "the server failed on this request; its log says why", kind="InternalServerException")
 
 
-def describe_version(version: Version) -> dict[str, Any]:
+def describe_version(version: Servable) -> dict[str, Any]:
     """TorchServe's description of a model version."""
     facts: dict[str, Any] = {
         "modelName": version.model, "modelVersion": version.version, "modelUrl": version.source,
@@ -143,7 +142,7 @@ def describe_version(version: Version) -> dict[str, Any]:
         "workers": [{"id": str(9000 + number), **worker} for number in range(policy.lanes)],
     }  # fmt: skip
     facts["jobQueueStatus"]["remainingCapacity"] = policy.max_requests - version.num_waiting
-    return facts | version.described() if isinstance(version, HandlerVersion) else facts
+    return facts if version.handler is None else facts | version.handler.description
 
 
 class TorchServeErrors:

@@ -19,7 +19,6 @@ from trueline.errors import RequestError
 from trueline.serve import json_records
 from trueline.serve.handlers import request as bodies
 from trueline.serve.handlers.response import encode_answer, reply
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.protocols import mlflow, openapi
 from trueline.serve.protocols.dispatch import PREDICT_METHODS, PRIORITY_HEADER
 from trueline.serve.protocols.errors import NO_METHOD, allow, check_media, json
@@ -30,8 +29,8 @@ from trueline.version import __version__
 from trueline.web.messages import JSON, Request, Response, query_of
 
 if TYPE_CHECKING:
-    from trueline.serve.handlers.result import Answer as Outcome
-    from trueline.serve.models.version import Outputs
+    from trueline.serve.models.servable import Answer as Outcome
+    from trueline.serve.models.servable import Outputs
     from trueline.serve.protocols.dispatch import Answer, Dispatch
     from trueline.serve.protocols.route_table import Handler
     from trueline.torchserve.workflows.registry import Workflows
@@ -106,17 +105,17 @@ class TorchServeRoutes:
         allow(request, PREDICT_METHODS, NO_METHOD)
         began = perf_counter()
         found = self._dispatch.find(request, model, version or None)
-        if isinstance(found, HandlerVersion):
-            return self._dispatch.handled(request, found, rest=rest, query=older)
+        if found.handler is not None:
+            return self._dispatch.handled(request, found, found.handler, rest=rest, query=older)
         check_media(request)
         self._dispatch.check_room(request, found)
         media = request.headers.get(b"content-type", b"")
-        rows = mlflow.decode(request.body, media, found.signature) if scored else None
+        rows = mlflow.decode(request.body, media, found.program.signature) if scored else None
         encode: Callable[[Outputs], Response]
         if rows is not None:
             inputs, encode = rows.inputs, partial(_predictions, rows)
         else:
-            given = json_records.decode(request.body, found.signature)
+            given = json_records.decode(request.body, found.program.signature)
             inputs, encode = given.inputs, partial(_answers, given)
         return self._dispatch.ask(request, found, inputs, None, encode, began, request.headers.get(PRIORITY_HEADER))
 

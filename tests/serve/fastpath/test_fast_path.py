@@ -25,10 +25,10 @@ from conformance.fast_path import Case
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.serve.batching.policy import Policy
 from trueline.serve.models.catalog import Models
+from trueline.serve.models.shadow import Shadow
 from trueline.serve.models.split import Split
-from trueline.serve.models.version import Version
+from trueline.serve.models.version import ProgramVersion
 from trueline.serve.protocols.router import Routes
-from trueline.serve.traffic.shadow import Shadow
 from trueline.torchserve.extension import TorchServe
 from trueline.web.access_log import AccessLogMiddleware
 from trueline.web.limits import HttpLimits
@@ -100,13 +100,13 @@ class World:
         self.bundle = bundle
         self.models = Models()
         self.policy = policy or Policy()
-        self.versions: list[Version] = []
+        self.versions: list[ProgramVersion] = []
         self.tiny = self.add("1")
         self.retiring: set[asyncio.Task[None]] = set()
         self.routes = Routes(self.models, self.loop, extension=TorchServe())
         self.server = self.behind(self.routes)
 
-    def add(self, version: str) -> Version:
+    def add(self, version: str) -> ProgramVersion:
         made = self.models.add("tiny", version)
         self.versions.append(made)
         loaded = load_as_if(self.bundle, 20e-6)

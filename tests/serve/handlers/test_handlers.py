@@ -19,14 +19,17 @@ from trueline.errors import RequestError, TooLarge
 from trueline.serve.handlers import archive, entry_point, framing, workdir
 from trueline.serve.handlers import config as plan
 from trueline.serve.handlers import request as body
-from trueline.serve.handlers.archive import ArchiveError
+from trueline.serve.handlers.archive import ArchiveError, name_in_store
+from trueline.serve.handlers.loader import ArchiveLoader, CodeNotAllowed
 from trueline.serve.handlers.metrics import MAX_SERIES, Measures
 from trueline.serve.handlers.response import encode_answer
-from trueline.serve.handlers.result import Answer, HandlerFailed
+from trueline.serve.handlers.result import HandlerFailed
 from trueline.serve.handlers.worker import _answer
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import CodeNotAllowed, Fleet, Found
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, How
 from trueline.serve.models.model_store import Store
+from trueline.serve.models.servable import Answer
 from trueline.torchserve.compat.ts.context import Context, RequestProcessor
 from trueline.torchserve.compat.ts.metrics.dimension import Dimension
 from trueline.torchserve.compat.ts.metrics.metric_type_enum import MetricTypes
@@ -375,7 +378,7 @@ def test_a_folder_that_a_killed_server_left_is_deleted_and_one_that_is_held_is_n
 def test_archives_stand_in_the_store_under_their_manifests_names(tmp_path: Path) -> None:
     archives.mar(tmp_path / "file.mar", modelName="resnet", modelVersion="2.0")
     (tmp_path / "torn.mar").write_bytes(b"x")
-    found = [(one.model, one.version, one.source) for one in Store(tmp_path).entries()]
+    found = [(one.model, one.version, one.source) for one in Store(tmp_path, name_in_store).entries()]
     assert found == [("resnet", "2.0", "file.mar"), ("torn", "1.0", "torn.mar")]
 
 
@@ -386,7 +389,8 @@ def test_without_allow_code_an_archive_is_refused_and_nothing_of_it_runs(tmp_pat
         async def in_thread(work: Callable[[], Any]) -> Any:
             return work()
 
-        fleet = Fleet(Models(), asyncio.get_running_loop(), in_thread)
+        loop = asyncio.get_running_loop()
+        fleet = Fleet(Models(), loop, in_thread, loaders=[ArchiveLoader(How(), None, loop, in_thread)])
         with pytest.raises(CodeNotAllowed, match=r"'a\.mar' is a model archive whose handler is code") as refused:
             await fleet.load(Found(path=path), "noop", "1.0", source="a.mar")
         assert (refused.value.status, "--allow-code" in refused.value.hint) == (403, True)

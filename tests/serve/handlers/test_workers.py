@@ -17,8 +17,9 @@ import pytest
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers.config import Plan
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.result import Answer, HandlerFailed, StartFailed
-from trueline.serve.handlers.worker import Ask, Launch, Limits
+from trueline.serve.handlers.result import HandlerFailed, StartFailed
+from trueline.serve.handlers.worker import Launch, Limits
+from trueline.serve.models.servable import Answer, Ask
 from worlds import archives
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +12,28 @@ import numpy as np
 import pytest
 
 from trueline import events
-from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, Overloaded, StorageError
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import Plan
 from trueline.serve.batching.policy import Policy
 from trueline.serve.batching.queue import Batcher
-from trueline.serve.handlers import pool as pools
 from trueline.serve.handlers.config import Plan as HandlerPlan
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.result import Answer
 from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.worker import Ask, Launch
+from trueline.serve.handlers.worker import Launch
 from trueline.serve.models.catalog import Models, UnknownModel
-from trueline.serve.models.controller import Fleet, Found, Refused
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, Refused
 from trueline.serve.models.model_store import Store
+from trueline.serve.models.servable import Ask, Loaded
 from trueline.serve.models.split import Split
-from trueline.serve.models.version import Loaded, Version
+from trueline.serve.models.version import ProgramVersion
 from trueline.serve.models.watchers import AliasFollower
 from trueline.serve.process.signals import Stop
 from trueline.serve.protocols.oip.repository import Repository
 from trueline.serve.traffic.canary import Rule
 from trueline.serve.traffic.rollout import Traffic
-
-X = TensorSpec(name="x", datatype="FP32", shape=("batch",))
-Y = TensorSpec(name="y", datatype="FP32", shape=("batch",))
-SIGNATURE = Signature(inputs=(X,), outputs=(Y,), dims={"batch": Dim()})
-
-
-class Gated:
-    """A program that adds `step`; each of its runs waits until the gate is open."""
-
-    format = "onnx"
-    signature = SIGNATURE
-
-    def __init__(self, step: float) -> None:
-        self.step = step
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-
-    def run(self, inputs: Any) -> dict[str, Any]:
-        self.entered.set()
-        assert self.gate.wait(100)
-        return {"y": inputs["x"] + np.float32(self.step)}
+from worlds.servables import FakeWorker, Gated, fake_workers, handler
 
 
 class House:
@@ -75,7 +52,7 @@ class House:
         plan = Plan(batch=True, why="", max_batch=1, inline_values=0, latency_s={1: 1e-3})
         return Loaded(session=session, digest=f"{session.step}", platform="onnx", golden_cases=1, plan=plan)
 
-    async def load(self, version: str, session: Gated) -> Version:
+    async def load(self, version: str, session: Gated) -> ProgramVersion:
         """Serves `session` as a version of `tiny`, in the place of one of the same name."""
         self.next.append(session)
         return await self.fleet.load(Found(path=Path("tiny.bundle")), "tiny", version, source="", replace_it=True)
@@ -89,7 +66,7 @@ class House:
             await asyncio.sleep(0)
 
 
-def ask(version: Version, value: float) -> asyncio.Future[Any]:
+def ask(version: ProgramVersion, value: float) -> asyncio.Future[Any]:
     found = version.ask({"x": np.array([value], np.float32)})
     assert isinstance(found, asyncio.Future)
     return found
@@ -322,58 +299,6 @@ def test_a_short_request_that_is_held_for_the_end_of_the_turn_keeps_its_version(
 
 
 # handlers
-
-
-class FakeWorker:
-    """A handler's worker without a process: ready at once, it answers when the test lets it."""
-
-    made: list[FakeWorker]
-
-    def __init__(self, launch: Launch, loop: asyncio.AbstractEventLoop, **_: Any) -> None:
-        self.ended: asyncio.Future[str] = loop.create_future()
-        self.ready = False
-        self.answered = 0
-        self.since = self.load_s = 0.0
-        self.pid = 0
-        self.asked: list[list[Ask]] = []
-        self._answering: asyncio.Future[list[Answer]] | None = None
-        self._loop = loop
-        FakeWorker.made.append(self)
-
-    async def started(self) -> None:
-        self.ready = True
-
-    def ask(self, asks: list[Ask]) -> asyncio.Future[list[Answer]]:
-        assert self.ready
-        self.asked.append(asks)
-        self._answering = self._loop.create_future()
-        return self._answering
-
-    def answer(self) -> None:
-        assert self._answering is not None
-        self.answered += len(self.asked[-1])
-        self._answering.set_result([Answer(body=one.request_id.encode()) for one in self.asked[-1]])
-
-    def kill(self, why: str) -> None:
-        self.ready = False
-        if self._answering is not None and not self._answering.done():
-            self._answering.set_exception(NotReady("its process was ended"))
-        if not self.ended.done():
-            self.ended.set_result(why)
-
-
-@contextmanager
-def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeWorker]]:
-    FakeWorker.made = []
-    with monkeypatch.context() as patched:
-        patched.setattr(pools, "Worker", FakeWorker)
-        yield FakeWorker.made
-
-
-def handler(workers: int = 1) -> Pool:
-    plan = HandlerPlan(handler="noop.py", workers=workers)
-    launch = Launch(model="noop", version="1.0", folder=Path(), config_file="", plan=plan)
-    return Pool(launch, asyncio.get_running_loop())
 
 
 def request(name: str) -> Ask:

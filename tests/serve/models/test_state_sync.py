@@ -13,7 +13,8 @@ import pytest
 
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found
 from trueline.serve.models.state_sync import Follower
 from worlds import bundles, servers
 

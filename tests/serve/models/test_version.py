@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.servable import *  # noqa: F403 - the shared tests
+from conformance.servable import ServableWorld
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import NotReady, RequestError
 from trueline.serve.batching.execution_plan import Plan
 from trueline.serve.batching.policy import Policy
-from trueline.serve.models.version import MAX_LANES, Loaded, Version
+from trueline.serve.models.servable import Loaded, Servable
+from trueline.serve.models.version import MAX_LANES, ProgramVersion
+from worlds.servables import Gated
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", "length"))
 SIGNATURE = Signature(inputs=(X,), outputs=(X,), dims={"batch": Dim(max=8), "length": Dim(max=4)})
@@ -42,11 +46,43 @@ class Program:
         return {"x": inputs["x"]}
 
 
-def play(scene: Callable[[Version, Program], Awaitable[None]]) -> Program:
+class ProgramWorld:
+    """Versions of a gated program."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+        self.program = Gated(1)
+
+    def fresh(self) -> ProgramVersion:
+        return ProgramVersion(model="tiny", version="1")
+
+    async def load(self) -> ProgramVersion:
+        made = self.fresh()
+        plan = Plan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
+        loaded = Loaded(session=self.program, digest="ab", platform="onnx", golden_cases=1, plan=plan)
+        made.make_ready(loaded, Policy(max_batch=8, max_delay_s=0.0), self.pool, asyncio.get_running_loop())
+        return made
+
+    def request(self, servable: Servable) -> Awaitable[Any]:
+        found = servable.ask({"x": np.zeros(1, np.float32)})
+        assert isinstance(found, asyncio.Future)
+        return found
+
+    async def release(self, servable: Servable) -> None:
+        self.program.gate.set()
+
+
+@pytest.fixture
+def world() -> Iterator[ServableWorld]:
+    with ThreadPoolExecutor(1) as pool:
+        yield ProgramWorld(pool)
+
+
+def play(scene: Callable[[ProgramVersion, Program], Awaitable[None]]) -> Program:
     program = Program()
 
     async def main() -> None:
-        version = Version(model="tiny", version="1")
+        version = ProgramVersion(model="tiny", version="1")
         plan = Plan(batch=True, why="", max_batch=8, inline_values=0, latency_s={1: 1e-3})
         loaded = Loaded(session=program, digest="ab", platform="onnx", golden_cases=1, plan=plan)
         with ThreadPoolExecutor(1) as pool:
@@ -58,14 +94,14 @@ def play(scene: Callable[[Version, Program], Awaitable[None]]) -> Program:
     return program
 
 
-def ask(version: Version, *shape: int) -> asyncio.Future[Any]:
+def ask(version: ProgramVersion, *shape: int) -> asyncio.Future[Any]:
     found = version.ask({"x": np.ones(shape, np.float32)})
     assert isinstance(found, asyncio.Future)
     return found
 
 
 def test_what_lies_outside_of_the_range_is_refused_before_it_waits() -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         for inputs in (
             {"x": np.ones((9, 1), np.float32)},
             {"x": np.ones((1, 5), np.float32)},
@@ -80,7 +116,7 @@ def test_what_lies_outside_of_the_range_is_refused_before_it_waits() -> None:
 
 
 def test_requests_of_one_shape_run_together_and_those_of_another_apart() -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         asked = [ask(version, 1, 1)]
         assert await asyncio.to_thread(program.entered.wait, 100)
         asked += [ask(version, 1, 2), ask(version, 2, 3), ask(version, 3, 2), ask(version, 1, 3)]
@@ -92,7 +128,7 @@ def test_requests_of_one_shape_run_together_and_those_of_another_apart() -> None
 
 
 def test_no_version_has_more_lanes_than_the_bound() -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         version.scale(10_000)
         assert version.policy.lanes == MAX_LANES
 
@@ -100,7 +136,7 @@ def test_no_version_has_more_lanes_than_the_bound() -> None:
 
 
 def test_what_a_program_refuses_is_said_without_a_path_of_this_machine() -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         program.error = RequestError("the program /srv/secret/store/model.onnx refuses these values")
         program.gate.set()
         with pytest.raises(RequestError) as refused:
@@ -112,7 +148,7 @@ def test_what_a_program_refuses_is_said_without_a_path_of_this_machine() -> None
 
 
 def test_a_failure_of_the_program_is_counted_and_a_refusal_is_not() -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         program.gate.set()
         program.error = RequestError("not these")
         with pytest.raises(RequestError):
@@ -128,7 +164,7 @@ def test_a_failure_of_the_program_is_counted_and_a_refusal_is_not() -> None:
 
 @pytest.mark.parametrize("state", ["loading", "failed", "retiring"])
 def test_a_version_answers_only_while_it_is_ready(state: Any) -> None:
-    async def scene(version: Version, program: Program) -> None:
+    async def scene(version: ProgramVersion, program: Program) -> None:
         version.state = state
         with pytest.raises(NotReady, match=f"version '1' is {state}"):
             version.ask({"x": np.ones((1, 1), np.float32)})

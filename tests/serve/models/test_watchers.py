@@ -17,7 +17,7 @@ from trueline.registry.__main__ import watch
 from trueline.registry.add import register
 from trueline.serve import start
 from trueline.serve.models import download
-from trueline.serve.models.controller import Found
+from trueline.serve.models.loader import Found
 from trueline.serve.models.sources import find
 from trueline.serve.models.watchers import Act, AliasFollower, Ledger, StoreFollower, stamp
 from trueline.serve.settings import Settings, from_arguments, to_arguments

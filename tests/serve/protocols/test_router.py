@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from trueline.serve.batching.policy import Policy
-from trueline.serve.models.version import Version
+from trueline.serve.models.version import ProgramVersion
 from trueline.web.messages import Request, RequestHead, Response
 from worlds.servers import TinyApp
 
@@ -323,7 +323,7 @@ def test_what_is_remembered_of_a_refusal_ends_with_the_full_queue_and_with_the_v
     urgent = json.dumps(json.loads(BODY) | {"parameters": {"priority": 1}}).encode()
     assert not isinstance(ask(urgent), Response)  # it takes the place of the one that waits
     assert ask().status == 429
-    full.models.put(Version(model="tiny", version="1"))
+    full.models.put(ProgramVersion(model="tiny", version="1"))
     assert ask().status == 503
     full.models.put(full.tiny)
     assert ask().status == 429

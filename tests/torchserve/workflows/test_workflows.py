@@ -20,11 +20,13 @@ from trueline import serve
 from trueline.errors import StorageError
 from trueline.serve import RunningServer
 from trueline.serve.handlers import workdir
-from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, peek
+from trueline.serve.handlers.archive import ArchiveError, HoldsWorkflow, name_in_store, peek
+from trueline.serve.handlers.loader import ArchiveLoader
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found, How
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.state_sync import Follower
 from trueline.serve.protocols.router import Routes
@@ -227,7 +229,7 @@ def test_a_workflow_in_the_store_is_no_model_of_it(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as packed:
         packed.add(folder_of(tmp_path / "d"), "top")
     archives.mar(tmp_path / "m.mar", modelName="m")
-    assert [entry.model for entry in Store(tmp_path).entries()] == ["m"]
+    assert [entry.model for entry in Store(tmp_path, name_in_store).entries()] == ["m"]
     with pytest.raises(HoldsWorkflow, match="register it at /workflows"):
         peek(tmp_path / "c.tar.gz")
 
@@ -244,14 +246,15 @@ class WorkflowApp:
         self.loop = loop
         self.folder = folder
         self.state = folder / "served.json"
-        store = Store(folder)
+        store = Store(folder, name_in_store)
         limits = Limits() if code else None
 
         async def find(url: str) -> Found:
             return Found(path=store.find(url))
 
         self.models = Models()
-        self.fleet = Fleet(self.models, loop, self.in_thread, state=self.state, handlers=limits)
+        loader = ArchiveLoader(How(), limits, loop, self.in_thread)
+        self.fleet = Fleet(self.models, loop, self.in_thread, state=self.state, loaders=[loader])
         self.workflows = Workflows(
             self.fleet, loop, self.in_thread, find, store=store, state=self.state, handlers=limits
         )

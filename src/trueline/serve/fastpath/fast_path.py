@@ -22,15 +22,14 @@ import msgspec
 
 from trueline.errors import Overloaded, RequestError
 from trueline.serve.fastpath.bound_run import CachedReply, bytes_of
-from trueline.serve.models.catalog import Models
-from trueline.serve.models.version import Version
-from trueline.serve.protocols.oip import codec
+from trueline.serve.tensors import codec
 from trueline.web.messages import InlineFuture, Request, Response, render_lead
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
     from trueline.serve.counters import ServerStats
-    from trueline.serve.fastpath.bound_run import BoundArrays, HandleUncached
+    from trueline.serve.fastpath.bound_run import BoundArrays, BoundRuns, HandleUncached
+    from trueline.serve.fastpath.templates import TemplateCache
 
 OCTETS = b"application/octet-stream"
 MAX_TRIES = 8
@@ -43,6 +42,44 @@ class FastPath(Protocol):
     def try_answer(self, request: Request) -> Response | InlineFuture | None:
         """The answer that the uncached path would give, byte for byte; None: the uncached path has to give it."""
         ...
+
+
+class CachedProgram(Protocol):
+    """What is cached of a version."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def bound_runs(self) -> BoundRuns | None:
+        """None: its runs are too long for the event loop."""
+        ...
+
+    @property
+    def templates(self) -> TemplateCache:
+        """Decodes its infer requests. Raises NotReady."""
+        ...
+
+    def stands(self, refused: Overloaded) -> bool:
+        """Whether its queue would reject the next request with the same `refused`."""
+        ...
+
+
+class Catalog(Protocol):
+    """Where requests go; `models.catalog.Models`."""
+
+    @property
+    def changes(self) -> int: ...
+
+    @property
+    def shadows(self) -> Mapping[str, object]: ...
+
+    def leads_to(self, found: object, model: str, version: str | None) -> bool: ...
+
+    def split(self, model: str) -> object | None: ...
 
 
 class InferHead(msgspec.Struct):
@@ -64,7 +101,7 @@ class InferHead(msgspec.Struct):
 class CachedRefusal(msgspec.Struct, frozen=True):
     """The response of a full queue, which holds until something joins or leaves the queue."""
 
-    version: Version
+    version: CachedProgram
     reason: Overloaded
     response: Response
     json_bytes: int | None
@@ -87,7 +124,7 @@ def infer_head(request: Request) -> InferHead | None:
 class InferFastPath:
     """The fast path of `/v2/models/{m}[/versions/{v}]/infer`."""
 
-    def __init__(self, models: Models, stats: ServerStats, handle_uncached: HandleUncached) -> None:
+    def __init__(self, models: Catalog, stats: ServerStats, handle_uncached: HandleUncached) -> None:
         self._models = models
         self._stats = stats
         self._handle_uncached = handle_uncached
@@ -105,7 +142,7 @@ class InferFastPath:
             return known.refusal.response
         return None
 
-    def learn(self, request: Request, version: Version, call: codec.Call, outputs: Mapping[str, Array]) -> None:
+    def learn(self, request: Request, version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array]) -> None:
         """Caches how `version` answers requests like this one, which it answered with `outputs`."""
         known, runs = infer_head(request), version.bound_runs
         if known is None or runs is None or not runs.open:
@@ -130,7 +167,7 @@ class InferFastPath:
             return  # the uncached path reports it each time
         known.reply = CachedReply(runs, arrays, template, encode, arrays.rows_of(call.inputs), self._stats)
 
-    def learn_refusal(self, known: InferHead, version: Version, reason: Overloaded, response: Response) -> None:
+    def learn_refusal(self, known: InferHead, version: CachedProgram, reason: Overloaded, response: Response) -> None:
         """Caches the `response` of `version`'s full queue."""
         self._forget_if_changed(known)
         if self._models.split(known.model) is None:  # else the next request may go to another version
@@ -142,7 +179,7 @@ class InferFastPath:
 
 
 def _encode_bytes(
-    version: Version, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
+    version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
     made = codec.encode(version.model, version.version, call, outputs)
     head = made.body[: made.json_bytes]
@@ -165,7 +202,7 @@ def _encode_bytes(
 
 
 def _encode_json(
-    version: Version, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
+    version: CachedProgram, call: codec.Call, outputs: Mapping[str, Array], arrays: BoundArrays
 ) -> Callable[[int], Response]:
     *before, end = codec.around(version.model, version.version, call, outputs)
     places = []

@@ -20,7 +20,7 @@ import numpy as np
 
 from trueline.bundle.signature import NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
-from trueline.serve.protocols.oip import codec, json_tensors
+from trueline.serve.tensors import codec, json_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -26,6 +26,7 @@ from typing import IO, Any
 import msgspec
 
 from trueline.errors import BundleError
+from trueline.serve.models.model_store import NAME
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 WORKFLOW_MANIFEST = "WAR-INF/MANIFEST.json"
@@ -148,6 +149,23 @@ def peek(path: Path) -> Manifest:
                         assert found is not None  # it is a file
                         return _manifest(found.read(TEXT_BYTES + 1))
             raise KeyError(MANIFEST)
+
+
+def name_in_store(path: Path) -> tuple[str, str] | None:
+    """Model and version of an archive by its manifest, or by the file's name if the manifest cannot be read; None for
+    other files and for archives of workflows.
+    """
+    if not is_archive(path):
+        return None
+    try:
+        manifest = peek(path)
+    except HoldsWorkflow:
+        return None
+    except ArchiveError:
+        return stem(path.name), "1.0"
+    if NAME.fullmatch(manifest.model) and NAME.fullmatch(manifest.version):
+        return manifest.model, manifest.version
+    return stem(path.name), "1.0"
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from trueline import events
 from trueline.errors import DeadlineExceeded, NotReady, Overloaded
 from trueline.serve.handlers import sequences
 from trueline.serve.handlers.config import MAX_WORKERS, backoff_s, gather
-from trueline.serve.handlers.result import Answer, NoSequence, StartFailed
+from trueline.serve.handlers.result import NoSequence, StartFailed
 from trueline.serve.handlers.sequences import Dropped, Part, Sequences
-from trueline.serve.handlers.worker import Ask, Launch, Worker
-from trueline.serve.models.version import NO_WORKER
+from trueline.serve.handlers.worker import Launch, Worker
+from trueline.serve.models.servable import NO_WORKER, Answer, Ask
 
 MAX_QUEUE_BYTES = 256 * 2**20
 """Of what waits for one model; a lone request is let in whatever its size."""

@@ -16,7 +16,7 @@ from typing import Literal
 from urllib.parse import parse_qsl
 
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.handlers.worker import Ask
+from trueline.serve.models.servable import Ask
 from trueline.web.messages import Request, query_of
 
 MAX_PARTS = 256

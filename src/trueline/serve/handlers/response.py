@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trueline.serve.handlers.result import Answer
+from trueline.serve.models.servable import Answer
 from trueline.web.messages import JSON, Response
 
 _NO_CACHE = (

@@ -1,29 +1,11 @@
-"""What a handler answers, and the ways in which it does not. Pure values."""
+"""Errors of handlers and their processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from trueline.errors import DeadlineExceeded, RequestError, TruelineError
-from trueline.web.streaming import StreamedBody
 
 DIED = "Worker died."
 """TorchServe's words for a request whose process ended under it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One request's answer, or one piece of it. Header names are lower-case; a content type is one of them.
-
-    An answer that comes in pieces has them in `pieces`, and its head is that of the first.
-    """
-
-    body: bytes | bytearray
-    status: int = 200
-    phrase: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    pieces: StreamedBody | None = None
 
 
 class HandlerFailed(RequestError):

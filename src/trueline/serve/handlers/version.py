@@ -9,39 +9,33 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trueline import events
 from trueline.errors import NotReady, RequestError
+from trueline.serve import host
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.handlers import archive, sequences
 from trueline.serve.handlers import config as plans
 from trueline.serve.handlers.archive import Archive
 from trueline.serve.handlers.metrics import Measures
 from trueline.serve.handlers.pool import Pool
-from trueline.serve.handlers.result import Answer, HandlerFailed, StartFailed
+from trueline.serve.handlers.result import HandlerFailed, StartFailed
 from trueline.serve.handlers.sequences import Part
 from trueline.serve.handlers.workdir import Place
-from trueline.serve.handlers.worker import Ask, Launch, Limits
-from trueline.serve.models.version import NO_WORKER, Loaded, Version
+from trueline.serve.handlers.worker import Launch, Limits
+from trueline.serve.models.servable import NO_WORKER, Answer, Ask, NoTensors, Program, VersionRecord
 from trueline.web.streaming import StreamedBody
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-class NoTensors(RequestError):
-    """The model is a handler: what it takes and gives is its own."""
-
-    code = "no_tensors"
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"model '{model}' is answered by a handler and declares no tensors; ask /predictions/{model}")
 
 
 class NotStarted(RequestError):
@@ -52,7 +46,7 @@ class NotStarted(RequestError):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class HandlerVersion(Version):
+class HandlerVersion(VersionRecord):
     """One version, answered by workers."""
 
     limits: Limits = field(default_factory=Limits)
@@ -62,16 +56,23 @@ class HandlerVersion(Version):
     _place: Place | None = None
 
     @property
-    def loaded(self) -> Loaded:
-        """Raises NoTensors, NotReady."""
+    def handler(self) -> HandlerVersion:
+        return self
+
+    @property
+    def program(self) -> Program:
         self.check_ready()
         raise NoTensors(self.model)
+
+    @property
+    def full(self) -> bool:
+        return False
 
     @property
     def pool(self) -> Pool:
         """Raises NotReady."""
         if self._pool is None:
-            raise self._not_ready()
+            raise self.not_ready()
         return self._pool
 
     @property
@@ -81,6 +82,7 @@ class HandlerVersion(Version):
         assert self.archive is not None
         return self.archive.digest
 
+    @property
     def load_times(self) -> dict[str, float]:
         """Of each worker that is ready."""
         workers = self._pool.workers() if self._pool else []
@@ -161,7 +163,7 @@ class HandlerVersion(Version):
         """The same for what lies in a folder already, which stays its owner's; without `weights` each worker has its
         own copy of what it loads. Raises ArchiveError, NotStarted.
         """
-        plan = plans.draw_up(found.manifest, {**(usual or {}), **found.config}, given, gpus())
+        plan = plans.draw_up(found.manifest, {**(usual or {}), **found.config}, given, host.gpus())
         if shared and plan.sequences is not None:
             raise archive.ArchiveError(
                 "the model is stateful: one worker remembers a sequence, and of several processes any may get its "
@@ -211,15 +213,10 @@ class HandlerVersion(Version):
     def _count(self, requests: int, took_s: float, waited_s: float) -> None:
         self.stats.count_run(requests, requests, took_s, waited_s)
 
-    def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
-        """It becomes ready by `begin`."""
-        raise NoTensors(self.model)
-
     def scale(self, lanes: int) -> None:
-        """So many workers from now on; with 0 requests are refused, after those that wait."""
         self.pool.scale(lanes)
 
-    async def settled(self) -> None:
+    async def wait_ready(self) -> None:
         """Raises NotStarted."""
         try:
             await self.pool.settled()
@@ -242,8 +239,7 @@ class HandlerVersion(Version):
         if self._place is not None:
             self._place.remove()
 
-    def ask(self, inputs: Any, timeout_s: float | None = None, priority: int = USUAL) -> Any:
-        """Raises NoTensors."""
+    def ask(self, inputs: Mapping[str, Any], timeout_s: float | None = None, priority: int = USUAL) -> NoReturn:
         raise NoTensors(self.model)
 
     def handle(self, ask: Ask, *, alone: bool = False, loose: bool = False) -> asyncio.Future[Answer]:
@@ -285,27 +281,21 @@ class HandlerVersion(Version):
             self.stats.failed += 1
             self.stats.failed_s += time.perf_counter() - began
 
-    def metadata(self, versions: list[str]) -> dict[str, Any]:
-        """What the Open Inference Protocol says of a model without tensors."""
-        self.check_ready()
-        assert self.archive is not None
+    @property
+    def parameters(self) -> dict[str, Any]:
         plan = self.pool.launch.plan
         return {
-            "name": self.model,
-            "versions": versions,
-            "platform": "torchserve_archive",
-            "inputs": [],
-            "outputs": [],
-            "parameters": {
-                "digest": self.archive.digest,
-                "handler": plan.handler,
-                "max_batch": plan.batch_size,
-                "workers": self.pool.num_workers,
-            },
+            "digest": self.digest,
+            "handler": plan.handler,
+            "max_batch": plan.batch_size,
+            "workers": self.pool.num_workers,
         }
 
-    def described(self) -> dict[str, Any]:
-        """What TorchServe's description says of its workers."""
+    def collect(self, host: str) -> Iterator[Metric]:
+        return iter(()) if self.measures is None else self.measures.collect(host)
+
+    @property
+    def description(self) -> dict[str, Any]:
         plan, workers = self.pool.launch.plan, self.pool.workers()
         return {
             "runtime": "python",
@@ -407,11 +397,3 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
         return 0
-
-
-def gpus() -> tuple[int, ...]:
-    """The NVIDIA devices of this machine, without asking a driver library."""
-    try:
-        return tuple(range(len(os.listdir("/proc/driver/nvidia/gpus"))))
-    except OSError:
-        return ()

@@ -22,7 +22,8 @@ from typing import Any
 
 from trueline.serve.handlers import framing
 from trueline.serve.handlers.config import Plan
-from trueline.serve.handlers.result import DIED, Answer, HandlerFailed, Hung, StartFailed
+from trueline.serve.handlers.result import DIED, HandlerFailed, Hung, StartFailed
+from trueline.serve.models.servable import Answer, Ask
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 _PATHS = re.compile(r"(?:/[\w.+-]+){2,}")
@@ -55,21 +56,6 @@ class Launch:
     """Where workers lay the weights that they share; None: each has its own."""
     beside: bool = False
     """Whether workers of other servers lay theirs there too."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Ask:
-    """One request for a handler: its parts (name, content type, bytes) and headers."""
-
-    request_id: str
-    parts: Sequence[tuple[str, str, bytes | bytearray]]
-    headers: Mapping[str, str]
-    on_piece: Callable[[Answer], None] | None = None
-    """Called with each piece that the handler sends before the whole answer."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(part[2]) for part in self.parts)
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:

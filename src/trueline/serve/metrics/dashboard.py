@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 
 from trueline.serve.counters import BOUNDS_S, ServerStats
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 from trueline.web.messages import JSON, Response
 
 HTML = b"text/html; charset=utf-8"
@@ -74,7 +73,7 @@ def _model(models: Models, name: str) -> dict[str, Any]:
     }
 
 
-def _version(version: Version, share: float) -> dict[str, Any]:
+def _version(version: Servable, share: float) -> dict[str, Any]:
     stats = version.stats
     found: dict[str, Any] = {
         "version": version.version,
@@ -92,11 +91,10 @@ def _version(version: Version, share: float) -> dict[str, Any]:
         "rows": stats.rows,
         "runs": stats.batch_s.count,
     }
-    if isinstance(version, HandlerVersion):
-        if version.state == "ready":
-            found |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}
+    if version.state == "ready" and version.handler is not None:
+        found |= {"digest": version.digest, "platform": "torchserve_archive", "workers": version.policy.lanes}
     elif version.state == "ready":
-        loaded = version.loaded
+        loaded = version.program.loaded
         found |= {
             "digest": loaded.digest,
             "platform": loaded.platform,

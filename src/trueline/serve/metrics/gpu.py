@@ -10,7 +10,7 @@ import threading
 import time
 
 from trueline import events
-from trueline.serve.handlers.version import gpus
+from trueline.serve.host import gpus
 
 NAMES = {
     "GPUUtilization": "Busy NVIDIA device, percent",

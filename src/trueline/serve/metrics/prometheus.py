@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from trueline.serve import host
 from trueline.serve.counters import Histogram, ServerStats
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.metrics.gpu import NAMES, Gpus
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -42,7 +41,7 @@ class _Sums:
     coding_s: float = 0.0
 
     @classmethod
-    def of(cls, version: Version) -> _Sums:
+    def of(cls, version: Servable) -> _Sums:
         stats = version.stats
         return cls(
             requests=stats.request_s.count,
@@ -67,8 +66,8 @@ class Collector:
         self._stats = stats
         self._host = socket.gethostname()
         self._gpus = Gpus()
-        self._before: dict[Version, _Sums] = {}
-        self._of_version: dict[Version, dict[str, float]] = {}
+        self._before: dict[Servable, _Sums] = {}
+        self._of_version: dict[Servable, dict[str, float]] = {}
         self._of_all: dict[str, float] = dict.fromkeys(_TIMES, 0.0)
         """Times as they were last told: they stand until something new is known."""
         self.looking = threading.Lock()
@@ -86,8 +85,8 @@ class Collector:
         """What handlers count; of several models that count under one name it is one metric."""
         found: dict[str, Metric] = {}
         for version in self._models.all():
-            if isinstance(version, HandlerVersion) and version.measures is not None:
-                for metric in version.measures.collect(self._host):
+            if version.handler is not None:
+                for metric in version.handler.collect(self._host):
                     found.setdefault(metric.name, metric)
                     if found[metric.name] is not metric:
                         found[metric.name].samples += metric.samples
@@ -123,7 +122,7 @@ class Collector:
         for version, sums in seen.items():
             new = sums - self._before.get(version, _Sums())
             every += new
-            if new.requests and not isinstance(version, HandlerVersion):  # those tell of it themselves
+            if new.requests and version.handler is None:  # those tell of it themselves
                 self._of_version[version] = {
                     "PredictionTime": 1e3 * new.infer_s / new.requests,
                     "HandlerTime": 1e3 * (new.infer_s + new.coding_s) / new.requests,
@@ -137,7 +136,7 @@ class Collector:
             yield self._of_host(name, f"{told}, under TorchServe's name.", self._of_all[name])
         loading = Metric("WorkerLoadTime", "Milliseconds until it was ready, under TorchServe's name.", "unknown")
         for version in self._models.all():
-            for worker, load_s in version.load_times().items():
+            for worker, load_s in version.load_times.items():
                 labels = {"WorkerName": worker, "Level": "Host", "Hostname": self._host}
                 loading.add_sample(loading.name, labels, 1e3 * load_s)
         yield loading

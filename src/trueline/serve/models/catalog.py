@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trueline.errors import NotFound, join_names
+from trueline.serve.models.servable import Servable
+from trueline.serve.models.shadow import Shadow
 from trueline.serve.models.split import Split
-from trueline.serve.models.version import Version
-
-if TYPE_CHECKING:
-    from trueline.serve.traffic.shadow import Shadow
+from trueline.serve.models.version import ProgramVersion
 
 
 class UnknownModel(NotFound):
@@ -36,7 +33,7 @@ class Models:
     """
 
     def __init__(self) -> None:
-        self._versions: dict[str, dict[str, Version]] = {}
+        self._versions: dict[str, dict[str, Servable]] = {}
         self._defaults: dict[str, str] = {}
         self._splits: dict[str, Split] = {}
         self.changes = 0
@@ -48,13 +45,13 @@ class Models:
         others hinders nobody, and a server that is managed is ready with nothing to serve.
         """
 
-    def add(self, model: str, version: str) -> Version:
+    def add(self, model: str, version: str) -> ProgramVersion:
         """A new version, loading."""
-        made = Version(model=model, version=version)
+        made = ProgramVersion(model=model, version=version)
         self.put(made)
         return made
 
-    def put(self, version: Version) -> Version | None:
+    def put(self, version: Servable) -> Servable | None:
         """Shows `version` under its name; returns the one that had it."""
         versions = self._versions.setdefault(version.model, {})
         before = versions.get(version.version)
@@ -64,7 +61,7 @@ class Models:
         self._defaults.setdefault(version.model, version.version)
         return before
 
-    def remove(self, model: str, version: str) -> Version:
+    def remove(self, model: str, version: str) -> Servable:
         """Takes a version away; the model goes with its last one. Raises UnknownModel, UnknownVersion."""
         found = self.find(model, version)
         del self._versions[model][version]
@@ -80,7 +77,7 @@ class Models:
             self._defaults[model] = next(iter(self._versions[model]))
         return found
 
-    def find(self, model: str, version: str | None = None, key: str = "") -> Version:
+    def find(self, model: str, version: str | None = None, key: str = "") -> Servable:
         """The version, or the one that a request without a version goes to: by the split, else the default.
 
         Requests of one `key` go to one version. Raises UnknownModel, UnknownVersion.
@@ -96,7 +93,7 @@ class Models:
             raise UnknownVersion(model, version, list(versions))
         return found
 
-    def leads_to(self, found: Version, model: str, version: str | None) -> bool:
+    def leads_to(self, found: object, model: str, version: str | None) -> bool:
         """Whether requests for `version` of `model`, or without a version, go to `found`, all of them."""
         if version is None and model in self._splits:
             return False
@@ -138,7 +135,7 @@ class Models:
         self.find(model)
         return list(self._versions[model])
 
-    def all(self) -> list[Version]:
+    def all(self) -> list[Servable]:
         """Those that there are now; a scrape asks in a thread of its own, while versions come and go."""
         return [version for versions in list(self._versions.values()) for version in list(versions.values())]
 

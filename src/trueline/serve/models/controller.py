@@ -12,31 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from trueline import events
-from trueline.bundle import signing
-from trueline.bundle.read import open_bundle
-from trueline.bundle.signing import Trusted
 from trueline.errors import NotReady, RequestError, TruelineError
 from trueline.serve import host
-from trueline.serve.batching.policy import Policy
-from trueline.serve.handlers import archive
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state as wanted
 from trueline.serve.models.catalog import Models
 from trueline.serve.models.desired_state import Wanted, WantedModel, WantedVersion
-from trueline.serve.models.loader import Way, load
+from trueline.serve.models.loader import Found, How, Loader, Refused
+from trueline.serve.models.servable import Servable
 from trueline.serve.models.split import Split
-from trueline.serve.models.version import MAX_LANES, Loaded, Version
+from trueline.serve.models.version import BundleLoader
 from trueline.serve.redaction import public_reason
 
 
@@ -45,90 +38,6 @@ class Conflict(RequestError):
 
     code = "conflict"
     status = 409
-
-
-class Refused(RequestError):
-    """The version cannot be served; the reason names no path."""
-
-    code = "refused"
-    status = 400
-
-
-class CodeNotAllowed(RequestError):
-    """An archive brings code of its own, and the operator did not allow any."""
-
-    code = "code_not_allowed"
-    status = 403
-    torchserve_type = "ModelException"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Where a source's bundle lies, and what the registry says about it."""
-
-    path: Path
-    name: str | None = None
-    version: str | None = None
-    digest: str | None = None
-    signature: str | None = None
-    """What vouches for it; None: what lies beside it, if anything does."""
-
-    def check(self, trusted: Trusted | None, digest: str) -> None:
-        """Raises BundleError unless a trusted key has signed what is here, and has `digest`."""
-        if trusted is not None:
-            trusted.check(f"'{self.path.name}'", digest, self.signature or signing.beside(self.path))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """How a version is to be run, where nothing else is said for it."""
-
-    way: Way = field(default_factory=Way)
-    max_batch: int = 64
-    max_delay_s: float | None = None
-    """How long an idle model waits for company; None: as is learned to pay."""
-    max_queue: int = 256
-    workers: int | None = None
-    """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
-    shared: bool = False
-    """Whether other processes answer on the same ports."""
-    trusted: Trusted | None = None
-    """Whose signatures are asked for; None: nobody's. Of the server: what a single version says does not count."""
-    usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
-    name for every archive."""
-    given: Mapping[str, str] = field(default_factory=lambda: {"default_workers": "1"})
-    """What an archive's workers are to be like where its own configuration says otherwise, in TorchServe's words."""
-
-    def usual_of(self, model: str, version: str) -> dict[str, Any]:
-        """What an archive's own configuration goes before."""
-        return {**self.usual.get("", {}), **self.usual.get(f"{model}/{version}", {})}
-
-    def of_bundle(self, model: str, version: str) -> How:
-        """The same for a bundle: batch, delay and workers are what is read. Raises Refused."""
-        own = self.usual.get(f"{model}/{version}", {})
-        try:
-            found = msgspec.convert({key: own[key] for key in _OF_BUNDLES if key in own}, _OfBundle)
-        except msgspec.ValidationError as error:
-            raise Refused(f"what is said of model '{model}' version '{version}' cannot be: {error}") from error
-        return replace(
-            self,
-            max_batch=found.batch_size or self.max_batch,
-            max_delay_s=self.max_delay_s if found.max_batch_delay is None else found.max_batch_delay / 1e3,
-            workers=self.workers if found.min_workers is None else found.min_workers,
-        )
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _OfBundle(msgspec.Struct, frozen=True, rename="camel"):
-    batch_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_batch_delay: _Count | None = None
-    min_workers: _Count | None = None
-
-
-_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers")
 
 
 class Fleet:
@@ -142,19 +51,19 @@ class Fleet:
         *,
         how: How | None = None,
         state: Path | None = None,
-        handlers: Limits | None = None,
+        loaders: Sequence[Loader[Any]] = (),
     ) -> None:
-        """`how` is for what says nothing of its own; `in_thread` runs what blocks; `state` is the file of the wanted
-        state, if it is to be kept; `handlers` bounds the processes of archives' code, None: none is run.
+        """`how`: the defaults of all versions; `in_thread` runs what blocks; `state`: the file of the wanted state;
+        `loaders` come before the one for bundles.
         """
         self.models = models
         self.how = how or How()
         self._loop = loop
         self._in_thread = in_thread
         self._keeper = wanted.Keeper(state, "models")
-        self._handlers = handlers
+        self._loaders = (*loaders, BundleLoader(self.how, loop, in_thread))
         self._locks: dict[str, asyncio.Lock] = {}
-        self._wanted: dict[Version, WantedVersion] = {}
+        self._wanted: dict[Servable, WantedVersion] = {}
         self._retiring: set[asyncio.Task[None]] = set()
 
     def lock(self, model: str) -> AbstractAsyncContextManager[None]:
@@ -175,7 +84,7 @@ class Fleet:
         how: How | None = None,
         replace_it: bool = False,
         digest: str | None = None,
-    ) -> Version:
+    ) -> Servable:
         """Makes a version ready and shows it. With `replace_it` it takes the place of one of the same name.
 
         Raises Conflict when there is one and `replace_it` is not set, Refused when it cannot be served; what was there
@@ -186,24 +95,21 @@ class Fleet:
             before = self._at(model, version)
             if before is not None and before.state == "ready" and not replace_it:
                 raise Conflict(f"Model version {version} is already registered for model {model}")
-            made = self._new(found, model, version, source)
+            loader = next(one for one in self._loaders if one.accepts(found.path))
+            made: Servable = loader.create(found, model, version, source)
             fresh = before is None
             if fresh:
                 self.models.put(made)
             events.emit("version.loading", model=model, version=version)
             began = time.perf_counter()
             try:
-                if isinstance(made, HandlerVersion):
-                    self._wanted[made] = await self._start(made, found, how or self.how, digest)
-                else:
-                    chosen = how or self.how.of_bundle(model, version)
-                    self._wanted[made] = await self._prove(made, found, chosen, digest)
+                self._wanted[made] = await loader.load(made, found, how, digest)
                 made.load_s = time.perf_counter() - began
                 self.models.put(made)
                 self._keep()
             except BaseException as error:
                 self._wanted.pop(made, None)
-                if isinstance(made, HandlerVersion) and made.state == "ready":
+                if made.handler is not None and made.state == "ready":
                     self._retire(made)
                 if fresh:
                     self.models.remove(model, version)
@@ -219,45 +125,6 @@ class Fleet:
                 self._retire(before)
             return made
 
-    def _new(self, found: Found, model: str, version: str, source: str) -> Version:
-        """Raises CodeNotAllowed."""
-        if not archive.is_archive(found.path):
-            return Version(model=model, version=version, source=source)
-        if self._handlers is None:
-            raise CodeNotAllowed(
-                f"'{found.path.name[:128]}' is a model archive whose handler is code, and this server runs none",
-                hint="start it with --allow-code if you trust what the store holds",
-            )
-        return HandlerVersion(model=model, version=version, source=source, limits=self._handlers)
-
-    async def _start(self, made: HandlerVersion, found: Found, how: How, digest: str | None) -> WantedVersion:
-        """Makes an archive's handler ready. Raises ArchiveError, NotStarted."""
-        usual = self.how.usual_of(made.model, made.version)
-        kept = await made.begin(
-            found.path,
-            how.given,
-            self._in_thread,
-            self._loop,
-            digest or found.digest,
-            usual=usual,
-            shared=self.how.shared,
-            weights=self.how.way.shared,
-            check=lambda found_digest: found.check(self.how.trusted, found_digest),
-        )
-        return WantedVersion(source=made.source, digest=kept, workers=made.policy.lanes, given=dict(how.given))
-
-    async def _prove(self, made: Version, found: Found, how: How, digest: str | None) -> WantedVersion:
-        """Makes a bundle's program ready. Raises BundleError, NotProven."""
-        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest, self.how.trusted))
-        self._open(made, loaded, how)
-        return WantedVersion(
-            source=made.source,
-            digest=loaded.digest,
-            workers=made.policy.lanes,
-            max_batch=None if how.max_batch == self.how.max_batch else how.max_batch,
-            max_delay_s=None if how.max_delay_s == self.how.max_delay_s else how.max_delay_s,
-        )
-
     def _check_free(self, model: str) -> None:
         """Raises Conflict for a node of a workflow: it changes with that alone."""
         owners = [one.workflow for one in self.models.all() if one.model == model and one.workflow]
@@ -267,20 +134,9 @@ class Fleet:
                 hint=f"unregister the workflow (DELETE /workflows/{owners[0]}) and register it as it is to be",
             )
 
-    def _at(self, model: str, version: str) -> Version | None:
+    def _at(self, model: str, version: str) -> Servable | None:
         known = model in self.models.names() and version in self.models.versions(model)
         return self.models.find(model, version) if known else None
-
-    def _open(self, version: Version, loaded: Loaded, how: How) -> None:
-        lanes = how.workers if how.workers is not None else (1 if loaded.plan.batch else 2)
-        policy = Policy(
-            batch=loaded.plan.batch,
-            max_batch=loaded.plan.max_batch,
-            max_delay_s=how.max_delay_s,
-            lanes=min(lanes, MAX_LANES),
-            max_requests=how.max_queue,
-        )
-        version.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
 
     def set_default(self, model: str, version: str) -> None:
         """Requests without a version go to `version` from now on. Raises NotFound, NotReady, Conflict."""
@@ -353,7 +209,7 @@ class Fleet:
                 raise
             await asyncio.gather(*(self._retire(one) for one in gone))
 
-    def _retire(self, version: Version) -> asyncio.Task[None]:
+    def _retire(self, version: Servable) -> asyncio.Task[None]:
         async def work() -> None:
             await version.retire()
             self._wanted.pop(version, None)
@@ -367,8 +223,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends the processes of archives' handlers: the server leaves."""
-        handled = [one for one in self.models.all() if isinstance(one, HandlerVersion)]
-        await asyncio.gather(*(one.close() for one in handled))
+        handlers = [one.handler for one in self.models.all() if one.handler is not None]
+        await asyncio.gather(*(one.close() for one in handlers))
 
     # the wanted state
 
@@ -440,13 +296,3 @@ class _DefaultVersion(RequestError):
 
     code = "default_version"
     status = 403
-
-
-def _load(found: Found, how: How, digest: str | None, trusted: Trusted | None) -> Loaded:
-    """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
-    bundle = open_bundle(found.path)
-    found.check(trusted, bundle.digest)
-    loaded = load(bundle, how.way, max_batch=how.max_batch, digest=digest or found.digest)
-    if how.max_delay_s:  # the operator wants requests to wait for company
-        return replace(loaded, plan=replace(loaded.plan, inline_values=0))
-    return loaded

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
 
 from trueline import events
+from trueline.bundle import signing
 from trueline.bundle.read import Bundle
-from trueline.errors import BundleError
+from trueline.bundle.signing import Trusted
+from trueline.errors import BundleError, RequestError
 from trueline.runtime.open import open_program, replay
 from trueline.serve import host
 from trueline.serve.batching.execution_plan import draw_up
-from trueline.serve.models.version import Loaded
+from trueline.serve.models.desired_state import WantedVersion
+from trueline.serve.models.servable import Loaded, Servable
+
+V = TypeVar("V", bound=Servable)
 
 PLATFORMS = {
     "onnx": "onnxruntime_onnx",
@@ -47,6 +56,101 @@ class Way:
     """Where this server's processes lay the weights that they share; None: there is one process."""
     most_threads: int = 0
     """Of one run where nobody says how many, so that processes beside each other have the cores once; 0: no bound."""
+
+
+class Refused(RequestError):
+    """The version cannot be served; the reason names no path."""
+
+    code = "refused"
+    status = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where a source's bundle lies, and what the registry says about it."""
+
+    path: Path
+    name: str | None = None
+    version: str | None = None
+    digest: str | None = None
+    signature: str | None = None
+    """What vouches for it; None: what lies beside it, if anything does."""
+
+    def check(self, trusted: Trusted | None, digest: str) -> None:
+        """Raises BundleError unless a trusted key has signed what is here, and has `digest`."""
+        if trusted is not None:
+            trusted.check(f"'{self.path.name}'", digest, self.signature or signing.beside(self.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How a version is to be run, where nothing else is said for it."""
+
+    way: Way = field(default_factory=Way)
+    max_batch: int = 64
+    max_delay_s: float | None = None
+    """How long an idle model waits for company; None: as is learned to pay."""
+    max_queue: int = 256
+    workers: int | None = None
+    """Runs at the same time; None: as was measured to be right. 0: none, requests are refused."""
+    shared: bool = False
+    """Whether other processes answer on the same ports."""
+    trusted: Trusted | None = None
+    """Whose signatures are asked for; None: nobody's. Of the server: what a single version says does not count."""
+    usual: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What versions have that say nothing of it, in model-config.yaml's words: by `MODEL/VERSION`, or under an empty
+    name for every archive."""
+    given: Mapping[str, str] = field(default_factory=lambda: {"default_workers": "1"})
+    """What an archive's workers are to be like where its own configuration says otherwise, in TorchServe's words."""
+
+    def usual_of(self, model: str, version: str) -> dict[str, Any]:
+        """What an archive's own configuration goes before."""
+        return {**self.usual.get("", {}), **self.usual.get(f"{model}/{version}", {})}
+
+    def of_bundle(self, model: str, version: str) -> How:
+        """The same for a bundle: batch, delay and workers are what is read. Raises Refused."""
+        own = self.usual.get(f"{model}/{version}", {})
+        try:
+            found = msgspec.convert({key: own[key] for key in _OF_BUNDLES if key in own}, _OfBundle)
+        except msgspec.ValidationError as error:
+            raise Refused(f"what is said of model '{model}' version '{version}' cannot be: {error}") from error
+        return replace(
+            self,
+            max_batch=found.batch_size or self.max_batch,
+            max_delay_s=self.max_delay_s if found.max_batch_delay is None else found.max_batch_delay / 1e3,
+            workers=self.workers if found.min_workers is None else found.min_workers,
+        )
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _OfBundle(msgspec.Struct, frozen=True, rename="camel"):
+    batch_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_batch_delay: _Count | None = None
+    min_workers: _Count | None = None
+
+
+_OF_BUNDLES = ("batchSize", "maxBatchDelay", "minWorkers")
+
+
+class Loader(Protocol[V]):
+    """Makes versions of one kind of source ready."""
+
+    def accepts(self, path: Path) -> bool:
+        """Whether what lies at `path` is of this kind."""
+        ...
+
+    def create(self, found: Found, model: str, version: str, source: str) -> V:
+        """A version that is not loaded yet. Raises CodeNotAllowed."""
+        ...
+
+    async def load(self, made: V, found: Found, how: How | None, digest: str | None) -> WantedVersion:
+        """Makes `made` ready, of the bytes of `digest` if it is given; returns its record for the state file.
+
+        Raises TruelineError; nothing is then left.
+        """
+        ...
 
 
 def load(bundle: Bundle, way: Way, *, max_batch: int, digest: str | None = None) -> Loaded:

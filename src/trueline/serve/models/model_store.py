@@ -9,11 +9,11 @@ A client names entries of it, never paths: what has a `..`, is absolute, or leav
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve.handlers import archive
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MANIFEST = "bundle.json"
@@ -45,8 +45,10 @@ def check_name(what: str, name: str) -> str:
 class Store:
     """The bundles under one folder, as they are now."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name_of: Callable[[Path], tuple[str, str] | None] = lambda _: None) -> None:
+        """`name_of`: model and version of an archive; None for other files."""
         self.folder = folder.resolve()
+        self._name_of = name_of
 
     def find(self, source: str) -> Path:
         """The bundle that a client calls `source`. Raises RequestError for what leads elsewhere, NotInStore."""
@@ -69,13 +71,15 @@ class Store:
         for path in sorted(self._visible(self.folder)):
             if _is_bundle(path):
                 found.append(Entry(_stem(path), "1", path.name, path))
-            elif archive.is_archive(path):
-                found += _archived(path, path.name)
+            elif (name := self._name_of(path)) is not None:
+                found.append(Entry(*name, path.name, path))
             elif path.is_dir():
-                inner = [one for one in self._visible(path) if _is_bundle(one)]
-                found += [Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in sorted(inner)]
-                for one in sorted(self._visible(path)):
-                    found += _archived(one, f"{path.name}/{one.name}") if archive.is_archive(one) else []
+                inner = sorted(self._visible(path))
+                found += [
+                    Entry(path.name, _stem(one), f"{path.name}/{one.name}", one) for one in inner if _is_bundle(one)
+                ]
+                named = [(self._name_of(one), one) for one in inner]
+                found += [Entry(*name, f"{path.name}/{one.name}", one) for name, one in named if name is not None]
         return found
 
     def of(self, model: str) -> list[Entry]:
@@ -90,22 +94,6 @@ class Store:
             for path in folder.iterdir()
             if NAME.fullmatch(path.name) and path.resolve().is_relative_to(self.folder)
         ]
-
-
-def _archived(path: Path, source: str) -> list[Entry]:
-    """An archive under the name and version of its manifest, one that cannot be read under its file's name; a
-    workflow's is no entry.
-    """
-    usual = [Entry(archive.stem(path.name), "1.0", source, path)]
-    try:
-        told = archive.peek(path)
-    except archive.HoldsWorkflow:
-        return []
-    except archive.ArchiveError:
-        return usual
-    if NAME.fullmatch(told.model) and NAME.fullmatch(told.version):
-        return [Entry(told.model, told.version, source, path)]
-    return usual
 
 
 def _stem(path: Path) -> str:

@@ -18,10 +18,10 @@ from typing import TypeVar
 
 from trueline import files
 from trueline.errors import NotFound, RegistryError
+from trueline.serve.child_process import revived
 from trueline.serve.models import download
-from trueline.serve.models.controller import Found
+from trueline.serve.models.loader import Found
 from trueline.serve.models.model_store import Store
-from trueline.serve.process.child import revived
 from trueline.serve.settings import Settings
 
 _RESOLVE_S = 300.0

@@ -15,8 +15,9 @@ from typing import Protocol
 from trueline import events
 from trueline.errors import TruelineError
 from trueline.serve.models import desired_state
-from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.controller import Fleet
 from trueline.serve.models.desired_state import Wanted, WantedModel, WantedVersion
+from trueline.serve.models.loader import Found
 from trueline.web.auth import Keys
 
 

@@ -1,75 +1,42 @@
-"""One version of a model: loading, ready, failed or retiring, and asked through its queue.
-
-It is ready only after its bundle's digests were checked and its golden examples were answered rightly by the very
-session that will serve (`loading`); which of several versions is asked, `models` knows.
-"""
+"""A version of a model that a bundle's program answers through its queue, and the loader that makes it ready."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trueline.bundle.read import open_bundle
 from trueline.bundle.signature import Check, Signature
+from trueline.bundle.signing import Trusted
 from trueline.errors import NotReady, Overloaded, RequestError
-from trueline.runtime.session import Bindable, Session
-from trueline.serve.batching.execution_plan import Plan, batch_symbol
+from trueline.runtime.session import Bindable
+from trueline.serve.batching.execution_plan import batch_symbol
 from trueline.serve.batching.latency_model import Pace
 from trueline.serve.batching.policy import USUAL, Policy
 from trueline.serve.batching.queue import Batcher
-from trueline.serve.counters import VersionStats
 from trueline.serve.fastpath.bound_run import BoundRuns
 from trueline.serve.fastpath.templates import TemplateCache
+from trueline.serve.models.desired_state import WantedVersion
+from trueline.serve.models.loader import Found, How, load
+from trueline.serve.models.servable import NO_WORKER, Loaded, VersionRecord
 from trueline.serve.redaction import without_paths
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
+    from trueline.serve.models.servable import Outputs
 
-    Outputs = dict[str, Array]
-
-State = Literal["loading", "ready", "failed", "retiring"]
-NO_WORKER = (
-    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
-    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
-)
-"""TorchServe's words for a model that is scaled to nothing."""
 MAX_LANES = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A program that has answered its golden examples, and how it is to be run."""
-
-    session: Session
-    digest: str
-    platform: str
-    golden_cases: int
-    plan: Plan
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class Version:
-    """One version of a model."""
+class ProgramVersion(VersionRecord):
+    """A version that a program answers. It is ready once the program has reproduced its golden records."""
 
-    model: str
-    version: str
-    state: State = "loading"
-    reason: str = ""
-    """Why it failed, for clients to read."""
-    source: str = ""
-    """What it was loaded from, as it was asked for."""
-    workflow: str = ""
-    """The workflow that it is a node of; it comes and goes with that alone."""
-    at_start: bool = False
-    """Whether it was there before the server had started."""
-    since: float = 0.0
-    """When it became ready, in seconds since the epoch."""
-    load_s: float = 0.0
-    """From the act that loaded it until it was ready."""
-    stats: VersionStats = field(default_factory=VersionStats)
     _loaded: Loaded | None = None
     _executor: Executor | None = None
     _batcher: Batcher | None = None
@@ -78,32 +45,27 @@ class Version:
     _first: str = ""
     _check: Check | None = None
     bound_runs: BoundRuns | None = None
-    """For the fast path; None: its runs are too long for the event loop."""
 
     @property
     def loaded(self) -> Loaded:
-        """What is loaded. Raises NotReady."""
         if self._loaded is None or self.state != "ready":
-            raise self._not_ready()
+            raise self.not_ready()
         return self._loaded
 
-    def check_ready(self) -> None:
-        """Raises NotReady."""
-        if self.state != "ready":
-            raise self._not_ready()
+    @property
+    def handler(self) -> None:
+        return None
 
-    def _not_ready(self) -> NotReady:
-        why = f": {self.reason}" if self.reason else ""
-        return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+    @property
+    def program(self) -> ProgramVersion:
+        return self
 
     @property
     def sick(self) -> bool:
-        """Whether it cannot answer, and will not by itself."""
         return self.state == "failed"
 
     @property
     def digest(self) -> str:
-        """Of the bytes that it was loaded from. Raises NotReady."""
         return self.loaded.digest
 
     @property
@@ -112,13 +74,12 @@ class Version:
 
     @property
     def templates(self) -> TemplateCache:
-        """Decodes its infer requests. Raises NotReady."""
         self.check_ready()
         assert self._templates is not None
         return self._templates
 
+    @property
     def load_times(self) -> dict[str, float]:
-        """Seconds from start to ready, by TorchServe's names of workers."""
         return {f"W-9000-{self.model}_{self.version}": self.load_s} if self.state == "ready" else {}
 
     @property
@@ -127,26 +88,22 @@ class Version:
 
     @property
     def full(self) -> bool:
-        """Whether its queue takes no further request, unless in the place of a less urgent one."""
         return self._batcher is not None and self._batcher.full and self.state == "ready"
 
     def no_room(self, priority: int) -> Overloaded | None:
-        """Why no request of `priority` is let in now, whatever it holds; the same one as long as that stands."""
         return self._batcher.no_room(priority) if self._batcher is not None else None
 
     def stands(self, refused: Overloaded) -> bool:
-        """Whether `refused`, which `no_room` said, would be said again."""
         return self._batcher is not None and self._batcher.standing is refused
 
     @property
     def policy(self) -> Policy:
-        """How its requests are put together. Raises NotReady."""
         _ = self.loaded
         assert self._batcher is not None
         return self._batcher.policy
 
     def make_ready(self, loaded: Loaded, policy: Policy, executor: Executor, loop: asyncio.AbstractEventLoop) -> None:
-        """Opens the version to requests; call it on the loop."""
+        """Opens the version to requests."""
         self._loaded = loaded
         self._executor = executor
         self.since = time.time()
@@ -172,23 +129,12 @@ class Version:
             )
         self.state = "ready"
 
-    def fail(self, reason: str) -> None:
-        self.state, self.reason = "failed", reason
-
     def scale(self, lanes: int) -> None:
-        """How many runs go on at the same time; with 0 requests are refused. What waits already is answered."""
         _ = self.loaded
         assert self._batcher is not None
         self._batcher.scale(min(lanes, MAX_LANES))
 
-    async def settled(self) -> None:
-        """Returns when what `scale` asked for is there."""
-
     async def retire(self) -> None:
-        """Returns when the last request that it was asked is answered, and lets go of its program.
-
-        The caller has taken it out of Models: nobody asks it any more.
-        """
         if self._batcher is None:
             self.state = "retiring"
             return
@@ -203,10 +149,9 @@ class Version:
     def ask(
         self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
     ) -> Outputs | asyncio.Future[Outputs]:
-        """The outputs, at once when the run is short, else a future. Raises RequestError."""
         loaded, batcher = self._loaded, self._batcher
         if loaded is None or batcher is None or self.state != "ready":
-            raise self._not_ready()
+            raise self.not_ready()
         if not batcher.policy.lanes:
             raise NotReady(f'Model "{self.model}" {NO_WORKER}')
         values = 0
@@ -239,3 +184,51 @@ class Version:
 def _rows(inputs: Mapping[str, Array], first: str) -> int:
     shape = inputs[first].shape
     return shape[0] if shape else 1
+
+
+class BundleLoader:
+    """Makes the programs of bundles ready."""
+
+    def __init__(
+        self, how: How, loop: asyncio.AbstractEventLoop, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> None:
+        self._how = how
+        self._loop = loop
+        self._in_thread = in_thread
+
+    def accepts(self, path: Path) -> bool:
+        return True
+
+    def create(self, found: Found, model: str, version: str, source: str) -> ProgramVersion:
+        return ProgramVersion(model=model, version=version, source=source)
+
+    async def load(self, made: ProgramVersion, found: Found, how: How | None, digest: str | None) -> WantedVersion:
+        """Raises BundleError, NotProven."""
+        usual, how = self._how, how or self._how.of_bundle(made.model, made.version)
+        loaded: Loaded = await self._in_thread(lambda: _load(found, how, digest, usual.trusted))
+        lanes = how.workers if how.workers is not None else (1 if loaded.plan.batch else 2)
+        policy = Policy(
+            batch=loaded.plan.batch,
+            max_batch=loaded.plan.max_batch,
+            max_delay_s=how.max_delay_s,
+            lanes=min(lanes, MAX_LANES),
+            max_requests=how.max_queue,
+        )
+        made.make_ready(loaded, policy, ThreadPoolExecutor(MAX_LANES, thread_name_prefix="run"), self._loop)
+        return WantedVersion(
+            source=made.source,
+            digest=loaded.digest,
+            workers=made.policy.lanes,
+            max_batch=None if how.max_batch == usual.max_batch else how.max_batch,
+            max_delay_s=None if how.max_delay_s == usual.max_delay_s else how.max_delay_s,
+        )
+
+
+def _load(found: Found, how: How, digest: str | None, trusted: Trusted | None) -> Loaded:
+    """Opens, verifies, replays and measures. Blocks. Raises BundleError, NotProven."""
+    bundle = open_bundle(found.path)
+    found.check(trusted, bundle.digest)
+    loaded = load(bundle, how.way, max_batch=how.max_batch, digest=digest or found.digest)
+    if how.max_delay_s:  # the operator wants requests to wait for a batch
+        return replace(loaded, plan=replace(loaded.plan, inline_values=0))
+    return loaded

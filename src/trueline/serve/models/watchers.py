@@ -21,9 +21,10 @@ from typing import Any, Literal
 from trueline import events
 from trueline.bundle import schema
 from trueline.errors import RegistryError, TruelineError
-from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.child_process import revived
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found
 from trueline.serve.models.model_store import Entry, Store
-from trueline.serve.process.child import revived
 
 Name = tuple[str, str]
 """Model and version."""

@@ -25,8 +25,8 @@ from typing import Any
 
 from trueline import events
 from trueline.errors import TruelineError
+from trueline.serve.child_process import revived
 from trueline.serve.handlers.workdir import WEIGHTS, Place
-from trueline.serve.process.child import revived
 from trueline.serve.process.signals import Stop
 from trueline.serve.settings import Settings, to_arguments
 from trueline.web.sockets import listen

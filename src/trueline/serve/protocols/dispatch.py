@@ -20,16 +20,15 @@ from trueline.serve.batching.policy import USUAL
 from trueline.serve.counters import ServerStats
 from trueline.serve.handlers import request as bodies
 from trueline.serve.handlers.response import encode_answer
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Handler, Servable
 from trueline.serve.protocols.errors import NO_METHOD, ErrorFormat, allow
-from trueline.serve.protocols.oip import codec
+from trueline.serve.tensors import codec
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
+    from trueline.serve.models.servable import Outputs
     from trueline.serve.models.state_sync import Companion
-    from trueline.serve.models.version import Outputs
 
     Answer = Response | asyncio.Future[Response]
     Encode = Callable[[Outputs], Response]
@@ -109,19 +108,19 @@ class Dispatch:
         answer.add_done_callback(lambda _: waiting.cancel())
         return answer
 
-    def find(self, request: Request, model: str, version: str | None) -> Version:
+    def find(self, request: Request, model: str, version: str | None) -> Servable:
         """The version that `request` goes to. Raises UnknownModel, UnknownVersion."""
         return self.models.find(model, version, key_of(request))
 
-    def check_room(self, request: Request, version: Version) -> None:
+    def check_room(self, request: Request, version: Servable) -> None:
         """Raises Overloaded when the queue is full, before anything of the body is read: refusing costs little."""
         if version.full:
-            refused = version.no_room(codec.priority(request.headers.get(PRIORITY_HEADER)))
+            refused = version.program.no_room(codec.priority(request.headers.get(PRIORITY_HEADER)))
             if refused is not None:
                 raise refused.with_traceback(None)  # it is raised again and again
 
     def refused(
-        self, version: Version, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
+        self, version: Servable, priority: bytes | None, body: bytes | bytearray, json_bytes: int | None
     ) -> tuple[Overloaded, Response] | None:
         """Why there is no room for an infer request, and its answer; None when there may be room.
 
@@ -129,7 +128,7 @@ class Dispatch:
         """
         if body.find(b"priority", 0, json_bytes) >= 0 or body.find(b"\\", 0, json_bytes) >= 0:
             return None
-        refused = version.no_room(USUAL if priority is None else codec.priority(priority))
+        refused = version.program.no_room(USUAL if priority is None else codec.priority(priority))
         if refused is None:
             return None
         if self._standing is None or self._standing[0] is not refused:
@@ -139,7 +138,8 @@ class Dispatch:
     def handled(
         self,
         request: Request,
-        version: HandlerVersion,
+        version: Servable,
+        handler: Handler,
         *,
         explain: bool = False,
         rest: str = "",
@@ -149,20 +149,20 @@ class Dispatch:
         began = perf_counter()
         ask = bodies.read(request, explain=explain, url_path=rest, query=query)
         version.stats.decode_s += perf_counter() - began
-        return self.later(request.path, version.handle(ask, alone=explain), encode_answer)
+        return self.later(request.path, handler.handle(ask, alone=explain), encode_answer)
 
     def explain(self, request: Request, model: str, version: str | None = None) -> Answer:
         """Why the model answers so. Raises RequestError, NotFound."""
         allow(request, PREDICT_METHODS, NO_METHOD)
         found = self.find(request, model, version or None)
-        if isinstance(found, HandlerVersion):
-            return self.handled(request, found, explain=True)
+        if found.handler is not None:
+            return self.handled(request, found, found.handler, explain=True)
         raise NotFound("no explainer is served for this model")
 
     def ask(
         self,
         request: Request,
-        version: Version,
+        version: Servable,
         inputs: dict[str, Any],
         timeout_s: float | None,
         encode: Encode,
@@ -177,14 +177,14 @@ class Dispatch:
         return self.later(request.path, found, partial(self._finished, version, inputs, began, encode))
 
     def _finished(
-        self, version: Version, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
+        self, version: Servable, inputs: dict[str, Any], began: float, encode: Encode, outputs: Outputs
     ) -> Response:
         run = perf_counter()
         response = encode(outputs)
         self.answered(version, inputs, outputs, began, run)
         return response
 
-    def answered(self, version: Version, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
+    def answered(self, version: Servable, inputs: dict[str, Any], outputs: Outputs, began: float, run: float) -> None:
         """Counts a request that began at `began` and whose answer was there at `run`; its encoding ends now."""
         stats, now = version.stats, perf_counter()
         stats.encode_s += now - run
@@ -193,7 +193,7 @@ class Dispatch:
         if self.models.shadows:
             self._show(version, inputs, outputs)
 
-    def _show(self, version: Version, inputs: dict[str, Any], outputs: Outputs) -> None:
+    def _show(self, version: Servable, inputs: dict[str, Any], outputs: Outputs) -> None:
         """Asks the shadow of the model once the answer is on its way."""
         shadow = self.models.shadows.get(version.model)
         if shadow is not None and shadow.version is not version:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 
 Document = dict[str, Any]
 MANY = 64
@@ -27,7 +26,7 @@ _TS_ERROR: Document = {
 _TS_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
-def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[str] = ()) -> Document:
+def data_plane(versions: Iterable[Servable], version: str, workflows: Iterable[str] = ()) -> Document:
     """The document of the data port, for the versions that are ready, and the workflows. `version` is Trueline's."""
     paths: Document = {
         "/v2": _get("Server metadata", {"type": "object"}),
@@ -48,7 +47,7 @@ def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[st
     ready = [one for one in versions if one.state == "ready"]
     for one in ready:
         paths |= _model(one)
-    bundles = [one for one in ready if not isinstance(one, HandlerVersion)]
+    bundles = [one for one in ready if one.handler is None]
     if bundles:
         paths["/invocations"] = {"post": _invocation(bundles)}
     for name in workflows:
@@ -57,16 +56,16 @@ def data_plane(versions: Iterable[Version], version: str, workflows: Iterable[st
     return _document("Trueline", version, paths)
 
 
-def of_model(version: Version, trueline: str) -> Document:
+def of_model(version: Servable, trueline: str) -> Document:
     """What one model is asked on the data port. Raises NotReady."""
     version.check_ready()
     return _document(version.model, trueline, _model(version))
 
 
-def _model(version: Version) -> Document:
-    if isinstance(version, HandlerVersion):
+def _model(version: Servable) -> Document:
+    if version.handler is not None:
         return _handler(version)
-    signature, name = version.signature, version.model
+    signature, name = version.program.signature, version.model
     base = f"/v2/models/{name}/versions/{version.version}"
     infer = {"post": _operation(f"Asks {name}", _infer_answer(signature), _OIP_ERROR, body=_infer_request(signature))}
     predict = _operation(f"Asks {name}, as TorchServe does", {}, _TS_ERROR, body=_records(signature))
@@ -95,7 +94,7 @@ def _model(version: Version) -> Document:
     }
 
 
-def _invocation(versions: Sequence[Version]) -> Document:
+def _invocation(versions: Sequence[Servable]) -> Document:
     """What SageMaker and MLflow ask; each model takes what it takes at /predictions, too."""
     named = _parameter("model_name", "query")
     named["schema"]["enum"] = list(dict.fromkeys(one.model for one in versions))
@@ -106,14 +105,14 @@ def _invocation(versions: Sequence[Version]) -> Document:
         "dataframe_records": {"type": "array", "items": {"type": "object"}},
         "dataframe_split": {"type": "object", "required": ["data"], "properties": rows},
     }
-    example = {"instances": [_instance(versions[0].signature)]}
+    example = {"instances": [_instance(versions[0].program.signature)]}
     body = {"type": "object", "properties": forms, "maxProperties": 1, "example": example}
     summary = "Asks a model, as SageMaker and MLflow do"
     error = {**_TS_ERROR, "properties": {**_TS_ERROR["properties"], "error_code": {"type": "string"}}}
     return _operation(summary, {}, error, body=body, parameters=[named])
 
 
-def _handler(version: HandlerVersion) -> Document:
+def _handler(version: Servable) -> Document:
     """A handler takes and gives what it likes."""
     name = version.model
     predict = {"post": _operation(f"Asks the handler of {name}", {}, _TS_ERROR, body={}, also=("503", "507"))}

@@ -13,9 +13,9 @@ from typing import Any
 from trueline import events
 from trueline.errors import NotFound, RequestError, TruelineError
 from trueline.serve.models.controller import Conflict, Fleet
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
+from trueline.serve.models.shadow import Shadow
 from trueline.serve.traffic.canary import Rule, Sample, Verdict, judge, sample
-from trueline.serve.traffic.shadow import Shadow
 
 TICK_S = 0.2
 """How often canaries are looked at."""
@@ -26,8 +26,8 @@ class Canary:
     """One trial. `verdict` is the last one; a canary that is over is kept to be read."""
 
     model: str
-    version: Version
-    base: Version
+    version: Servable
+    base: Servable
     weight: float
     rule: Rule
     base_before: Sample
@@ -117,7 +117,7 @@ class Traffic:
     def set_shadow(self, model: str, version: str) -> None:
         """Asks `version` whatever other versions of the model answer. Raises NotFound, NotReady."""
         found = self._models.find(model, version)
-        _ = found.loaded
+        _ = found.program.loaded
         self._models.shadows[model] = Shadow(found)
         events.emit("shadow.begun", model=model, version=version)
 

@@ -17,11 +17,11 @@ import msgspec
 
 from trueline import events
 from trueline.errors import NotFound, Overloaded, RequestError
-from trueline.serve.handlers.result import Answer, HandlerFailed
+from trueline.serve.handlers.result import HandlerFailed
 from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.handlers.workdir import Place
-from trueline.serve.handlers.worker import Ask
 from trueline.serve.models.desired_state import WantedWorkflow
+from trueline.serve.models.servable import Answer, Ask
 from trueline.torchserve.workflows.spec import Node, Spec
 from trueline.web.streaming import StreamBroken
 

@@ -20,12 +20,14 @@ from trueline import events
 from trueline.errors import BundleError, NotFound, NotReady, RequestError, TruelineError
 from trueline.serve.handlers import archive
 from trueline.serve.handlers.archive import Archive, ArchiveError
+from trueline.serve.handlers.loader import CodeNotAllowed
 from trueline.serve.handlers.version import HandlerVersion, InThread
 from trueline.serve.handlers.workdir import Place
 from trueline.serve.handlers.worker import Limits
 from trueline.serve.models import desired_state
-from trueline.serve.models.controller import CodeNotAllowed, Conflict, Fleet, Found, Refused
+from trueline.serve.models.controller import Conflict, Fleet
 from trueline.serve.models.desired_state import Wanted, WantedWorkflow
+from trueline.serve.models.loader import Found, Refused
 from trueline.serve.models.model_store import NotInStore, Store, check_name
 from trueline.serve.redaction import public_reason
 from trueline.torchserve.workflows import archive as war

@@ -14,7 +14,7 @@ import pytest
 from trueline.bundle import Dim, Signature, TensorSpec
 from trueline.errors import RequestError
 from trueline.serve.models.catalog import Models
-from trueline.serve.models.version import Version
+from trueline.serve.models.version import ProgramVersion
 from trueline.serve.protocols.oip.grpc import Face, read_inputs
 from trueline.serve.protocols.router import Routes
 from trueline.web import auth
@@ -44,7 +44,7 @@ class Call:
         return self._left_s
 
 
-class Echo(Version):
+class Echo(ProgramVersion):
     """A version that answers what it was asked, and remembers how long it had for it."""
 
     @property

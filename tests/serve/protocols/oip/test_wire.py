@@ -16,8 +16,8 @@ from trueline.serve.fastpath.templates import TemplateCache
 from trueline.serve.models import download
 from trueline.serve.models.model_store import Store
 from trueline.serve.models.sources import Sources
-from trueline.serve.protocols.oip import binary, codec, json_tensors
 from trueline.serve.settings import Settings
+from trueline.serve.tensors import binary, codec, json_tensors
 
 X = TensorSpec(name="x", datatype="FP32", shape=("batch", 3))
 Y = TensorSpec(name="y", datatype="FP32", shape=("batch", 3))

@@ -18,13 +18,13 @@ import numpy as np
 
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature
 from trueline.errors import RequestError
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 from trueline.serve.protocols import grpc_base
 from trueline.serve.protocols.dispatch import KEY_HEADER, PRIORITY_HEADER
 from trueline.serve.protocols.grpc_base import Context, header
-from trueline.serve.protocols.oip import binary, codec, json_tensors
 from trueline.serve.protocols.oip import triton as extensions
 from trueline.serve.protocols.router import Routes
+from trueline.serve.tensors import binary, codec, json_tensors
 from trueline.web.access_log import AccessLog
 from trueline.web.auth import Keys, TokenKind
 from trueline.wire import inference_pb2 as pb
@@ -89,7 +89,7 @@ def _from_contents(given: pb.ModelInferRequest.InferInputTensor) -> Array:
 
 
 def write_outputs(
-    version: Version, request: pb.ModelInferRequest, wanted: Iterable[str], outputs: dict[str, Array]
+    version: Servable, request: pb.ModelInferRequest, wanted: Iterable[str], outputs: dict[str, Array]
 ) -> pb.ModelInferResponse:
     """The response, its tensors as raw bytes."""
     response = pb.ModelInferResponse(model_name=version.model, model_version=version.version, id=request.id)
@@ -153,7 +153,7 @@ class Face:
         version = self._models.find(
             request.model_name, request.model_version or None, "" if key is None else key.decode("latin-1")
         )
-        inputs, wanted = read_inputs(request), _wanted(request, version.signature)
+        inputs, wanted = read_inputs(request), _wanted(request, version.program.signature)
         parameters = {name: _text(value) for name, value in request.parameters.items()}
         timeout_s = codec.timeout_s(parameters)
         left_s = context.time_remaining()

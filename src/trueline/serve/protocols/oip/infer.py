@@ -7,15 +7,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from trueline.serve.fastpath.fast_path import OCTETS, InferFastPath, InferHead, infer_head
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch, key_of
 from trueline.serve.protocols.errors import Method, check_media
-from trueline.serve.protocols.oip import binary, codec
+from trueline.serve.tensors import binary, codec
 from trueline.web.messages import Request, Response
 
 if TYPE_CHECKING:
-    from trueline.serve.models.version import Outputs
+    from trueline.serve.models.servable import Outputs
     from trueline.serve.protocols.dispatch import Answer
 
 
@@ -32,14 +31,14 @@ class InferPaths:
         head = infer_head(request) or self._read_head(request, model, version)
         began = perf_counter()
         found = self._models.find(head.model, head.version, head.key)
-        if isinstance(found, HandlerVersion):
-            return self._dispatch.handled(request, found)
+        if found.handler is not None:
+            return self._dispatch.handled(request, found, found.handler)
         if found.full:
             refused = self._dispatch.refused(found, head.priority, request.body, head.json_bytes)
             if refused is not None:
-                self._fast_path.learn_refusal(head, found, *refused)
+                self._fast_path.learn_refusal(head, found.program, *refused)
                 return refused[1]
-        call = found.templates.decode(request.body, head.json_bytes)
+        call = found.program.templates.decode(request.body, head.json_bytes)
         priority = head.priority if call.priority is None else call.priority
         encode = partial(self._encode, found, call, request)
         return self._dispatch.ask(request, found, call.inputs, call.timeout_s, encode, began, priority)
@@ -50,7 +49,7 @@ class InferPaths:
             self._models.find(model, version)
             raise Method("Method Not Allowed", ("POST",))
         key = key_of(request)
-        if isinstance(self._models.find(model, version, key), HandlerVersion):
+        if self._models.find(model, version, key).handler is not None:
             return InferHead(model, version, key)
         check_media(request)
         length = request.headers.get(binary.LENGTH_HEADER)
@@ -60,8 +59,8 @@ class InferPaths:
             request.head.app_data = made
         return made
 
-    def _encode(self, version: Version, call: codec.Call, request: Request, outputs: Outputs) -> Response:
-        self._fast_path.learn(request, version, call, outputs)
+    def _encode(self, version: Servable, call: codec.Call, request: Request, outputs: Outputs) -> Response:
+        self._fast_path.learn(request, version.program, call, outputs)
         made = codec.encode(version.model, version.version, call, outputs)
         if made.json_bytes is None:
             return Response(200, made.body)

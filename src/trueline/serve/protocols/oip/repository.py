@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve.models.controller import Fleet, Found
+from trueline.serve.models.controller import Fleet
+from trueline.serve.models.loader import Found
 from trueline.serve.models.model_store import Store, check_name
 from trueline.web.messages import Response
 

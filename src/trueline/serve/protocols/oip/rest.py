@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trueline.errors import NotFound, RequestError
-from trueline.serve.handlers.version import HandlerVersion
 from trueline.serve.protocols.dispatch import PRIORITY_HEADER, Dispatch
 from trueline.serve.protocols.errors import allow, check_media, json
 from trueline.serve.protocols.oip import repository, triton, v1
@@ -166,11 +165,11 @@ class OipRoutes:
         began = perf_counter()
         allow(request, ("POST",), "Method Not Allowed")
         found = self._dispatch.find(request, model, None)
-        if isinstance(found, HandlerVersion):
-            return self._dispatch.handled(request, found)
+        if found.handler is not None:
+            return self._dispatch.handled(request, found, found.handler)
         check_media(request)
         self._dispatch.check_room(request, found)
-        call = v1.decode(request.body, found.signature)
+        call = v1.decode(request.body, found.program.signature)
         return self._dispatch.ask(
             request,
             found,

@@ -10,9 +10,8 @@ from typing import Any
 
 from trueline.bundle.signature import Signature, TensorSpec
 from trueline.serve.batching.policy import PRIORITIES, USUAL
-from trueline.serve.handlers.version import HandlerVersion
-from trueline.serve.models.version import Version
-from trueline.serve.protocols.oip import codec
+from trueline.serve.models.servable import Servable
+from trueline.serve.tensors import codec
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -25,15 +24,16 @@ EXTENSIONS = (
 _STATES = {"loading": "LOADING", "ready": "READY", "failed": "UNAVAILABLE", "retiring": "UNLOADING"}
 
 
-def describe(found: Version, versions: list[str]) -> dict[str, Any]:
+def describe(found: Servable, versions: list[str]) -> dict[str, Any]:
     """Model metadata; `parameters` says what was measured and chosen when the version was loaded."""
-    if isinstance(found, HandlerVersion):
-        return found.metadata(versions)
-    loaded = found.loaded
+    named = {"name": found.model, "versions": versions}
+    if found.handler is not None:
+        parameters = found.handler.parameters
+        return {**named, "platform": "torchserve_archive", "inputs": [], "outputs": [], "parameters": parameters}
+    loaded = found.program.loaded
     plan, signature = loaded.plan, loaded.session.signature
     return {
-        "name": found.model,
-        "versions": versions,
+        **named,
         "platform": loaded.platform,
         "inputs": [codec.tensor_metadata(spec) for spec in signature.inputs],
         "outputs": [codec.tensor_metadata(spec) for spec in signature.outputs],
@@ -49,12 +49,12 @@ def describe(found: Version, versions: list[str]) -> dict[str, Any]:
     }
 
 
-def statistics(versions: Iterable[Version]) -> dict[str, Any]:
+def statistics(versions: Iterable[Servable]) -> dict[str, Any]:
     """`GET v2/models[/{m}[/versions/{v}]]/stats`. Times are sums over requests, in nanoseconds."""
     return {"model_stats": [_of(version) for version in versions]}
 
 
-def _of(version: Version) -> dict[str, Any]:
+def _of(version: Servable) -> dict[str, Any]:
     stats = version.stats
     answered = stats.request_s.count
     none = {"count": 0, "ns": 0}
@@ -91,9 +91,9 @@ def _count(count: int, seconds: float) -> dict[str, int]:
     return {"count": count, "ns": round(seconds * 1e9)}
 
 
-def configuration(version: Version) -> dict[str, Any]:
+def configuration(version: Servable) -> dict[str, Any]:
     """`GET v2/models/{m}/config`: what perf_analyzer asks before it starts. Raises NotReady."""
-    loaded = version.loaded
+    loaded = version.program.loaded
     plan, signature = loaded.plan, loaded.session.signature
     batched = plan.batch and _leads(signature)
     found: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _tensor(spec: TensorSpec, batched: bool) -> dict[str, Any]:
     }
 
 
-def index(versions: Iterable[Version], *, ready_only: bool) -> list[dict[str, str]]:
+def index(versions: Iterable[Servable], *, ready_only: bool) -> list[dict[str, str]]:
     """`POST v2/repository/index`."""
     return [
         {"name": one.model, "version": one.version, "state": _STATES[one.state], "reason": one.reason}

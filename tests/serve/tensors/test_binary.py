@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trueline.bundle import Dim, Signature
 from trueline.errors import RequestError, TooLarge
-from trueline.serve.protocols.oip import binary, codec
+from trueline.serve.tensors import binary, codec
 from trueline.web import content_encoding as coding
 from worlds import bundles
 from worlds.servers import TinyApp

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trueline import events
 from trueline.errors import RequestError
 from trueline.runtime.compare import compare
-from trueline.serve.models.version import Version
+from trueline.serve.models.servable import Servable
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Shadow:
     """One version in another's shadow, and what was seen of it."""
 
-    version: Version
+    version: Servable
     asked: int = 0
     left_out: int = 0
     failed: int = 0

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve import json_records
-from trueline.serve.protocols.oip import codec, json_tensors
+from trueline.serve.tensors import codec, json_tensors
 from worlds.bundles import spec
 
 

@@ -15,7 +15,7 @@ import msgspec
 from trueline.bundle.signature import DATATYPES, NUMPY_DTYPES, Signature, TensorSpec
 from trueline.errors import RequestError, closest, join_names
 from trueline.serve.batching.policy import PRIORITIES, USUAL
-from trueline.serve.protocols.oip import binary, json_tensors
+from trueline.serve.tensors import binary, json_tensors
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array

@@ -1,0 +1,241 @@
+"""What the server knows of a version of a model, whether a bundle's program or a handler answers its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from trueline.errors import NotReady, Overloaded, RequestError
+from trueline.serve.batching.policy import USUAL, Policy
+from trueline.serve.counters import VersionStats
+from trueline.serve.fastpath.fast_path import CachedProgram
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from trueline.bundle.signature import Array, Signature
+    from trueline.runtime.session import Session
+    from trueline.serve.batching.execution_plan import Plan
+    from trueline.web.streaming import StreamedBody
+
+    Outputs = dict[str, Array]
+
+State = Literal["loading", "ready", "failed", "retiring"]
+NO_WORKER = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If this is a sequence "
+    "inference, please check if it is closed, or expired; or exceeds maxSequenceJobQueueSize"
+)
+"""TorchServe's message for a model that is scaled to zero workers."""
+
+
+class NoTensors(RequestError):
+    """A handler takes and returns its own formats, not tensors."""
+
+    code = "no_tensors"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model '{model}' is answered by a handler and declares no tensors; ask /predictions/{model}")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ask:
+    """One request for a handler: its parts (name, content type, bytes) and headers."""
+
+    request_id: str
+    parts: Sequence[tuple[str, str, bytes | bytearray]]
+    headers: Mapping[str, str]
+    on_piece: Callable[[Answer], None] | None = None
+    """Called with each piece that the handler sends before the whole answer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part[2]) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A handler's answer to one request, or one piece of it. Header names are lower-case and include the content type.
+
+    A streamed answer has its pieces in `pieces`; its status and headers are those of the first piece.
+    """
+
+    body: bytes | bytearray
+    status: int = 200
+    phrase: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: StreamedBody | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A program that reproduced its golden records, and how it is run."""
+
+    session: Session
+    digest: str
+    platform: str
+    golden_cases: int
+    plan: Plan
+
+
+class Handler(Protocol):
+    """Answers whole requests in processes of its own."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether its requests belong to sequences. Raises NotReady."""
+        ...
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """For the model metadata of the Open Inference Protocol. Raises NotReady."""
+        ...
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """For TorchServe's description of the model. Raises NotReady."""
+        ...
+
+    def handle(self, ask: Ask, *, alone: bool = False, loose: bool = False) -> asyncio.Future[Answer]:
+        """The answer; `alone`: in a batch of its own; `loose`: outside of any sequence. Raises RequestError."""
+        ...
+
+    def collect(self, host: str) -> Iterator[Metric]:
+        """The metrics that its code counted, labelled with the name of the `host`."""
+        ...
+
+    async def wait_ready(self) -> None:
+        """Returns when the workers of the last `scale` are ready. Raises NotStarted."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the processes at once."""
+        ...
+
+
+class Program(CachedProgram, Protocol):
+    """Answers tensors."""
+
+    @property
+    def loaded(self) -> Loaded:
+        """Raises NotReady."""
+        ...
+
+    @property
+    def signature(self) -> Signature:
+        """Raises NotReady."""
+        ...
+
+    def no_room(self, priority: int) -> Overloaded | None:
+        """Why a request of `priority` is rejected now; the same object until the queue changes."""
+        ...
+
+
+class Servable(Protocol):
+    """A version of a model that answers requests: `ask` takes tensors, `handler` takes whole requests.
+
+    Fleet loads and retires it, Models finds it. All methods are called on the loop.
+    """
+
+    model: str
+    version: str
+    state: State
+    reason: str
+    source: str
+    workflow: str
+    at_start: bool
+    since: float
+    load_s: float
+    stats: VersionStats
+
+    @property
+    def handler(self) -> Handler | None:
+        """None for a version that takes tensors."""
+        ...
+
+    @property
+    def program(self) -> Program:
+        """Raises NoTensors for a handler."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the bytes that it was loaded from. Raises NotReady."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """How its requests are batched and how many runs go on at a time. Raises NotReady."""
+        ...
+
+    @property
+    def sick(self) -> bool:
+        """Whether it cannot answer and will not recover by itself."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def full(self) -> bool:
+        """Whether its queue accepts a further request only in place of a less urgent one."""
+        ...
+
+    @property
+    def load_times(self) -> dict[str, float]:
+        """Seconds from start to ready, by TorchServe's names of workers."""
+        ...
+
+    def check_ready(self) -> None:
+        """Raises NotReady."""
+        ...
+
+    def ask(
+        self, inputs: Mapping[str, Array], timeout_s: float | None = None, priority: int = USUAL
+    ) -> Outputs | asyncio.Future[Outputs]:
+        """The outputs, immediately if the run is short, else a future. Raises RequestError, NoTensors, NotReady."""
+        ...
+
+    def scale(self, lanes: int) -> None:
+        """How many runs or workers go on at a time; with 0, new requests are rejected. Waiting ones are answered."""
+        ...
+
+    async def retire(self) -> None:
+        """Returns when the last accepted request is answered, and releases what was loaded.
+
+        Call it when Models no longer finds the version.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VersionRecord:
+    """The attributes that all servables have."""
+
+    model: str
+    version: str
+    state: State = "loading"
+    reason: str = ""
+    """Why it failed, for clients to read."""
+    source: str = ""
+    """Its source as the request or the state file named it."""
+    workflow: str = ""
+    """The workflow that it is a node of; it is loaded and retired with that alone."""
+    at_start: bool = False
+    """Whether it was loaded before the server was ready."""
+    since: float = 0.0
+    """When it became ready, in seconds since the epoch."""
+    load_s: float = 0.0
+    stats: VersionStats = field(default_factory=VersionStats)
+
+    def check_ready(self) -> None:
+        if self.state != "ready":
+            raise self.not_ready()
+
+    def not_ready(self) -> NotReady:
+        why = f": {self.reason}" if self.reason else ""
+        return NotReady(f"model '{self.model}' version '{self.version}' is {self.state}{why}")
+
+    def fail(self, reason: str) -> None:
+        self.state, self.reason = "failed", reason

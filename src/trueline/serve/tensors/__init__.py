@@ -1,0 +1,1 @@
+"""Tensors in the bodies of requests and answers: JSON and binary."""
