@@ -14,7 +14,7 @@ from trueline.bundle.signature import NUMPY_DTYPES, Dim, Signature
 from trueline.errors import RequestError
 from trueline.serve.fastpath import templates
 from trueline.serve.fastpath.templates import MAX_TEMPLATES, TemplateCache
-from trueline.serve.protocols.oip import codec, json_tensors
+from trueline.serve.tensors import codec, json_tensors
 from worlds.bundles import spec
 
 ONE = Signature(

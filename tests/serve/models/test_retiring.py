@@ -291,7 +291,7 @@ def test_a_short_request_that_is_held_for_the_end_of_the_turn_keeps_its_version(
         gone = house.loop.create_task(house.fleet.retire("tiny"))
         await house.turns()
         assert (gone.done(), version.state) == (False, "ready")
-        version._batcher.released(1)
+        version._batcher.release(1)
         await gone
         assert version.state == "retiring"
 
