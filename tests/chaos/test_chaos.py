@@ -36,11 +36,11 @@ def weather(recipe: str, **given) -> runner.Weather:
 def rage(tmp_path: Path, asked: runner.Weather, *, kills: int, seed: int) -> dict:
     """Storms until so many strikes are done, each told when it is over; the figures of all."""
     found = []
-    for exact, storm in chaos.storms(asked, kills=kills, seed=seed, home=tmp_path, tell=verb.tell):
+    for exact, storm in chaos.storms(asked, kills=kills, seed=seed, home=tmp_path, tell=verb.report):
         found.append(storm)
-        verb.tell_storm(exact, storm, sum(one.kills.total() for one in found), kills)
-    facts = verb.figures(found)
-    print(verb.table(found, facts))
+        verb.report_storm(exact, storm, sum(one.kills.total() for one in found), kills)
+    facts = verb.summarize(found)
+    print(verb.format_summary(found, facts))
     return facts
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from trueline import cli, events
 from trueline.cli import app, options
-from trueline.cli._progress import Pace, Sparse, counted, detail, progress
+from trueline.cli._progress import Sparse, StepPace, detail, progress, read_count
 from trueline.cli.jobs._launch import parse_fault
-from trueline.cli.jobs.status import text_of
+from trueline.cli.jobs.status import format_status
 from trueline.cli.line.register import run_facts
 from trueline.errors import RecipeError, UsageError
 from worlds import bundles
@@ -270,7 +270,7 @@ def test_a_status_shows_members_and_whom_to_look_at() -> None:
             "evaluation": {"step": 5, "loss": 0.25, "metrics": {"accuracy": 0.5}}, "best": None}  # fmt: skip
     facts = {"name": "digits-1", "state": "running", "why": "", "started": 10.0, "step": 6, "total": 40, "loss": 0.6,
              "checkpoint": 5, "folder": "runs/digits-1", "page": "http://127.0.0.1:1/", "live": live}  # fmt: skip
-    said = text_of(facts, 100.0)
+    said = format_status(facts, 100.0)
     for words in (
         "digits-1: running, began 1 min ago",
         "step 7 of 40, epoch 2, loss 0.5, 1000 records/s, 1 of 3 workers, generation 4, checkpoint of step 5",
@@ -282,17 +282,21 @@ def test_a_status_shows_members_and_whom_to_look_at() -> None:
         "starting: worker-2.1",
     ):
         assert words in said
-    assert "the master does not answer" in text_of({**facts, "live": None}, 100.0)
-    assert "go on with: trueline resume runs/digits-1" in text_of({**facts, "state": "dead", "live": None}, 100.0)
+    assert "the master does not answer" in format_status({**facts, "live": None}, 100.0)
+    assert "continue it with: trueline resume runs/digits-1" in format_status(
+        {**facts, "state": "dead", "live": None}, 100.0
+    )
 
 
 def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
-    pace = Pace()
-    pace.added("job.started", {"epochs": 4})
-    seconds = [pace.added("step.applied", {"step": n, "total": 8, "records": 50, "at_ns": n * 10**9}) for n in range(8)]
+    pace = StepPace()
+    pace.extend("job.started", {"epochs": 4})
+    seconds = [
+        pace.extend("step.applied", {"step": n, "total": 8, "records": 50, "at_ns": n * 10**9}) for n in range(8)
+    ]
     assert [found.get("epoch") for found in seconds][::2] == ["1/4", "2/4", "3/4", "4/4"]
     assert [found.get("records_per_s") for found in seconds] == [None, 50, 50, 50, 50, 50, 50, 50]
-    assert pace.added("worker.lost", {"worker": "w"}) == {"worker": "w"}
+    assert pace.extend("worker.lost", {"worker": "w"}) == {"worker": "w"}
 
 
 @pytest.mark.slow
@@ -375,9 +379,9 @@ def test_on_a_terminal_there_is_a_bar_and_events_scroll_by_above_it() -> None:
 
 
 def test_counts_without_an_end_or_without_numbers_do_no_harm() -> None:
-    assert counted("step.applied", {"step": 5}) == ("training", 6, None)
-    assert counted("step.applied", {}) is None
-    assert counted("worker.lost", {"step": 5}) is None
+    assert read_count("step.applied", {"step": 5}) == ("training", 6, None)
+    assert read_count("step.applied", {}) is None
+    assert read_count("worker.lost", {"step": 5}) is None
     assert detail({"loss": 0.25, "workers": 3, "other": 1}) == "loss=0.25 workers=3"
     sparse = Sparse()
     assert [done for done in range(1, 301) if sparse.due("step.applied", done, None)] == [1, 100, 200, 300]

@@ -1,6 +1,6 @@
-"""The command `trueline`: one file for each verb, each of which imports what it runs inside its function.
+"""The command `trueline`: one file a verb, which imports the code that it runs inside its function.
 
-Stdout is data (text for people, or JSON with --json); progress, warnings and errors go to stderr.
+Stdout is data (text, or JSON with --json); progress, warnings and errors go to stderr.
 """
 
 
@@ -11,21 +11,21 @@ def main() -> None:
     import signal
     import sys
 
-    # Importing torch and exporting a model make millions of objects that stay. The collector looks through them less
-    # often (a quarter of an import's time, a fifth of an export's), and not at all at the exit (a second).
+    # Importing torch and exporting a model make millions of objects that stay. The collector visits them less often (a
+    # quarter of an import's time, a fifth of an export's), and not at all at the exit (a second).
     gc.set_threshold(50_000, 20, 20)
     atexit.register(gc.freeze)
-    # The interpreter gives SIGINT back to the system before it clears its modules: one that comes then would be the
-    # end of a process that has its exit code already.
+    # The interpreter restores SIGINT's default before it clears its modules: a signal then would kill a process that
+    # has its exit code already.
     atexit.register(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
 
     try:
         from trueline.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # outside what `run` catches: while it is imported, or cleans up
+    except KeyboardInterrupt:  # outside of `run`: while it is imported, or cleans up
         code = 130
-    # CPython notes an interrupt that left an `exec` or `eval` of a string (every dataclass and named tuple is made by
-    # one), and `python -m` then dies of SIGINT at its end although the interrupt was caught. Another `exec` clears it.
+    # CPython remembers an interrupt in an `exec` of a string (which makes every dataclass and named tuple), and
+    # `python -m` then dies of SIGINT at its end although the interrupt was caught. Another `exec` clears that.
     exec("")
     sys.exit(code)

@@ -1,7 +1,7 @@
-"""Events as progress: bars on a terminal, now and then a line everywhere else. Always on stderr.
+"""Shows events as progress: bars on a terminal, else a line for each tenth. On stderr by default.
 
-Knows the names of some events and nothing of who emits them: it says them in words where it has words, leaves out
-those that only matter when something is wrong (`--debug` shows them), and gives any other event one line.
+Formats events in words where it has some, leaves out those that only matter when something is wrong (`--debug` shows
+them), and renders any other event as one line.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
+import click
+
 from trueline import events
-from trueline.cli.options import DEBUG
 from trueline.events import Field
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+DEBUG = "TRUELINE_DEBUG"
+"""Environment variable of --debug, so that child processes get it too."""
 _COUNTS = {
     "step.applied": ("training", "step", "total"),
     "probe.done": ("proving", "done", "total"),
@@ -32,9 +35,9 @@ _COUNTS = {
     "prediction.advanced": ("predicting", "done", "total"),
     "comparison.advanced": ("comparing", "done", "total"),
 }
-"""Events that count: what the bar is called, and the fields that hold how far it is and where it ends.
+"""Events that count: the bar's label, the field of the count and the field of its end.
 
-Steps have numbers from 0, so that step 0 is the first that is done; the other fields are counts.
+Steps are numbered from 0, so that after step 0 one is done; the other fields are counts.
 """
 _DETAILS = ("format", "epoch", "loss", "workers", "records_per_s")
 _ENDS = {"job.finished", "stage.started", "program.proven", "program.refused", "bundle.sealed"}
@@ -42,9 +45,9 @@ _WORDS = {
     "stage.started": "[{number}/{of}] {stage}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
     "view.published": "  generation {generation}: {workers} workers ({why})",
-    "job.restored": "  going on from {checkpoint}, step {step}",
+    "job.restored": "  continuing from {checkpoint}, step {step}",
     "log.truncated": "  the log goes back to step {steps}: {why}",
-    "checkpoint.refused": "  {path} is passed over: {why}",
+    "checkpoint.refused": "  skipped {path}: {why}",
     "checkpoint.failed": "  no checkpoint at step {step}: {why}",
     "page.opened": "  see it at {url}",
     "page.failed": "  {why}",
@@ -54,37 +57,36 @@ _WORDS = {
     "job.halting": "  waiting up to {patience_s:.0f} s for a checkpoint",
     "job.failed": "  the job failed: {why}",
     "launcher.ended": "  the job is over: {outcome} {why}",
-    "worker.leaving": "  {worker} was asked to leave",
-    "worker.killed": "  {worker} is given up: {why}",
+    "worker.leaving": "  {worker} has to leave",
+    "worker.killed": "  killed {worker}: {why}",
     "fault.unreachable": "  no worker will be killed at step {step}: {why}",
     "worker.quarantined": "  worker {slot} is in quarantine: {why}",
     "record.suspected": "  record {record} is suspected: {why}",
     "record.set_aside": "  record {record} ({where}) is set aside: {why}",
     "evaluation.done": "  evaluation after step {step}: loss {loss:.4g}, {metrics}",
-    "checkpoint.chosen": "  the best checkpoint is taken: {path}",
+    "checkpoint.chosen": "  using the best checkpoint: {path}",
     "checkpoint.skipped": "  no checkpoint at step {step}: {why}",
     "pool.lost": "  process {worker} is replaced: {why}",
     "master.lost": "  the master died and is started again",
     "agent.lost": "  the engine's agent died and is started again",
     "model.examined": "  is the model a function of its inputs?",
-    "model.tracing": "  torch.export follows the model",
-    "program.retraced": "  torch.export follows it another way: {how}",
+    "model.tracing": "  torch.export traces the model",
+    "program.retraced": "  torch.export traces it another way: {how}",
     "claim.narrowed": "  the range is narrowed: {to}",
-    "program.offloaded": "  offload: {parts} parts are handed over, {kept} of {operators} operators stay",
-    "program.emitting": "  {format}: the program is written",
+    "program.offloaded": "  offload: {parts} parts go to ONNX Runtime, {kept} of {operators} operators stay",
+    "program.emitting": "  {format}: writing the program",
     "program.proven": "  {format}: proven on {probes} probes, largest difference {max_abs_error:.1e}; {range}",
     "program.refused": "  {format}: refused: {why} {line}",
     "bundle.sealed": "  sealed {path}",
-    "doctor.started": "  each submodule of {recipe} is asked what it is called with",
+    "doctor.started": "  recording the calls of each submodule of {recipe}",
     "doctor.examining": "  {submodule}: traced, scripted, exported",
     "doctor.rewritten": "  {module}: {steps}; equal to the original on {probes} calls",
     "doctor.applied": "  {files} files are rewritten in {folder}",
     "doctor.not_applied": "  {file} is left as it is: {why}",
-    "doctor.progress_not_kept": "  the next run will not know how far this one came: {why}",
+    "doctor.progress_not_kept": "  the next run will not know this one's progress: {why}",
     "model.registered": "  registered {uri}, alias {alias}",
-    "server.started": "  {url} answers for {model} version {version}",
+    "server.started": "  {url} serves {model} version {version}",
 }
-"""Events that have words; the fields are the event's own."""
 _MINOR = {
     "worker.started", "worker.running", "worker.lost", "worker.joined", "group.released", "epoch.certified",
     "checkpoint.saved", "job.finished", "job.stopping", "capture.started", "program.emitted",
@@ -92,27 +94,26 @@ _MINOR = {
 }  # fmt: skip
 """Events that only matter when something is wrong."""
 WINDOW_NS = 5_000_000_000
-_SHARE = 0.1
-"""Of the way between two lines of a count where there is no terminal."""
+"""Records a second are the mean over this time."""
 
 
 @dataclass(slots=True)
 class Sparse:
-    """Which events of a count deserve a line: the first, each further tenth, the last."""
+    """Selects the events of a count that get a line: the first, each further tenth, the last."""
 
     _next: dict[str, int] = field(default_factory=dict)
 
     def due(self, name: str, done: int, total: int | None) -> bool:
-        """True when `done` has come to the next mark of `name`."""
-        step = max(1, round(total * _SHARE)) if total else 100
+        """True when `done` has reached the next mark of `name`."""
+        step = max(1, round(total / 10)) if total else 100
         if done >= self._next.get(name, 0):
             self._next[name] = (done // step + 1) * step
             return True
         return total is not None and done >= total
 
 
-def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | None] | None:
-    """What the bar is called, how far it is and its end, for an event that counts."""
+def read_count(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | None] | None:
+    """Label, count and end of an event that counts."""
     if name not in _COUNTS:
         return None
     label, done_key, total_key = _COUNTS[name]
@@ -122,20 +123,20 @@ def counted(name: str, fields: Mapping[str, Field]) -> tuple[str, int, int | Non
     return label, done + (done_key == "step"), total if isinstance(total, int) and total else None
 
 
-def told(name: str, fields: Mapping[str, Field]) -> str | None:
-    """The line for an event that does not count; None when it is a minor one and nobody debugs."""
+def format_event(name: str, fields: Mapping[str, Field]) -> str | None:
+    """The line for an event that does not count; None for a minor one without --debug."""
     if name in _MINOR and not os.environ.get(DEBUG):
         return None
     try:
-        line = _WORDS[name].format(**_readable(fields))
+        line = _WORDS[name].format(**_format_metrics(fields))
     except (KeyError, ValueError, AttributeError):  # no words for it, or not for these fields
         return events.render(name, dict(fields))
     line = re.sub(r"\b1 (worker|epoch)s\b", r"1 \1", line)
-    return line.removesuffix(", 0 epochs").rstrip(" ,")  # a script that has yet to say; no metrics
+    return line.removesuffix(", 0 epochs").rstrip(" ,")  # a script, whose epochs are unknown; no metrics
 
 
-def _readable(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """`fields` with the metrics of an evaluation, which are JSON, in words; the best one so far is called so."""
+def _format_metrics(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """`fields` with an evaluation's metrics, which are JSON, as text that marks the best so far."""
     if not isinstance(fields.get("metrics"), str):
         return dict(fields)
     named = json.loads(str(fields["metrics"]) or "{}").items()
@@ -149,15 +150,15 @@ def detail(fields: Mapping[str, Field]) -> str:
     return events.render("", shown).strip()
 
 
-class Pace:
-    """Adds to a step what only several events tell together: which epoch it is in, and records a second."""
+class StepPace:
+    """Adds to the events of steps their epoch and the records a second, which take several events."""
 
     def __init__(self) -> None:
         self._epochs = 0
         self._marks: deque[tuple[int, int]] = deque()
-        """(when in ns, records) of the steps of the last WINDOW_NS."""
+        """(time in ns, records) of the steps of the last WINDOW_NS."""
 
-    def added(self, name: str, fields: dict[str, Field]) -> dict[str, Field]:
+    def extend(self, name: str, fields: dict[str, Field]) -> dict[str, Field]:
         epochs = fields.get("epochs")
         if name == "job.started" and isinstance(epochs, int):
             self._epochs = epochs
@@ -181,7 +182,7 @@ class Pace:
 
 @contextlib.contextmanager
 def progress(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[None]:
-    """Shows the events of this process on stderr while the block runs."""
+    """Shows the events of this process on `stream` (stderr) while the block runs."""
     stream = stream or sys.stderr
     if quiet:
         yield
@@ -194,39 +195,39 @@ def progress(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[N
 
 
 class Lines:
-    """A line for what happens; with the time of day when it is told (`at`, seconds since 1970)."""
+    """Writes a line for each event; with its time of day, if `at` (seconds since 1970) is given."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._sparse, self._pace = Sparse(), Pace()
+        self._sparse, self._pace = Sparse(), StepPace()
 
     def hear(self, name: str, fields: dict[str, Field], *, at: float | None = None) -> None:
-        fields = self._pace.added(name, fields)
-        count = counted(name, fields)
+        fields = self._pace.extend(name, fields)
+        count = read_count(name, fields)
         if name in _ENDS:
             self._sparse = Sparse()
         if count is None:
-            line = told(name, fields)
+            line = format_event(name, fields)
             if line is not None:
-                self._say(line, at)
+                self._write(line, at)
         elif self._sparse.due(name, count[1], count[2]):
             label, done, total = count
-            self._say(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip(), at)
+            self._write(f"{label} {done}{f'/{total}' if total else ''} {detail(fields)}".rstrip(), at)
 
-    def _say(self, line: str, at: float | None) -> None:
+    def _write(self, line: str, at: float | None) -> None:
         stamp = "" if at is None else time.strftime("%H:%M:%S ", time.localtime(at))
-        with contextlib.suppress(OSError, ValueError):  # who read it has gone (`2>&1 | head`): the work goes on
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone (`2>&1 | head`): continue
             self._stream.write(f"{stamp}{line}\n")
             self._stream.flush()
 
 
 class _Bars:
-    """One bar for each kind of count; other events scroll by above them."""
+    """One bar for each count; other events scroll by above them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._tasks: dict[str, TaskID] = {}
-        self._pace = Pace()
+        self._pace = StepPace()
 
     def __enter__(self) -> _Bars:
         from rich.console import Console
@@ -244,12 +245,12 @@ class _Bars:
         self._progress.stop()
 
     def hear(self, name: str, fields: dict[str, Field]) -> None:
-        fields = self._pace.added(name, fields)
-        count = counted(name, fields)
+        fields = self._pace.extend(name, fields)
+        count = read_count(name, fields)
         if count is None:
             if name in _ENDS:
                 self._clear()
-            line = told(name, fields)
+            line = format_event(name, fields)
             if line is not None:
                 style = "bold" if name == "stage.started" else "default"
                 self._progress.console.print(line, style=style, markup=False, highlight=False)
@@ -260,7 +261,7 @@ class _Bars:
         self._progress.update(self._tasks[label], completed=done, total=total, detail=detail(fields))
 
     def _clear(self) -> None:
-        """Bars that have ended stay as a line in their place."""
+        """Replaces bars by lines."""
         for label, task in self._tasks.items():
             bar = next(bar for bar in self._progress.tasks if bar.id == task)
             total = f"/{bar.total:g}" if bar.total else ""
@@ -271,12 +272,13 @@ class _Bars:
 
 
 @contextlib.contextmanager
-def advance_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for work that reports `(done, of)`, unless it is to be quiet or stderr is no terminal."""
+def advance_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for work that reports `(done, of)`, if stderr is a terminal, without --quiet and --json."""
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
-    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+    console, options = Console(stderr=True), click.get_current_context().params
+    hidden = options["quiet"] or options["as_json"] or not console.is_terminal
+    with Progress(console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

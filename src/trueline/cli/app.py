@@ -1,4 +1,4 @@
-"""The command `trueline`: finds the verb, fills its options, runs it, and turns what it raises into an exit code."""
+"""The command `trueline`: finds the verb, fills its options, runs it, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import click
 
 from trueline.cli import config_file
-from trueline.cli.options import DEBUG
+from trueline.cli._progress import DEBUG
 from trueline.errors import TruelineError, closest
 from trueline.version import __version__
 
 EXIT_CODES = {
-    0: "done; for `bundle verify`, `data verify` and `chaos`: and everything holds",
-    1: "an error, said on stderr as `error: ...` and `hint: ...`; or a check that does not hold",
+    0: "done; for `bundle verify`, `data verify` and `chaos`: and every check holds",
+    1: "an error, on stderr as `error: ...` and `hint: ...`; or a check that does not hold",
     2: "the command line, an environment variable or trueline.toml is wrong",
     130: "Ctrl-C",
 }
@@ -30,7 +30,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "Jobs": dict.fromkeys(("jobs", "status", "logs", "scale", "halt", "resume", "chaos"), "jobs"),
     "Bundles, records, TorchServe": dict.fromkeys(("bundle", "data", "torchserve"), ""),
 }
-"""By heading: each verb and its folder, in the order of the line; `trueline.cli.FOLDER.VERB` holds its `command`, with
+"""By heading: each verb and its folder, in the order of the line; its `command` is in `trueline.cli.FOLDER.VERB`, with
 _ for -. A verb without a folder is one of GROUPS.
 """
 GROUPS = {
@@ -38,11 +38,11 @@ GROUPS = {
     "data": ("data", ("inspect", "verify", "convert"), "Inspect, verify or convert records, wherever they are."),
     "torchserve": ("torchserve", ("import", "archive"), "Import archives from TorchServe, or write one."),
 }
-"""A verb with verbs of its own: their folder, their names, its help."""
+"""Groups of verbs: their folder, their names, the help."""
 
 
 class _Verbs(click.Group):
-    """Imports the module of a verb when it is used, and lists verbs under headings."""
+    """Imports a verb's module when it is used, and lists verbs under headings."""
 
     def __init__(self, verbs: Mapping[str, Mapping[str, str]], **rest: object) -> None:
         super().__init__(**rest)  # type: ignore[arg-type]
@@ -79,19 +79,15 @@ class _Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, names in self.headings.items():
-            rows = [(name, _help_of(self.get_command(ctx, name))) for name in names]
+            commands = {name: self.get_command(ctx, name) for name in names}
             with formatter.section(heading):
-                formatter.write_dl(rows)
+                formatter.write_dl([(name, one.get_short_help_str(80)) for name, one in commands.items() if one])
 
 
 def _group(name: str) -> click.Group:
     folder, names, text = GROUPS[name]
     epilog = f"`trueline {name} VERB --help` has the options and examples of a verb."
     return _Verbs({"Commands": dict.fromkeys(names, folder)}, name=name, help=text, epilog=epilog)
-
-
-def _help_of(command: click.Command | None) -> str:
-    return "" if command is None else command.get_short_help_str(limit=80)
 
 
 def known_tables() -> list[tuple[str, ...]]:
@@ -104,7 +100,7 @@ def known_tables() -> list[tuple[str, ...]]:
     cls=_Verbs,
     verbs=VERBS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Every option may also stand in trueline.toml or in the environment: docs/guides/configuration.md.",
+    epilog="Every option can also be set in trueline.toml or in the environment: docs/guides/configuration.md.",
 )
 @click.version_option(__version__, prog_name="trueline")
 def trueline() -> None:
@@ -113,8 +109,8 @@ def trueline() -> None:
     \b
     recipe ──train──▶ checkpoint ──capture──▶ bundle ──register──▶ MLflow ──serve──▶ answers
 
-    Start with `trueline init NAME`; `trueline ship NAME/recipe.py` then runs the whole line. Every command has
-    examples in its own --help.
+    Start with `trueline init NAME`; `trueline ship NAME/recipe.py` then runs the whole line. The --help of every
+    command has examples.
     """
 
 
@@ -124,46 +120,29 @@ def run(arguments: Sequence[str]) -> int:
         code = trueline.main(list(arguments), prog_name="trueline", standalone_mode=False)
         sys.stdout.flush()
     except TruelineError as error:
-        return _told(error)
+        return _report(error, error.message, error.hint, error.exit_code)
     except click.ClickException as error:
         error.show(sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        _close_stdout()
+    except BrokenPipeError:  # the reader is gone (`| head`): nothing more is written, also not by the exit's flush
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # noqa: BLE001 (blind except): the last door reports whatever comes
-        return _unexpected(error)
+    except Exception as error:  # noqa: BLE001 (blind except): the last place that can report an error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        hint = "run it again with --debug to see the traceback"
+        return _report(error, f"unexpected {type(error).__name__} at {where}: {error}", hint, 1)
     return code if isinstance(code, int) else 0
 
 
-def _told(error: TruelineError) -> int:
-    if _debugging():
+def _report(error: Exception, message: str, hint: str, code: int) -> int:
+    debugging = os.environ.get(DEBUG, "") not in ("", "0")
+    if debugging:
         traceback.print_exception(error, file=sys.stderr)
-    click.echo(f"error: {error.message}", err=True)
-    if error.hint:
-        click.echo(f"hint: {error.hint}", err=True)
-    return error.exit_code
-
-
-def _unexpected(error: Exception) -> int:
-    if _debugging():
-        traceback.print_exception(error, file=sys.stderr)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{os.path.basename(last.filename)}:{last.lineno}"
-    click.echo(f"error: unexpected {type(error).__name__} at {where}: {error}", err=True)
-    if not _debugging():
-        click.echo("hint: run it again with --debug to see the traceback", err=True)
-    return 1
-
-
-def _debugging() -> bool:
-    return os.environ.get(DEBUG, "") not in ("", "0")
-
-
-def _close_stdout() -> None:
-    """The reader has gone (`| head`): nothing more can be said, not even when the interpreter flushes at
-    exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    click.echo(f"error: {message}", err=True)
+    if hint and not (debugging and "--debug" in hint):
+        click.echo(f"hint: {hint}", err=True)
+    return code

@@ -6,8 +6,9 @@
     [bundle.verify]
     seed = 7
 
-A flag wins over `TRUELINE_TRAIN_WORKERS`, that over the file, that over the built-in default. The file is the nearest
-one upwards from the working directory; paths in it are relative to the working directory, as on the command line.
+A flag overrides `TRUELINE_TRAIN_WORKERS`, which overrides the file, which overrides the built-in default. The file is
+the nearest one from the working directory upwards; paths in it are relative to the working directory, as on the command
+line.
 """
 
 from __future__ import annotations
@@ -24,18 +25,14 @@ NAME = "trueline.toml"
 
 
 def find(start: Path) -> Path | None:
-    """The nearest trueline.toml in `start` and the folders above it."""
+    """The nearest trueline.toml in `start` or a folder above it."""
     return next((path for folder in (start, *start.parents) if (path := folder / NAME).is_file()), None)
 
 
 def flags_of(command: click.Command) -> dict[str, click.Option]:
-    """The options of `command` by the name that they have in trueline.toml: `max_delay` for --max-delay."""
-    found = {}
-    for param in command.params:
-        if isinstance(param, click.Option) and param.opts:
-            longest = max(param.opts, key=len)
-            found[longest.lstrip("-").replace("-", "_")] = param
-    return found
+    """The options of `command` by their names in trueline.toml: `max_delay` for --max-delay."""
+    options = [param for param in command.params if isinstance(param, click.Option) and param.opts]
+    return {max(option.opts, key=len).lstrip("-").replace("-", "_"): option for option in options}
 
 
 def name_variables(command: click.Command, path: Sequence[str]) -> None:
@@ -46,36 +43,34 @@ def name_variables(command: click.Command, path: Sequence[str]) -> None:
 
 
 def defaults(command: click.Command, path: Sequence[str], known: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """What the nearest trueline.toml says of `command`, whose verbs are `path`, by parameter. `known`: all verbs.
+    """The nearest trueline.toml's values for `command` at `path`, by parameter. `known`: the paths of all verbs.
 
     Raises UsageError that names the file, the key and the nearest one that exists.
     """
     file = find(Path.cwd())
     if file is None:
         return {}
-    table = _tables(file, known).get(tuple(path), {})
     options = flags_of(command)
-    for key in table:
-        if key.replace("-", "_") not in options:
+    values = {}
+    for key, value in _tables(file, known).get(tuple(path), {}).items():
+        option = options.get(key.replace("-", "_"))
+        if option is None:
             raise _unknown(file, f"[{'.'.join(path)}] has no option '{key}'", closest(key, options))
-    return {_parameter(options[key.replace("-", "_")]): value for key, value in table.items()}
-
-
-def _parameter(option: click.Option) -> str:
-    assert option.name is not None
-    return option.name
+        assert option.name is not None
+        values[option.name] = value
+    return values
 
 
 def _tables(file: Path, known: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
     import tomllib
 
     try:
-        told = tomllib.loads(file.read_text())
+        content = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}", hint="mend it, or move it away") from error
+        raise UsageError(f"{file} cannot be read: {error}", hint="correct it, or move it away") from error
     groups = {path[0] for path in known if len(path) == 2}
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for name, value in told.items():
+    tables: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for name, value in content.items():
         inner = value.items() if name in groups and isinstance(value, dict) else [("", value)]
         for sub, table in inner:
             path = (name, sub) if sub else (name,)
@@ -84,8 +79,8 @@ def _tables(file: Path, known: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...
                 raise _unknown(file, f"'{'.'.join(path)}' is no command", closest(".".join(path), names))
             if not isinstance(table, dict):
                 raise UsageError(f"{file}: '{'.'.join(path)}' is no table", hint=f"write [{'.'.join(path)}]")
-            found[path] = table
-    return found
+            tables[path] = table
+    return tables
 
 
 def _unknown(file: Path, what: str, near: str | None) -> UsageError:

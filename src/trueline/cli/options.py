@@ -1,17 +1,20 @@
-"""What the verbs share: how a verb is declared, its common options, and how a result is said."""
+"""Declares verbs: their common options, and the output of a result as text or JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from trueline.cli._progress import DEBUG, progress
+from trueline.errors import UsageError
 from trueline.settings import Declared, declared
 
 if TYPE_CHECKING:
@@ -20,12 +23,17 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
-DEBUG = "TRUELINE_DEBUG"
-"""Environment variable of --debug, so that child processes know of it too."""
+
+class Output(NamedTuple):
+    """The result of a verb: on stdout as `text`, or as `facts` with --json."""
+
+    text: str
+    facts: Any
+    code: int = 0
 
 
 class _Verb(click.Command):
-    """Says its options in sections: those of `section`, then the others."""
+    """Shows its options in sections: those of `section` first."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -39,70 +47,40 @@ class _Verb(click.Command):
 
 
 def section(title: str) -> Callable[..., Decorator[Any]]:
-    """`click.option` for options that stand together under `title` in the help."""
+    """`click.option` for options that the help lists under `title`."""
     return functools.partial(click.option, cls=type("Option", (click.Option,), {"section": title}))
 
 
-def verb(name: str, *, examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Declares a verb: its function's docstring is the help, `examples` stands below the options."""
-    paragraphs = (textwrap.indent(one, "  ") for one in examples.strip().split("\n\n"))
-    epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{one}" for one in paragraphs)
+def verb(name: str, *, examples: str, shows_progress: bool = False) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declares a verb whose function returns an Output, or None if it prints by itself.
+
+    The function's docstring is the help, followed by the options and `examples`. `shows_progress`: the events of the
+    function appear on stderr, without --quiet.
+    """
+    paragraphs = (textwrap.indent(paragraph, "  ") for paragraph in examples.strip().split("\n\n"))
+    epilog = "Examples:\n\n" + "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
 
     def declare(function: Callable[..., Any]) -> click.Command:
-        debugged = click.option(
-            "--debug",
-            is_flag=True,
-            expose_value=False,
-            callback=_set_debug,
-            help=f"Show tracebacks of errors (or set {DEBUG}=1).",
-        )(function)
-        return click.command(name, cls=_Verb, epilog=epilog)(debugged)
+        @functools.wraps(function)
+        def run(*, as_json: bool, quiet: bool = False, **given: Any) -> int:
+            shown = shows_progress and not given.get("detach")
+            with progress(quiet=quiet) if shown else contextlib.nullcontext():
+                output: Output | None = function(**given)
+            if output is not None and (as_json or output.text):
+                click.echo(json.dumps(output.facts, default=str) if as_json else output.text.rstrip("\n"))
+            return 0 if output is None else output.code
+
+        command = click.command(name, cls=_Verb, epilog=epilog)(run)
+        command.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one line of JSON."))
+        if shows_progress:
+            command.params.append(click.Option(["-q", "--quiet"], is_flag=True, help="Show no progress."))
+        debug = f"Show tracebacks of errors (or set {DEBUG}=1)."
+        command.params.append(
+            click.Option(["--debug"], is_flag=True, expose_value=False, callback=_set_debug, help=debug)
+        )
+        return command
 
     return declare
-
-
-def setting_options(settings: type, *, without: Collection[str] = (), unset: bool = False) -> Decorator[Any]:
-    """An option for each setting that the dataclass `settings` declares, except `without`; `unset`: None by default."""
-
-    def decorate(function: Function) -> Function:
-        for one in reversed(declared(settings)):
-            if one.name not in without:
-                function = _setting_option(one, unset=unset)(function)
-        return function
-
-    return decorate
-
-
-def _setting_option(one: Declared, *, unset: bool) -> Decorator[Any]:
-    setting = one.setting
-    option = section(setting.section) if setting.section else click.option
-    if one.kind is bool:
-        if unset:
-            return option(f"--{one.flag}/--no-{one.flag}", one.name, default=None, help=setting.help)
-        return option(f"--{one.flag}", one.name, is_flag=True, help=setting.help)
-    kind: Any = one.kind
-    if setting.choices:
-        kind = click.Choice(setting.choices)
-    elif setting.bounds:
-        high = setting.high if setting.below is None else setting.below
-        ranged = click.IntRange if one.kind is int else click.FloatRange
-        kind = ranged(setting.low, high, max_open=setting.below is not None)  # type: ignore[arg-type]
-    default = None if unset else one.default
-    default = default // setting.unit if setting.unit > 1 and default is not None else default
-
-    def scale(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        return value if value is None else value * setting.unit
-
-    return option(
-        f"--{one.flag}",
-        one.name,
-        type=kind,
-        default=default,
-        show_default=default not in (None, "", False, 0),
-        metavar=setting.metavar or None,
-        help=setting.help,
-        callback=scale if setting.unit > 1 else None,
-    )
 
 
 def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -110,74 +88,107 @@ def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         os.environ[DEBUG] = "1"
 
 
+def combine(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """One decorator for several, in their order."""
+
+    def decorate(function: Function) -> Function:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def setting_options(settings: type) -> Decorator[Any]:
+    """An option for each setting that the dataclass `settings` declares."""
+    return combine(*map(_setting_option, declared(settings)))
+
+
+def _setting_option(one: Declared) -> Decorator[Any]:
+    setting = one.setting
+    if one.kind is bool:
+        return click.option(f"--{one.flag}", one.name, is_flag=True, help=setting.help)
+    kind: Any = one.kind
+    if setting.choices:
+        kind = click.Choice(setting.choices)
+    elif setting.low is not None or setting.high is not None:
+        kind = (click.IntRange if one.kind is int else click.FloatRange)(setting.low, setting.high)  # type: ignore[arg-type]
+
+    def scale(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        return value if value is None else value * setting.unit
+
+    return click.option(
+        f"--{one.flag}",
+        one.name,
+        type=kind,
+        default=one.default // setting.unit if setting.unit > 1 and one.default is not None else one.default,
+        show_default=one.default not in (None, "", False, 0),
+        metavar=setting.metavar or None,
+        help=setting.help,
+        callback=scale if setting.unit > 1 else None,
+    )
+
+
 recipe_argument = click.argument("recipe")
-json_option = click.option("--json", "as_json", is_flag=True, help="Say the result as one line of JSON.")
 job_argument = click.argument("job")
 uris_argument = click.argument("uris", nargs=-1, required=True, metavar="URI...")
 format_option = click.option(
-    "--format", "format_", metavar="NAME", default="", help="Format of the files, where their ending does not say it."
+    "--format", metavar="NAME", default="", help="Format of the files, if their names do not end in it."
 )
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 tracking_option = click.option(
-    "--tracking-uri",
-    metavar="URI",
-    help="MLflow store; MLFLOW_TRACKING_URI or ./mlflow.db when left out.",
+    "--tracking-uri", metavar="URI", help="MLflow store; else MLFLOW_TRACKING_URI, else ./mlflow.db."
 )
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a file or folder that exists.")
 
 
-def say(text: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
-    """The result on stdout: `text` for people or `facts` as one line of JSON."""
-    click.echo(json.dumps(facts, default=str) if as_json else text.rstrip("\n"))
+def batch_options(mode: str) -> Decorator[Any]:
+    """Options of `evaluate` and `predict`; `mode` is the default."""
+    from trueline.recipe.contract import MODES
+
+    return combine(
+        click.option("--mode", type=click.Choice(MODES), default=mode, show_default=True, help="Which records."),
+        click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Number of processes."),
+        click.option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N; else the recipe's, else auto."),
+        click.option("--format", type=click.Choice(["parquet", "jsonl"]), default="parquet", show_default=True,
+                     help="Of the parts in a folder."),
+    )  # fmt: skip
 
 
 def checkpoint_path(given: str) -> Location:
-    """`given`; for the folder of a job its best checkpoint if it was asked for one, else the newest good one, which is
-    also meant by a URL with checkpoints in it. Which one it is, is an event.
+    """The checkpoint that `given` names: itself, or of a job or a URL the newest good one, or a job's best if it has
+    --monitor or --patience. A choice of the best is an event.
 
     Raises UsageError, StorageError.
     """
-    from trueline.errors import UsageError
+    from trueline import events
+    from trueline.checkpoint import checkpoint
     from trueline.storage.location import parse_location
+    from trueline.train import settings
     from trueline.train.job_dir import JobDir
 
     folder = parse_location(given)
     if isinstance(folder, Path):
         if not JobDir(folder).settings.is_file():
             return folder
-        from trueline.train import settings
-
         job = settings.load(folder)
         folder = job.checkpoints or JobDir(folder).checkpoints
-        if job.wants_best and (best := _best(folder)) is not None:
+        if job.wants_best and (best := checkpoint.best(folder)) is not None:
+            events.emit("checkpoint.chosen", path=str(best))
             return best
-    from trueline.checkpoint import checkpoint
-
     if checkpoint.exists(folder):
         return folder
     newest = checkpoint.latest(folder)
     if newest is None:
-        raise UsageError(f"{given} has no checkpoint yet", hint="let the job train, or go on with --resume")
+        raise UsageError(f"{given} has no checkpoint yet", hint="let the job train, or continue it with --resume")
     return newest.path
 
 
-def _best(folder: Location) -> Location | None:
-    from trueline import events
-    from trueline.checkpoint import checkpoint
-
-    best = checkpoint.best(folder)
-    if best is not None:
-        events.emit("checkpoint.chosen", path=str(best))
-    return best
-
-
-def pairs(given: tuple[str, ...], flag: str) -> dict[str, str]:
+def parse_pairs(given: tuple[str, ...], flag: str) -> dict[str, str]:
     """`("lr=0.1",)` as `{"lr": "0.1"}`. Raises UsageError."""
-    from trueline.errors import UsageError
-
-    found = {}
-    for one in given:
-        name, separator, value = one.partition("=")
+    pairs = {}
+    for text in given:
+        name, separator, value = text.partition("=")
         if not separator or not name:
-            raise UsageError(f"{flag} '{one}' is not NAME=VALUE")
-        found[name] = value
-    return found
+            raise UsageError(f"{flag} '{text}' is not NAME=VALUE")
+        pairs[name] = value
+    return pairs

@@ -28,7 +28,7 @@ def test_every_program_has_a_line_and_one_that_fails_makes_the_exit_code_1(
     monkeypatch.setattr(room, "verify", lambda path, **options: asked.append((path, options)) or found())
     assert app.run(["bundle", "verify", "b", "--against", "recipe.py", "--seed", "7"]) == 1
     said = capsys.readouterr().out
-    assert "onnx: holds (3 golden examples, 28 probes, max error 1e-07)" in said
+    assert "onnx: holds (3 golden records, 28 probes, max error 1e-07)" in said
     assert "torch_export: FAILS: on probe 'p': differs" in said
     assert "note: the recipe differs" in said
     assert asked == [

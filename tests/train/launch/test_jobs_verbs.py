@@ -13,7 +13,7 @@ import pytest
 from trueline import errors
 from trueline.checkpoint import checkpoint
 from trueline.cli import app
-from trueline.cli.jobs.logs import lines, log_of
+from trueline.cli.jobs.logs import log_of, read_lines
 from trueline.cli.options import checkpoint_path
 from trueline.train import api
 from trueline.train import settings as job_settings
@@ -239,8 +239,8 @@ def test_a_log_is_followed_while_somebody_may_write_and_read_to_its_end(tmp_path
             return True
         return False
 
-    assert list(lines(log, going_on)) == ["one\n", "two\n", "three\n"]
-    assert list(lines(tmp_path / "absent", lambda: False)) == []
+    assert list(read_lines(log, going_on)) == ["one\n", "two\n", "three\n"]
+    assert list(read_lines(tmp_path / "absent", lambda: False)) == []
 
 
 def test_the_log_of_a_worker_is_that_of_its_newest_life_if_nobody_says_which(tmp_path):

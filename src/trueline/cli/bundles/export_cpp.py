@@ -1,12 +1,10 @@
 """`trueline bundle export-cpp`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
 
-from trueline.cli.options import json_option, say, verb
+from trueline.cli.options import Output, verb
 
 _EXAMPLES = """
 trueline bundle export-cpp digits.bundle digits-cpp
@@ -20,21 +18,17 @@ trueline bundle export-cpp digits.bundle digits-cpp --format aotinductor
 @verb("export-cpp", examples=_EXAMPLES)
 @click.argument("bundle")
 @click.argument("folder")
-@click.option("--format", "format_", metavar="NAME", help="torchscript or aotinductor; torchscript if there is one.")
-@json_option
-def command(bundle: str, folder: str, format_: str | None, as_json: bool) -> None:
+@click.option("--format", metavar="NAME", help="torchscript or aotinductor; torchscript if the bundle has it.")
+def command(bundle: str, folder: str, format: str | None) -> Output:
     """Write a C++ project that runs a bundle without Python.
 
-    It loads the program with libtorch, refuses what is outside the proven range, replays the bundle's golden
-    examples and exits non-zero when an answer differs. It builds with CMake, or with the script beside it and
-    the libtorch of an installed torch. The bundle needs a program for C++: `trueline capture --for cpp`.
+    It loads the program with libtorch, rejects inputs outside the proven range, replays the bundle's golden records and
+    exits non-zero if an answer differs. It builds with CMake, or with its build.sh and the libtorch of an installed
+    torch. The bundle needs a program for C++: `trueline capture --for cpp`.
     """
     from trueline.capture.cpp.export import export_cpp
 
-    made = export_cpp(Path(bundle), Path(folder), format=format_)
-    names = sorted(path.name for path in made.iterdir())
-    say(
-        f"{made}: {', '.join(names)}\nbuild it: cd {made} && ./build.sh && ./replay",
-        {"path": str(made), "files": names},
-        as_json=as_json,
-    )
+    project = export_cpp(Path(bundle), Path(folder), format=format)
+    names = sorted(path.name for path in project.iterdir())
+    text = f"{project}: {', '.join(names)}\nbuild it: cd {project} && ./build.sh && ./replay"
+    return Output(text, {"path": str(project), "files": names})

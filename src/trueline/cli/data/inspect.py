@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli.options import format_option, json_option, say, uris_argument, verb
+from trueline.cli.options import Output, format_option, uris_argument, verb
 
 if TYPE_CHECKING:
     from trueline.data.tools.inspect import InspectedRecords
@@ -31,19 +31,17 @@ trueline data inspect "sqlite:///clicks.db?table=clicks&key=id"
 @format_option
 @click.option("--samples", type=click.IntRange(min=0), default=5, show_default=True, help="Records to show.")
 @click.option("--pictures", metavar="FILE.png", help="Draw those of them that are pictures on a sheet.")
-@json_option
-def command(uris: tuple[str, ...], format_: str, samples: int, pictures: str | None, as_json: bool) -> None:
-    """Show what records there are: counts, units, columns, and a few samples spread over all of them.
+def command(uris: tuple[str, ...], format: str, samples: int, pictures: str | None) -> Output:
+    """Show records: counts, units, columns, and a few samples spread over all of them.
 
     URI is a path, a pattern, a folder, an object of any store that fsspec knows, or a table of a database:
     sqlite:///clicks.db?table=clicks&key=id.
     """
     from trueline.data.tools import contact_sheet
-    from trueline.data.tools import inspect as look
+    from trueline.data.tools import inspect as records
 
-    found = look.inspect(list(uris), format=format_, samples=samples)
-    drawn = contact_sheet.draw(found.samples, pictures) if pictures is not None else 0
-    rows = [{name: _short(value) for name, value in row.items()} for row in found.samples.to_pylist()]
+    found = records.inspect(list(uris), format=format, samples=samples)
+    rows = [{name: _format_value(value) for name, value in row.items()} for row in found.samples.to_pylist()]
     facts = {
         "records": found.records,
         "units": found.units,
@@ -52,23 +50,25 @@ def command(uris: tuple[str, ...], format_: str, samples: int, pictures: str | N
         "fingerprint": found.fingerprint,
         "samples": rows,
     }
+    text = _format_text(found, rows)
     if pictures is not None:
+        drawn = contact_sheet.draw(found.samples, pictures)
         facts |= {"pictures": drawn, "sheet": pictures}
-    text = _described(found, rows) + (f"\n\n{drawn} pictures on {pictures}" if pictures is not None else "")
-    say(text, facts, as_json=as_json)
+        text += f"\n\n{drawn} pictures on {pictures}"
+    return Output(text, facts)
 
 
-def _described(found: InspectedRecords, rows: list[dict[str, Any]]) -> str:
+def _format_text(found: InspectedRecords, rows: list[dict[str, Any]]) -> str:
     lines = [f"{found.records} records in {found.units} units of at most {found.largest_unit}", "", "columns"]
     width = max((len(field.name) for field in found.schema), default=0)
     lines += [f"  {field.name:<{width}}  {field.type}" for field in found.schema]
-    for number, row in enumerate(rows):
-        lines += ["", f"sample {number + 1}", *(f"  {name:<{width}}  {value}" for name, value in row.items())]
+    for number, row in enumerate(rows, 1):
+        lines += ["", f"sample {number}", *(f"  {name:<{width}}  {value}" for name, value in row.items())]
     return "\n".join(lines)
 
 
-def _short(value: object) -> str:
-    """One line for a value; bytes by their length and first few."""
+def _format_value(value: object) -> str:
+    """One line; bytes as their length and first few."""
     if isinstance(value, bytes):
         from trueline.data.tools import contact_sheet
 

@@ -4,61 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli._progress import progress
-from trueline.cli.options import Decorator, Function, json_option, quiet_option, say, section, setting_options
-from trueline.recipe.settings import TrainingSettings
-from trueline.settings import declared
+from trueline.cli.options import Output, combine, section
+from trueline.errors import UsageError
 
 if TYPE_CHECKING:
-    from trueline.train.api import TrainResult
     from trueline.train.settings import Fault
 
-LOGGED_S = 60.0
-"""How long a job that has ended waits for the last of it to be in MLflow."""
+MLFLOW_WAIT_S = 60.0
+"""How long a job that has ended waits until its last events are in MLflow."""
+_result = section("What is computed (a resumed job keeps it)")
 _workers = section("The workers (a resumed job may have others)")
+_keeping = section("Checkpoints and evaluation")
 _job = section("The job")
 
-
-def _all(*decorators: Decorator[Any]) -> Decorator[Any]:
-    def decorate(function: Function) -> Function:
-        for one in reversed(decorators):
-            function = one(function)
-        return function
-
-    return decorate
-
-
-def training_options(*, without: Collection[str] = ()) -> Decorator[Any]:
-    """`--workers` and the settings of a job, of which those left out are the recipe's."""
-    workers = _workers("--workers", metavar="N|MIN:MAX", default=None, help="Worker processes; 3 if left out.")
-    return _all(setting_options(TrainingSettings, without=without, unset=True), workers)
-
-
-FIXED = tuple(one.name for one in declared(TrainingSettings) if one.setting.fixed)
-"""Settings that a resumed job keeps."""
-job_option = _job("--job", "job_dir", metavar="FOLDER", help="Where the job keeps its state; runs/NAME-1 if left out.")
-resume_option = _job("--resume", is_flag=True, help="Go on with the job in --job from its newest checkpoint.")
-how_options = _all(
-    _job("--detach", is_flag=True, help="Run in the background; survives the terminal."),
-    _job("--mlflow", is_flag=True, help="Log parameters, curves and certificates to an MLflow run, meanwhile."),
-    _job("--tracking-uri", metavar="URI", help="To this store; MLFLOW_TRACKING_URI or ./mlflow.db when left out."),
-    json_option,
-    quiet_option,
+result_options = combine(
+    _result("--epochs", type=int, metavar="N", help="Passes over the records; else the recipe's."),
+    _result("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers."),
+    _result("--seed", type=int, metavar="N", help="Decides the order of the records and the first weights."),
+    _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
+    _result("--shuffle", type=click.Choice(["full", "windows", "none"]),
+            help="windows: row groups, and records inside windows of them; none: the source's order."),
+    _result("--bitwise", is_flag=True, default=None,
+            help="The same weights to the last bit for any number of workers."),
+    _result("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of forward and loss (autocast)."),
+    _result("--clip-norm", type=float, metavar="X", help="Largest norm of all gradients together."),
+    _result("--ema", type=float, metavar="DECAY",
+            help="Keep a moving average of the weights; 0.999: over some 1000 steps."),
+)  # fmt: skip
+worker_options = combine(
+    _workers("--workers", metavar="N|MIN:MAX", help="Worker processes; else 3.", default=None),
+    _workers("--autoscale/--no-autoscale", default=None, help="Between MIN and MAX, while another worker pays."),
+    _workers("--lease", "lease_s", type=float, metavar="S", help="Replace a worker that is silent for this long."),
+    _workers("--set-aside", type=int, metavar="N", help="Records that may be left out if they fail everywhere."),
+    _workers("--max-failures", type=int, metavar="N", help="Deaths in a row that put a worker's slot in quarantine."),
 )
-_HOW = ("detach", "quiet", "as_json", "mlflow", "tracking_uri")
-"""Of the options, what is about the launch; the others are the job's."""
+checkpoint_options = combine(
+    _keeping("--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; else each epoch."),
+    _keeping("--checkpoints", metavar="FOLDER|URL", help="Their place, e.g. s3://bucket/name; else the job's folder."),
+    _keeping("--keep", type=int, metavar="N", help="Newest checkpoints that stay, beside the best."),
+)
+recipe_options = combine(
+    worker_options,
+    _workers("--compile/--no-compile", default=None, help="Use torch.compile."),
+    _workers("--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."),
+    _workers(
+        "--backend", metavar="NAME", help="Sums gradients: gloo (host memory, any device), nccl, or module:function."
+    ),
+    _workers("--readers", type=int, metavar="N", help="Processes of each worker that read records ahead."),
+    checkpoint_options,
+    _keeping("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training; else each epoch if asked."),
+    _keeping("--monitor", metavar="[-]NAME", help="loss or a metric that decides which is best; -NAME: larger is."),
+    _keeping("--patience", type=int, metavar="N", help="Stop after N evaluations without a better one."),
+)
+"""Options of a job with a recipe that may change when it is resumed."""
+job_option = _job("--job", "job_dir", metavar="FOLDER", help="Where the job keeps its state; else runs/NAME-1.")
+resume_option = _job("--resume", is_flag=True, help="Continue the job in --job from its newest checkpoint.")
+how_options = combine(
+    _job("--detach", is_flag=True, help="Run in the background; survives the terminal."),
+    _job("--page-port", type=int, metavar="PORT", help="Of the live page; else, and if it is in use, any free one."),
+    _job("--mlflow", is_flag=True, help="Log parameters, curves and certificates to an MLflow run, meanwhile."),
+    _job("--tracking-uri", metavar="URI", help="To this store; else MLFLOW_TRACKING_URI, else ./mlflow.db."),
+)
 kill_option = _job("--kill", "kills", multiple=True, metavar="STEP[:WORKER]", help="Kill a worker there, to see.")
 
 
 def parse_fault(text: str) -> Fault:
     """The fault in `STEP` or `STEP:WORKER`. Raises UsageError."""
-    from trueline.errors import UsageError
     from trueline.train.settings import Fault
 
     step, _, slot = text.partition(":")
@@ -67,47 +84,35 @@ def parse_fault(text: str) -> Fault:
     return Fault(step=int(step), slot=int(slot or 0))
 
 
-def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> None:
-    """Launches the job whose folder `prepare` makes of the options `given`, and says the result."""
-    detach, quiet, as_json, mlflow, uri = (given.pop(name) for name in _HOW)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(progress(quiet=quiet or detach))
-        folder = prepare(**given)
-        if mlflow or uri:
-            stack.enter_context(_logged(folder, uri, wait=not detach))
+def launch(prepare: Callable[..., Path], given: dict[str, Any]) -> Output:
+    """Launches the job in the folder that `prepare` returns for the options `given`."""
+    detach, mlflow, uri = (given.pop(name) for name in ("detach", "mlflow", "tracking_uri"))
+    folder = prepare(**given)
+    with _log_to_mlflow(folder, uri, wait=not detach) if mlflow or uri else contextlib.nullcontext():
         if detach:
-            _detach(folder, as_json=as_json)
-            return
+            return _detach(folder)
         from trueline.train import api
 
         try:
             result = api.launch(folder)
         except KeyboardInterrupt:
-            click.echo(f"the job was stopped; go on with `trueline resume {_short(folder)}`", err=True)
+            click.echo(f"the job was stopped; continue it with `trueline resume {_name_of(folder)}`", err=True)
             raise
-    say(_text(result), _facts(result), as_json=as_json)
-
-
-def _short(folder: Path) -> str:
-    """What a verb finds the job by: its name under ./runs, else its folder."""
-    return folder.name if folder.parent == Path("runs").resolve() else str(folder)
-
-
-def _text(result: TrainResult) -> str:
     lines = [result.summary.as_text(), f"checkpoint: {result.checkpoint}"]
     if result.chosen != result.checkpoint:
         lines.append(f"the best one, which stands for the job: {result.chosen}")
-    return "\n".join(lines)
-
-
-def _facts(result: TrainResult) -> dict[str, Any]:
     paths = {"checkpoint": str(result.checkpoint), "chosen": str(result.chosen), "job": str(result.job_dir)}
-    return {**result.summary.as_dict(), **paths}
+    return Output("\n".join(lines), {**result.summary.as_dict(), **paths})
+
+
+def _name_of(folder: Path) -> str:
+    """The JOB argument for this folder: its name under ./runs, else its path."""
+    return folder.name if folder.parent == Path("runs").resolve() else str(folder)
 
 
 @contextlib.contextmanager
-def _logged(folder: Path, tracking_uri: str | None, *, wait: bool) -> Iterator[None]:
-    """A process of its own logs the job to MLflow until the job ends; with `wait`, until that is done."""
+def _log_to_mlflow(folder: Path, tracking_uri: str | None, *, wait: bool) -> Iterator[None]:
+    """A separate process logs the job to MLflow until the job ends; with `wait`, this one waits for it."""
     from trueline.registry.follow import start
 
     process = start(folder, tracking_uri=tracking_uri)
@@ -116,19 +121,19 @@ def _logged(folder: Path, tracking_uri: str | None, *, wait: bool) -> Iterator[N
     finally:
         if wait:
             try:
-                process.wait(LOGGED_S)
+                process.wait(MLFLOW_WAIT_S)
             except subprocess.TimeoutExpired:
-                click.echo(f"MLflow is slow: {folder / 'logs' / 'mlflow.log'} says how far it is", err=True)
+                click.echo(f"MLflow is slow: {folder / 'logs' / 'mlflow.log'} shows its progress", err=True)
 
 
-def _detach(folder: Path, *, as_json: bool) -> None:
+def _detach(folder: Path) -> Output:
     from trueline.train.launch.launcher import detach
 
-    pid = detach(folder)
+    pid, name = detach(folder), _name_of(folder)
     text = (
         f"{folder} runs in the background (process {pid})\n"
-        f"  trueline logs -f {_short(folder)}    follow it\n"
-        f"  trueline status {_short(folder)}     see how it is\n"
-        f"  trueline halt {_short(folder)}       end it after a checkpoint"
+        f"  trueline logs -f {name}    follow it\n"
+        f"  trueline status {name}     see how it is\n"
+        f"  trueline halt {name}       end it after a checkpoint"
     )
-    say(text, {"job": str(folder), "pid": pid}, as_json=as_json)
+    return Output(text, {"job": str(folder), "pid": pid})

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli.options import json_option, recipe_argument, say, section, verb
+from trueline.cli.options import Output, recipe_argument, section, verb
+from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.chaos.runner import Weather
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """
 trueline chaos digits/recipe.py
-    a hundred kills of workers, master, agent and launcher; the model has to be the one of a calm run
+    a hundred kills of workers, master, agent and launcher; the model has to equal that of an undisturbed run
 
 trueline chaos digits/recipe.py --kills 500 --workers 2:4 --what points,worker,all
     only workers: at named points of the protocol, at random instants, and all at once
 
 trueline chaos digits/recipe.py --seed 17 --every 40 --kills 1
-    one storm again: seed and distance decide what is struck and when
+    repeats one storm: seed and distance decide which faults strike when
 """
 _storm = section("The storm")
 TOOLS = ("unshare", "ip", "ss", "mount")
@@ -36,41 +37,39 @@ TOOLS = ("unshare", "ip", "ss", "mount")
 
 @verb("chaos", examples=_EXAMPLES)
 @recipe_argument
-@_storm("--kills", type=int, default=100, metavar="N", help="Storms follow each other until so many are done; 100.")
-@_storm("--seed", type=int, metavar="S", help="Decides everything that is struck; random if left out, and printed.")
+@_storm("--kills", type=int, default=100, metavar="N", help="Storms follow each other until N are done; 100.")
+@_storm("--seed", type=int, metavar="S", help="Decides all strikes; else random, and printed.")
 @_storm("--what", default="", metavar="KIND,...", help="Only these strikes; --what help explains them.")
 @_storm("--points", default="", metavar="PHASE,...", help="Only these named points.")
 @_storm("--every", type=int, default=0, metavar="STEPS", help="Steps between two strikes; else a third of a second.")
-@_storm("--workers", default="2:3", metavar="N|MIN:MAX", help="Worker processes; 2:3 if nobody says.")
-@_storm("--epochs", type=int, metavar="N", help="Length of each job; the recipe's if left out.")
+@_storm("--workers", default="2:3", metavar="N|MIN:MAX", help="Worker processes; 2:3.")
+@_storm("--epochs", type=int, metavar="N", help="Length of each job; else the recipe's.")
 @_storm("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers.")
 @_storm("--checkpoint-every", type=int, default=25, metavar="STEPS", help="Steps between checkpoints; 25.")
 @_storm("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training, to strike there too.")
-@_storm("--bitwise", is_flag=True, default=None, help="Train bit for bit; then no difference at all is allowed.")
+@_storm("--bitwise", is_flag=True, default=None, help="Train bit for bit; then no difference is allowed.")
 @_storm("--device", metavar="NAME", help="Where workers compute: auto, cpu, cuda, cuda:N.")
-@_storm("--backend", metavar="NAME", help="Over what gradients are summed: gloo, nccl, module:function.")
+@_storm("--backend", metavar="NAME", help="Sums gradients: gloo, nccl, module:function.")
 @_storm("--tolerance", type=float, default=1e-6, metavar="X", help="Largest relative difference of weights and losses.")
-@_storm("--keep", metavar="FOLDER", help="Where the jobs are; else a folder that goes when nothing is wrong.")
+@_storm("--keep", metavar="FOLDER", help="Where the jobs are; else a folder that is deleted if nothing is wrong.")
 @_storm("--peers", is_flag=True, help="Kill workers of torchrun, torchft and DLRover too, where they are installed.")
-@json_option
-def command(
-    recipe: str, what: str, points: str, kills: int, seed: int | None, peers: bool, as_json: bool, **given: Any
-) -> int:
-    """Kill anything in a training job; compare the answer.
+def command(recipe: str, what: str, points: str, kills: int, seed: int | None, peers: bool, **given: Any) -> Output:
+    """Inject faults into training jobs and compare the results.
 
-    The recipe is trained once undisturbed, then again and again under a storm: workers die at every point of the
+    Trains the recipe once undisturbed, then repeatedly under a storm: workers die at every point of the
     protocol and at random instants, hang, lose the network, find the disk full; master, agent and launcher die too.
-    Each time every record has to be applied exactly once in each epoch, losses and weights have to be those of the
-    undisturbed run, and nothing may be left behind. Exit code 1 and the command that replays it when not.
+    Each time every record has to be applied exactly once in each epoch, losses and weights have to equal those of the
+    undisturbed run, and no process or file may be left behind. If not, the exit code is 1, and the output has the
+    command that replays the storm.
     """
     from trueline.chaos import runner, schedule
     from trueline.chaos import storm as chaos
 
-    kinds, left_out = chosen(what)
-    if kinds is None:
-        click.echo("\n".join(f"{kind:10} {schedule.MEANING[kind]}" for kind in schedule.KINDS))
-        return 0
-    apart(kinds)
+    if what == "help":
+        meanings = {kind: schedule.MEANING[kind] for kind in schedule.KINDS}
+        return Output("\n".join(f"{kind:10} {meaning}" for kind, meaning in meanings.items()), meanings)
+    kinds, left_out = choose_kinds(what)
+    isolate(kinds)
     seed = int.from_bytes(os.urandom(3)) if seed is None else seed
     keep, tolerance = given.pop("keep"), given.pop("tolerance")
     weather = runner.Weather(
@@ -79,31 +78,29 @@ def command(
         tolerance=0.0 if given["bitwise"] else tolerance, settings={k: v for k, v in given.items() if v is not None},
     )  # fmt: skip
     home = chaos.home_for(keep)
-    tell(f"seed {seed}; jobs in {home}" + (f"; without {left_out}" if left_out else ""))
+    report(f"seed {seed}; jobs in {home}" + (f"; without {left_out}" if left_out else ""))
     found: list[Storm] = []
-    for weather, storm in chaos.storms(weather, kills=kills, seed=seed, home=home, tell=tell):  # noqa: B020
+    for weather, storm in chaos.storms(weather, kills=kills, seed=seed, home=home, tell=report):  # noqa: B020
         found.append(storm)
-        tell_storm(weather, storm, sum(s.kills.total() for s in found), kills)
-    facts = figures(found)
+        report_storm(weather, storm, sum(s.kills.total() for s in found), kills)
+    facts = summarize(found)
     if not facts["violations"]:
         shutil.rmtree(home, ignore_errors=True)
-    others = compared() if peers else {}
-    said = "\n".join([table(found, facts), *peer_rows(facts, others)])
-    say(said, {"seed": seed, **facts, **({"peers": others} if peers else {})}, as_json=as_json)
-    return 1 if facts["violations"] else 0
+    others = compare_peers() if peers else {}
+    text = "\n".join([format_summary(found, facts), *peer_rows(facts, others)])
+    return Output(
+        text, {"seed": seed, **facts, **({"peers": others} if peers else {})}, 1 if facts["violations"] else 0
+    )
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     click.echo(line, err=True)
 
 
-def chosen(what: str) -> tuple[tuple[str, ...] | None, str]:
-    """The kinds asked for (None: only an explanation), and what is left out of them and why."""
+def choose_kinds(what: str) -> tuple[tuple[str, ...], str]:
+    """The kinds of strikes, and those left out with the reason."""
     from trueline.chaos import schedule
-    from trueline.errors import UsageError
 
-    if what == "help":
-        return None, ""
     kinds = tuple(what.split(",")) if what else tuple(schedule.KINDS)
     for kind in kinds:
         if kind not in schedule.KINDS:
@@ -117,8 +114,8 @@ def chosen(what: str) -> tuple[tuple[str, ...] | None, str]:
     return left, f"{', '.join(rooted)}: that needs root, and {', '.join(TOOLS)}" if rooted else ""
 
 
-def apart(kinds: tuple[str, ...]) -> None:
-    """Begins again with a network and mounts of its own, when strikes on them are asked for."""
+def isolate(kinds: tuple[str, ...]) -> None:
+    """Restarts this process with its own network and mounts, if `kinds` strikes them."""
     from trueline.chaos import schedule
 
     if not set(kinds) & set(schedule.ROOTS) or os.environ.get("TRUELINE_CHAOS_APART"):
@@ -129,20 +126,20 @@ def apart(kinds: tuple[str, ...]) -> None:
     os.execvp("unshare", ["unshare", "-n", "-m", "--propagation", "private", "sh", "-c", inside, "sh", *command])
 
 
-def tell_storm(weather: Weather, storm: Storm, done: int, kills: int) -> None:
+def report_storm(weather: Weather, storm: Storm, done: int, kills: int) -> None:
     verdict = storm.verdict
-    tell(
+    report(
         f"storm {storm.seed}: {storm.kills.total()} strikes in {storm.seconds:.0f} s ({done}/{kills}), "
         f"difference {verdict.difference:.1e}, {len(verdict.violations)} violations"
     )
     for violation in verdict.violations:
-        tell(f"  {violation}")
+        report(f"  {violation}")
     if verdict.violations:
-        tell(f"  the job: {storm.folder}\n  again: {replay(weather, storm.seed)}")
+        report(f"  the job: {storm.folder}\n  again: {replay(weather, storm.seed)}")
 
 
 def replay(weather: Weather, seed: int) -> str:
-    """The command that calls up a storm again."""
+    """The command that repeats a storm."""
     command = ["trueline", "chaos", weather.recipe, "--seed", str(seed), "--kills", "1", "--every", str(weather.every),
                "--workers", weather.workers, "--what", ",".join(weather.kinds), "--points",
                ",".join(weather.points), "--tolerance", str(weather.tolerance)]  # fmt: skip
@@ -152,7 +149,7 @@ def replay(weather: Weather, seed: int) -> str:
     return shlex.join(command)
 
 
-def figures(found: list[Storm]) -> dict[str, Any]:
+def summarize(found: list[Storm]) -> dict[str, Any]:
     from trueline.chaos.schedule import KINDS
 
     kills: Counter[str] = sum((storm.kills for storm in found), Counter())
@@ -177,7 +174,7 @@ def figures(found: list[Storm]) -> dict[str, Any]:
 
 
 SINGLE = ("worker", "two")
-"""With the named points: deaths of workers while master and agent live."""
+"""Deaths of workers while master and agent live, as at the named points."""
 
 
 def quantiles(ordered: list[float]) -> dict[str, float | None]:
@@ -186,7 +183,7 @@ def quantiles(ordered: list[float]) -> dict[str, float | None]:
     return {name: ordered[min(last, int(share * len(ordered)))] if ordered else None for name, share in places.items()}
 
 
-def table(found: list[Storm], facts: dict[str, Any]) -> str:
+def format_summary(found: list[Storm], facts: dict[str, Any]) -> str:
     from trueline.chaos.schedule import KINDS
 
     lines = [f"{'struck':22}{'times':>7}{'gap p50':>10}{'p99':>9}{'max':>9}   ms to the next step"]
@@ -196,7 +193,7 @@ def table(found: list[Storm], facts: dict[str, Any]) -> str:
     lines += [
         "",
         f"{facts['kills']} strikes in {len(found)} jobs: {facts['lost']} records lost, {facts['repeated']} repeated; "
-        f"{facts['rolled_back']} steps taken back to a checkpoint and done again",
+        f"{facts['rolled_back']} steps rolled back to a checkpoint and repeated",
         f"death of workers -> next step: p50 {_ms(facts['p50_ms'])} ms, p99 {_ms(facts['p99_ms'])} ms, "
         f"max {_ms(facts['max_ms'])} ms",
         f"difference to the undisturbed run: weights {facts['difference']:.1e}, losses {facts['loss_difference']:.1e}",
@@ -209,22 +206,20 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-# Others. -------------------------------------------------------------------------------------------------------
-
 PEERS = ("torchrun", "torchft", "dlrover")
 PEER_KILLS, PEER_STEPS = 4, 3600
 
 
-def compared() -> dict[str, Any]:
-    """What became of the counting model under kills of workers in other systems; a string says why it was not tried."""
+def compare_peers() -> dict[str, Any]:
+    """The counting model under kills of workers in other systems, by name; a string if it could not run."""
     driver = Path(__file__).parents[4] / "bench" / "peers" / "drive.py"
-    return {name: _peer(driver, name) for name in PEERS}
-
-
-def _peer(driver: Path, name: str) -> Any:
     if not driver.exists():
-        return "bench/peers is not here: run this in a checkout of the repository"
-    tell(f"{name}: {PEER_KILLS} kills")
+        return dict.fromkeys(PEERS, "bench/peers is missing: run this in a checkout of the repository")
+    return {name: _run_peer(driver, name) for name in PEERS}
+
+
+def _run_peer(driver: Path, name: str) -> Any:
+    report(f"{name}: {PEER_KILLS} kills")
     env = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
     command = [sys.executable, str(driver), name, str(PEER_KILLS), str(PEER_STEPS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

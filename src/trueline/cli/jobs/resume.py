@@ -1,33 +1,31 @@
 """`trueline resume`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trueline.cli.jobs import _launch
-from trueline.cli.options import job_argument, verb
+from trueline.cli.options import Output, job_argument, verb
 
 _EXAMPLES = """
 trueline resume digits-1
-    goes on with runs/digits-1 from its newest checkpoint, with the settings it had
+    continues runs/digits-1 from its newest checkpoint, with the settings it had
 
 trueline resume runs/digits-1 --workers 8 --detach
     the same with other workers, in the background; the result does not depend on them
 """
 
 
-@verb("resume", examples=_EXAMPLES)
+@verb("resume", examples=_EXAMPLES, shows_progress=True)
 @job_argument
-@_launch.training_options(without=_launch.FIXED)
+@_launch.recipe_options
 @_launch.how_options
-def command(job: str, **given: Any) -> None:
-    """Go on with a job that halted, failed or lost its processes.
+def command(job: str, **given: Any) -> Output:
+    """Continue a job that halted, failed or lost its processes.
 
-    It begins from the newest checkpoint that verifies, and with no checkpoint from its first step. Settings
+    It starts from the newest checkpoint that verifies, and without a checkpoint from its first step. Settings
     that decide what is computed stay as they were, and the recipe must not have changed. JOB is a job's
     folder, or its name under ./runs.
     """
     from trueline.train.api import prepare_resume
     from trueline.train.launch.jobs import find_job
 
-    _launch.launch(lambda **changed: prepare_resume(find_job(job), **changed), given)
+    return _launch.launch(lambda **changed: prepare_resume(find_job(job), **changed), given)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from trueline.cli.jobs.jobs import age, table
-from trueline.cli.options import job_argument, json_option, say, verb
+from trueline.cli.jobs.jobs import format_age, format_table
+from trueline.cli.options import Output, job_argument, verb
 
 _EXAMPLES = """
 trueline status digits-1
-    state, step, loss, and each worker of runs/digits-1: its steps, what it does, records a second
+    state, step, loss, and each worker of runs/digits-1: its steps, phase, records a second
 
 trueline status runs/digits-1 --json
     the same for a script
@@ -20,12 +20,11 @@ _EVALUATIONS = {"evaluation": "last evaluation", "best": "best evaluation"}
 
 @verb("status", examples=_EXAMPLES)
 @job_argument
-@json_option
-def command(job: str, as_json: bool) -> None:
-    """Show how a job is.
+def command(job: str) -> Output:
+    """Show a job's state, step, loss and workers.
 
-    A running job's master is asked; when it is away, and for a job that has ended, the job's folder tells as
-    much as it knows. JOB is a job's folder, or its name under ./runs.
+    A running job's master sends them; when it does not answer, and for a job that has ended, they come from the job's
+    folder as far as it has them. JOB is a job's folder, or its name under ./runs.
     """
     from trueline.train.job_dir import JobDir
     from trueline.train.launch import jobs
@@ -35,18 +34,20 @@ def command(job: str, as_json: bool) -> None:
     live = jobs.status(folder) if found.state == "running" else None
     master = JobDir(folder).read_master()
     facts = {**found.as_dict(), "page": "" if master is None else master.page, "live": live}
-    say(text_of(facts, time.time()), facts, as_json=as_json)
+    return Output(format_status(facts, time.time()), facts)
 
 
-def text_of(facts: dict[str, Any], now: float) -> str:
-    """The facts for people."""
+def format_status(facts: dict[str, Any], now: float) -> str:
     from trueline.train.launch.jobs import format_set_aside
 
     live = facts["live"] or {}
     why = f" ({facts['why']})" if facts["why"] else ""
-    lines = [f"{facts['name']}: {facts['state']}{why}, began {age(now - facts['started'])} ago", _where(facts, live)]
+    lines = [
+        f"{facts['name']}: {facts['state']}{why}, began {format_age(now - facts['started'])} ago",
+        _where(facts, live),
+    ]
     if facts["state"] == "running" and not live:
-        lines.append("the master does not answer; training goes on without it, and the launcher starts it again")
+        lines.append("the master does not answer; training continues without it, and the launcher restarts it")
     if facts["state"] == "running" and facts["page"]:
         lines.append(f"page: {facts['page']}")
     lines += [_evaluation(label, live[key]) for key, label in _EVALUATIONS.items() if live.get(key)]
@@ -55,11 +56,11 @@ def text_of(facts: dict[str, Any], now: float) -> str:
     members = live.get("members")
     if members:
         head = ("WORKER", "STEPS", "DOES", "FOR", "RECORDS/S")
-        lines.append(table([head, *(_member(member) for member in members)]))
+        lines.append(format_table([head, *(_member(member) for member in members)]))
     if live.get("pending"):
         lines.append(f"starting: {', '.join(live['pending'])}")
     if facts["state"] in ("dead", "failed", "stopped"):
-        lines.append(f"go on with: trueline resume {facts['folder']}")
+        lines.append(f"continue it with: trueline resume {facts['folder']}")
     return "\n".join(lines)
 
 
@@ -76,9 +77,9 @@ def _where(facts: dict[str, Any], live: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _evaluation(label: str, found: dict[str, Any]) -> str:
-    metrics = [f"{name} {value:.4g}" for name, value in found["metrics"].items()]
-    return f"{label}: " + ", ".join([f"step {found['step']}", f"loss {found['loss']:.4g}", *metrics])
+def _evaluation(label: str, evaluation: dict[str, Any]) -> str:
+    metrics = [f"{name} {value:.4g}" for name, value in evaluation["metrics"].items()]
+    return f"{label}: " + ", ".join([f"step {evaluation['step']}", f"loss {evaluation['loss']:.4g}", *metrics])
 
 
 def _member(member: dict[str, Any]) -> tuple[str, ...]:

@@ -1,17 +1,10 @@
 """`trueline evaluate`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import click
 
-from trueline.cli._progress import progress
-from trueline.cli.options import checkpoint_path, json_option, quiet_option, recipe_argument, say, verb
-from trueline.recipe.contract import MODES
-
-if TYPE_CHECKING:
-    from trueline.recipe.contract import Mode
+from trueline.cli.options import Output, batch_options, checkpoint_path, recipe_argument, verb
 
 _EXAMPLES = """
 trueline evaluate digits/recipe.py runs/digits-1
@@ -28,55 +21,23 @@ trueline evaluate digits/recipe.py runs/digits-1 --mode training --out losses/
 """
 
 
-@verb("evaluate", examples=_EXAMPLES)
+@verb("evaluate", examples=_EXAMPLES, shows_progress=True)
 @recipe_argument
 @click.argument("checkpoint")
-@click.option("--mode", type=click.Choice(MODES), default="evaluation", show_default=True, help="Which records.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
-@click.option(
-    "--device", metavar="DEVICE", help="auto, cpu, cuda, or cuda:N of the machine; the recipe's if left out, else auto."
-)
 @click.option("--out", metavar="FOLDER/", help="Also write loss and metrics of each record, to a folder or URI.")
-@click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["parquet", "jsonl"]),
-    default="parquet",
-    show_default=True,
-    help="Of the parts in that folder.",
-)
-@json_option
-@quiet_option
-def command(
-    recipe: str,
-    checkpoint: str,
-    mode: str,
-    workers: int,
-    device: str | None,
-    out: str | None,
-    format_: str,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+@batch_options("evaluation")
+def command(recipe: str, checkpoint: str, workers: int, **options: Any) -> Output:
     """Measure a checkpoint over all evaluation records.
 
-    Says the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch.
-    CHECKPOINT is a checkpoint (a path or a URL), or the folder of a job:
-    its best one if the job has --monitor or --patience, else its newest.
+    Prints the loss and the recipe's metrics. Each record counts once, whatever the size of the last batch. CHECKPOINT
+    is a checkpoint (a path or a URL), or the folder of a job: its best one if the job has --monitor or --patience, else
+    its newest.
     """
     from trueline.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe)  # before the import of torch, so that a wrong path is an error at once
     from trueline.batch.evaluate import evaluate
 
-    with progress(quiet=quiet):
-        found = evaluate(
-            loaded if workers == 1 else recipe,
-            checkpoint_path(checkpoint),
-            mode=cast("Mode", mode),
-            workers=workers,
-            device=device,
-            out=out,
-            format=format_,
-        )
-    say(found.as_text(), found.as_dict(), as_json=as_json)
+    source = loaded if workers == 1 else recipe
+    evaluation = evaluate(source, checkpoint_path(checkpoint), workers=workers, **options)
+    return Output(evaluation.as_text(), evaluation.as_dict())

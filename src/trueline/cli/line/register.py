@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli.options import json_option, pairs, say, tracking_option, verb
+from trueline.cli.options import Output, parse_pairs, tracking_option, verb
+from trueline.errors import UsageError
 
 if TYPE_CHECKING:
     from trueline.registry import RunFacts
@@ -25,13 +26,12 @@ trueline register digits.bundle --alias challenger --job runs/digits-1
 
 @verb("register", examples=_EXAMPLES)
 @click.argument("bundle")
-@click.option("--name", metavar="NAME", help="Name of the model; the bundle's own if left out.")
+@click.option("--name", metavar="NAME", help="Name of the model; else the bundle's own.")
 @click.option("--alias", default="champion", show_default=True, help="Alias to move to it; '' for none.")
 @click.option("--job", metavar="FOLDER", help="Folder of the training job: its settings become the run's parameters.")
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of the run; repeatable.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=VALUE", help="A metric of the run; repeatable.")
 @tracking_option
-@json_option
 def command(
     bundle: str,
     name: str | None,
@@ -40,52 +40,45 @@ def command(
     params: tuple[str, ...],
     metrics: tuple[str, ...],
     tracking_uri: str | None,
-    as_json: bool,
-) -> None:
+) -> Output:
     """Make a bundle the next version of a model in MLflow.
 
-    The bundle is stored with its digest, parameters and metrics, and --alias moves to the new version, so
-    that `trueline serve models:/NAME@champion` and mlflow.pyfunc.load_model find it. Without a tracking URI
+    Stores the bundle with its digest, parameters and metrics, and moves --alias to the new version, so that
+    `trueline serve models:/NAME@champion` and mlflow.pyfunc.load_model find it. Without a tracking URI
     the store is ./mlflow.db; no server is needed.
     """
     from trueline.registry import register
 
-    facts = run_facts(Path(job) if job else None, pairs(params, "--param"), pairs(metrics, "--metric"))
-    found = register(bundle, name=name, alias=alias or None, tracking_uri=tracking_uri, run=facts)
-    known = f" ({', '.join(found.aliases)})" if found.aliases else ""
-    say(f"{found.uri}{known}", {**dataclasses.asdict(found), "uri": found.uri}, as_json=as_json)
+    facts = run_facts(Path(job) if job else None, parse_pairs(params, "--param"), parse_pairs(metrics, "--metric"))
+    version = register(bundle, name=name, alias=alias or None, tracking_uri=tracking_uri, run=facts)
+    aliases = f" ({', '.join(version.aliases)})" if version.aliases else ""
+    return Output(f"{version.uri}{aliases}", {**dataclasses.asdict(version), "uri": version.uri})
 
 
 def run_facts(job: Path | None, params: dict[str, str], metrics: dict[str, str]) -> RunFacts:
-    """What the run in MLflow shows: the job's plain facts, then what was given. Raises UsageError."""
-    from trueline.errors import UsageError
+    """The run in MLflow: the job's plain facts, then the parameters and metrics given. Raises UsageError."""
     from trueline.registry import RunFacts
 
-    facts = _job_facts(job) if job else {}
     try:
         numbers = {name: float(value) for name, value in metrics.items()}
     except ValueError as error:
         raise UsageError(f"a metric is a number: {error}") from error
-    plain = {key: value for key, value in facts.items() if isinstance(value, str | int | float | bool)}
-    measured = {key: float(value) for key, value in plain.items() if isinstance(value, float)}
-    return RunFacts(
-        params={**{key: value for key, value in plain.items() if key not in measured}, **params},
-        metrics={**measured, **numbers},
-        job_dir=job,
-    )
+    facts = _job_facts(job) if job else {}
+    measured = {key: value for key, value in facts.items() if isinstance(value, float)}
+    plain: dict[str, Any] = {key: value for key, value in facts.items() if isinstance(value, str | int | bool)}
+    return RunFacts(params=plain | params, metrics=measured | numbers, job_dir=job)
 
 
 def _job_facts(job: Path) -> dict[str, Any]:
-    from trueline.errors import UsageError
     from trueline.train.job_dir import JobDir
 
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for file in (JobDir(job).settings, JobDir(job).summary):
         try:
-            found.update(json.loads(file.read_bytes()))
+            facts.update(json.loads(file.read_bytes()))
         except FileNotFoundError as error:
             raise UsageError(
                 f"{job} holds no finished job: it has no {file.name}",
                 hint="name the folder that `trueline train` printed",
             ) from error
-    return found
+    return facts

@@ -1,20 +1,18 @@
 """`trueline run`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click
 
 from trueline.cli.jobs import _launch
-from trueline.cli.options import verb
+from trueline.cli.options import Output, verb
 
 _EXAMPLES = """
 trueline run own_loop.py --workers 3
     the script runs in three processes, which share each step of its loop over trueline.Elastic
 
 trueline run own_loop.py --workers 2:8 --detach -- --lr 0.1
-    in the background; what follows -- is the script's own
+    in the background; arguments after -- go to the script
 """
 
 _OF_THE_SCRIPT = (
@@ -24,13 +22,13 @@ _OF_THE_SCRIPT = (
 """What the script decides: its loop, options and evaluation."""
 
 
-@verb("run", examples=_EXAMPLES)
+@verb("run", examples=_EXAMPLES, shows_progress=True)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_launch.training_options(without=_OF_THE_SCRIPT)
 @_launch.job_option
 @_launch.how_options
-def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
+def command(script: str, arguments: tuple[str, ...], **given: Any) -> Output:
     """Run a training loop of your own in elastic worker processes.
 
     SCRIPT is a Python file with a loop over trueline.Elastic, which decides what a step is: model, optimizer,
@@ -39,4 +37,4 @@ def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
     """
     from trueline.train.api import prepare_script
 
-    _launch.launch(lambda **job: prepare_script(script, arguments, **job), given)
+    return _launch.launch(lambda **job: prepare_script(script, arguments, **job), given)
