@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -99,30 +99,37 @@ def combine(*decorators: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
-def setting_options(settings: type) -> Decorator[Any]:
-    """An option for each setting that the dataclass `settings` declares."""
-    return combine(*map(_setting_option, declared(settings)))
+def setting_options(settings: type, *, without: Collection[str] = (), unset: bool = False) -> Decorator[Any]:
+    """An option for each setting that the dataclass `settings` declares, except `without`; `unset`: None by default."""
+    return combine(*(_setting_option(one, unset=unset) for one in declared(settings) if one.name not in without))
 
 
-def _setting_option(one: Declared) -> Decorator[Any]:
+def _setting_option(one: Declared, *, unset: bool) -> Decorator[Any]:
     setting = one.setting
+    option = section(setting.section) if setting.section else click.option
     if one.kind is bool:
-        return click.option(f"--{one.flag}", one.name, is_flag=True, help=setting.help)
+        if unset:
+            return option(f"--{one.flag}/--no-{one.flag}", one.name, default=None, help=setting.help)
+        return option(f"--{one.flag}", one.name, is_flag=True, help=setting.help)
     kind: Any = one.kind
     if setting.choices:
         kind = click.Choice(setting.choices)
-    elif setting.low is not None or setting.high is not None:
-        kind = (click.IntRange if one.kind is int else click.FloatRange)(setting.low, setting.high)  # type: ignore[arg-type]
+    elif setting.bounds:
+        high = setting.high if setting.below is None else setting.below
+        ranged = click.IntRange if one.kind is int else click.FloatRange
+        kind = ranged(setting.low, high, max_open=setting.below is not None)  # type: ignore[arg-type]
+    default = None if unset else one.default
+    default = default // setting.unit if setting.unit > 1 and default is not None else default
 
     def scale(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         return value if value is None else value * setting.unit
 
-    return click.option(
+    return option(
         f"--{one.flag}",
         one.name,
         type=kind,
-        default=one.default // setting.unit if setting.unit > 1 and one.default is not None else one.default,
-        show_default=one.default not in (None, "", False, 0),
+        default=default,
+        show_default=default not in (None, "", False, 0),
         metavar=setting.metavar or None,
         help=setting.help,
         callback=scale if setting.unit > 1 else None,

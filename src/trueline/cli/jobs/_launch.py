@@ -4,70 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trueline.cli.options import Output, combine, section
+from trueline.cli.options import Decorator, Output, combine, section, setting_options
 from trueline.errors import UsageError
+from trueline.recipe.settings import TrainingSettings
+from trueline.settings import declared
 
 if TYPE_CHECKING:
     from trueline.train.settings import Fault
 
 MLFLOW_WAIT_S = 60.0
 """How long a job that has ended waits until its last events are in MLflow."""
-_result = section("What is computed (a resumed job keeps it)")
-_workers = section("The workers (a resumed job may have others)")
-_keeping = section("Checkpoints and evaluation")
 _job = section("The job")
+FIXED = tuple(one.name for one in declared(TrainingSettings) if one.setting.fixed)
+"""Settings that a resumed job keeps."""
 
-result_options = combine(
-    _result("--epochs", type=int, metavar="N", help="Passes over the records; else the recipe's."),
-    _result("--batch", "global_batch", type=int, metavar="N", help="Records of one step, over all workers."),
-    _result("--seed", type=int, metavar="N", help="Decides the order of the records and the first weights."),
-    _result("--micro-batch", type=int, metavar="N", help="Records of one forward: gradients are accumulated."),
-    _result("--shuffle", type=click.Choice(["full", "windows", "none"]),
-            help="windows: row groups, and records inside windows of them; none: the source's order."),
-    _result("--bitwise", is_flag=True, default=None,
-            help="The same weights to the last bit for any number of workers."),
-    _result("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of forward and loss (autocast)."),
-    _result("--clip-norm", type=float, metavar="X", help="Largest norm of all gradients together."),
-    _result("--ema", type=float, metavar="DECAY",
-            help="Keep a moving average of the weights; 0.999: over some 1000 steps."),
-)  # fmt: skip
-worker_options = combine(
-    _workers("--workers", metavar="N|MIN:MAX", help="Worker processes; else 3.", default=None),
-    _workers("--autoscale/--no-autoscale", default=None, help="Between MIN and MAX, while another worker pays."),
-    _workers("--lease", "lease_s", type=float, metavar="S", help="Replace a worker that is silent for this long."),
-    _workers("--set-aside", type=int, metavar="N", help="Records that may be left out if they fail everywhere."),
-    _workers("--max-failures", type=int, metavar="N", help="Deaths in a row that put a worker's slot in quarantine."),
-)
-checkpoint_options = combine(
-    _keeping("--checkpoint-every", type=int, metavar="STEPS", help="Steps between checkpoints; else each epoch."),
-    _keeping("--checkpoints", metavar="FOLDER|URL", help="Their place, e.g. s3://bucket/name; else the job's folder."),
-    _keeping("--keep", type=int, metavar="N", help="Newest checkpoints that stay, beside the best."),
-)
-recipe_options = combine(
-    worker_options,
-    _workers("--compile/--no-compile", default=None, help="Use torch.compile."),
-    _workers("--device", metavar="DEVICE", help="auto (CUDA where the machine has it), cpu, cuda, or cuda:N."),
-    _workers(
-        "--backend", metavar="NAME", help="Sums gradients: gloo (host memory, any device), nccl, or module:function."
-    ),
-    _workers("--readers", type=int, metavar="N", help="Processes of each worker that read records ahead."),
-    checkpoint_options,
-    _keeping("--evaluate-every", type=int, metavar="STEPS", help="Evaluate while training; else each epoch if asked."),
-    _keeping("--monitor", metavar="[-]NAME", help="loss or a metric that decides which is best; -NAME: larger is."),
-    _keeping("--patience", type=int, metavar="N", help="Stop after N evaluations without a better one."),
-)
-"""Options of a job with a recipe that may change when it is resumed."""
+
+def training_options(*, without: Collection[str] = ()) -> Decorator[Any]:
+    """`--workers` and the settings of a job; the recipe sets what they leave out."""
+    workers = section("The workers (a resumed job may have others)")
+    count = workers("--workers", metavar="N|MIN:MAX", default=None, help="Worker processes; else 3.")
+    return combine(setting_options(TrainingSettings, without=without, unset=True), count)
+
+
 job_option = _job("--job", "job_dir", metavar="FOLDER", help="Where the job keeps its state; else runs/NAME-1.")
 resume_option = _job("--resume", is_flag=True, help="Continue the job in --job from its newest checkpoint.")
 how_options = combine(
     _job("--detach", is_flag=True, help="Run in the background; survives the terminal."),
-    _job("--page-port", type=int, metavar="PORT", help="Of the live page; else, and if it is in use, any free one."),
     _job("--mlflow", is_flag=True, help="Log parameters, curves and certificates to an MLflow run, meanwhile."),
     _job("--tracking-uri", metavar="URI", help="To this store; else MLFLOW_TRACKING_URI, else ./mlflow.db."),
 )

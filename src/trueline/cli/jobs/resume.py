@@ -16,7 +16,7 @@ trueline resume runs/digits-1 --workers 8 --detach
 
 @verb("resume", examples=_EXAMPLES, shows_progress=True)
 @job_argument
-@_launch.recipe_options
+@_launch.training_options(without=_launch.FIXED)
 @_launch.how_options
 def command(job: str, **given: Any) -> Output:
     """Continue a job that halted, failed or lost its processes.

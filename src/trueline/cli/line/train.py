@@ -22,8 +22,7 @@ trueline train digits/recipe.py --job runs/digits-1 --resume
 
 @verb("train", examples=_EXAMPLES, shows_progress=True)
 @recipe_argument
-@_launch.result_options
-@_launch.recipe_options
+@_launch.training_options()
 @_launch.job_option
 @_launch.resume_option
 @_launch.how_options
