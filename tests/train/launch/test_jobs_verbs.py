@@ -107,7 +107,7 @@ def test_a_job_whose_launcher_was_killed_is_dead_and_can_be_resumed(tmp_path, ca
     os.waitpid(pid, 0)
     until_ended(one.pid for one in running)
     assert jobs.read_job(job).state == "dead"
-    assert f"go on with: trueline resume {job}" in said_by(capsys, "status", job)
+    assert f"continue it with: trueline resume {job}" in said_by(capsys, "status", job)
     with pytest.raises(errors.UsageError, match="is not running: it is dead"):
         jobs.scale(job, 2)
     assert api.prepare_resume(job) == job
