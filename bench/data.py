@@ -29,18 +29,18 @@ from bench._table import report
 from bench.leases import straggler
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trueline.data.formats import recordio, snappy
+from trueline.data.formats import recordio
 from trueline.data.formats.parquet import ParquetFormat
 from trueline.data.loading.decoded_cache import TableCache
 from trueline.data.loading.tensors import tensor
 from trueline.data.open import open_records
 from trueline.data.order.permutation import record_at, split
-from trueline.data.order.windowed import WindowOrder
+from trueline.data.order.record_orders import WindowOrder
 from trueline.data.records import FileRecords, Records
 from trueline.data.source import Unit
 from trueline.data.sources.table_source import TableSource
 from trueline.data.tools import inspect
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 from trueline.storage.listing import list_store
 from trueline.storage.object_store import ObjectStore, RetryPolicy, open_store
 from trueline.train.step.plan import JobPlan
@@ -182,7 +182,7 @@ def bare(data: bytes) -> Iterator[bytes]:
     while at < len(data):
         _, _, compressor, length, count = recordio.HEADER.unpack_from(data, at)
         stored = memoryview(data)[at + 20 : at + 20 + length]
-        payload = snappy.decompress(stored) if compressor == 1 else bytes(stored)
+        payload = recordio.decompress_snappy(stored) if compressor == 1 else bytes(stored)
         place = 0
         for _ in range(count):
             size = int.from_bytes(payload[place : place + 4], "little")

@@ -15,7 +15,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from trueline.data.order.permutation import record_at
-from trueline.data.order.windowed import WindowOrder
+from trueline.data.order.record_orders import WindowOrder
 from trueline.data.source import Unit
 
 RECORDS, GROUP, BATCH, CLASSES = 1 << 20, 4096, 256, 64

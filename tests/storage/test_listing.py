@@ -30,7 +30,7 @@ from trueline.data.records import FileRecords
 from trueline.data.sources.table_source import TableSource
 from trueline.errors import DataError
 from trueline.storage import listing
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 from trueline.storage.listing import list_files, list_store
 from trueline.storage.object_store import ObjectStore, RetryPolicy, redact_text, redact_uri
 from worlds.records import FILES, WORLDS, flat, no_feed, rich, rows_of
@@ -381,7 +381,7 @@ def test_a_cache_that_cannot_be_written_costs_speed_and_not_the_job(tmp_path: Pa
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 from trueline.storage.listing import list_files
 def dying(handle, mode):
     os.kill(os.getpid(), signal.SIGKILL)

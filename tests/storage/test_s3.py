@@ -16,7 +16,7 @@ from trueline.data.tools import inspect
 from trueline.data.tools.writer import RangeWriter, StoreFolder, WritePlan
 from trueline.errors import DataError
 from trueline.storage import listing, object_store
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 from worlds.records import WORLDS, flat, rows_of
 from worlds.s3 import CHECKING, KEY, REFUSING, SECRET, SERVERS
 

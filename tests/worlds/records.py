@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from trueline.data.formats import recordio
 from trueline.data.open import open_records
 from trueline.data.records import Records
-from trueline.data.sources.maxcompute import MaxComputeRecords
+from trueline.data.sources.databases import MaxComputeRecords
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -217,7 +217,7 @@ def write_sql(path: Path, rows: Rows) -> Path:
 
 
 def open_sql(path: Path) -> Records:
-    from trueline.data.sources.sql import SqlRecords
+    from trueline.data.sources.databases import SqlRecords
 
     return SqlRecords(f"sqlite:///{path}?table=clicks", unit_records=97)
 
@@ -261,10 +261,10 @@ def open_odps(path: Path) -> Records:
 
 
 def write_array_record(path: Path, rows: Rows) -> Path:
-    from trueline.data.formats.arrayrecord import GROUP_RECORDS, library
+    from trueline.data.formats.recordio import GROUP_RECORDS, array_record_package
 
     out = path.with_suffix(".array_record")
-    writer = library().ArrayRecordWriter(str(out), f"group_size:{GROUP_RECORDS}")
+    writer = array_record_package().ArrayRecordWriter(str(out), f"group_size:{GROUP_RECORDS}")
     for row in rows:
         writer.write(row["record"])
     writer.close()

@@ -19,7 +19,7 @@ from trueline.batch.job import BatchJob, BatchOptions, compute_chunks
 from trueline.batch.output_parts import Answer
 from trueline.batch.pool import Compute, Work
 from trueline.checkpoint.checkpoint import load_model
-from trueline.data.loading.seeding import seeded
+from trueline.data.loading.seeding import seed_generators
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -106,7 +106,7 @@ def open_worker(work: Work) -> tuple[int, Compute]:
 
 
 def _open_model(recipe: Recipe, on: BatchJob | Work) -> torch.nn.Module:
-    with seeded(recipe.defaults.seed):  # an untrained model is the same in every process
+    with seed_generators(recipe.defaults.seed):  # an untrained model is the same in every process
         return load_model(recipe, on.source or None).to(devices.choose_own(on.device))
 
 
@@ -144,7 +144,7 @@ def _open_values(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
     functions = {"loss": recipe.loss, **metrics}
 
     def answer(start: int, stop: int) -> dict[str, Array]:
-        with torch.no_grad(), seeded(start):
+        with torch.no_grad(), seed_generators(start):
             batch = source.read(np.arange(start, stop, dtype=np.int64))
             records = devices.place_batch(batch, devices.of_model(model))
             outputs = call_model(model, records.inputs)

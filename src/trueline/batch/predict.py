@@ -26,7 +26,7 @@ from trueline.bundle.read import open_bundle
 from trueline.capture.model.eager import EagerSession
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.checkpoint import load_model
-from trueline.data.loading.seeding import seeded
+from trueline.data.loading.seeding import seed_generators
 from trueline.errors import UsageError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -137,7 +137,7 @@ def _open_answer(recipe: Recipe, on: BatchJob | Work) -> tuple[int, Answer]:
     records = recipe.source(on.mode)
 
     def answer(start: int, stop: int) -> dict[str, Array]:
-        with seeded(start):
+        with seed_generators(start):
             eager = EagerSession(model, records.read(np.arange(start, stop, dtype=np.int64)).inputs)
             return (program or eager).run(eager.example)
 

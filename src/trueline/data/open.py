@@ -13,13 +13,12 @@ from typing import Any
 
 from trueline.data.formats.arrow import ArrowFormat, hugging_face_files, is_hugging_face
 from trueline.data.formats.image_folder import ImageRecords, is_image_folder
-from trueline.data.loading.default_feed import DefaultFeed
+from trueline.data.loading.tensors import DefaultFeed
 from trueline.data.records import FileRecords, Format, OnBad, Records
 from trueline.data.source import Mode, Source
+from trueline.data.sources.databases import SqlRecords, is_sql, open_odps_table
 from trueline.data.sources.map_style import DatasetSource
-from trueline.data.sources.maxcompute import open_odps_table
 from trueline.data.sources.mixture import SampledDataset, SampledSource
-from trueline.data.sources.sql import SqlRecords, is_sql
 from trueline.data.sources.table_source import CACHE_BYTES, TableSource
 from trueline.errors import DataError, RecipeError, closest, join_names
 from trueline.storage.listing import is_visible, list_files, list_store
@@ -33,7 +32,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "jsonl": ((".jsonl", ".ndjson", ".jsonlines"), "text", "JsonLinesFormat"),
     "recordio": ((".recordio", ".rec"), "recordio", "RecordIoFormat"),
     "tar": ((".tar",), "tar", "TarFormat"),
-    "arrayrecord": ((".array_record", ".arrayrecord"), "arrayrecord", "ArrayRecordFormat"),
+    "arrayrecord": ((".array_record", ".arrayrecord"), "recordio", "ArrayRecordFormat"),
 }
 """Name: endings, module in `formats` (imported when it is needed), class."""
 _ENDINGS = [ending for endings, _, _ in FORMATS.values() for ending in endings]

@@ -1,8 +1,7 @@
-"""Records in units: what training, conversion and inspection read.
+"""Records in units with counts, of which any range is loaded as an Arrow table.
 
-`Records` has units with counts, and loads any range of one as an Arrow table. `FileRecords` implements it over files
-and a `Format`, and guarantees for every format: all files have the same columns, a file is the one that was listed, a
-range has the records it claims, and an error names file, unit and offset.
+`FileRecords` implements this over files and a `Format`, and guarantees for every format: all files have the same
+columns, a file is the one that was listed, a range has the records it claims, and an error names file, unit and offset.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trueline import events
 from trueline.data.source import Unit
 from trueline.errors import DataError
 from trueline.storage.blocks import StoredFile, prefetch_blocks, read_footers
-from trueline.storage.concurrent import map_concurrently, start_all
-from trueline.storage.file import File
+from trueline.storage.location import File
+from trueline.storage.object_store import map_concurrently, start_all
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, struct.error, zlib.error, tarfile.TarError)
 """Errors of decoders for damaged bytes."""
@@ -61,25 +62,6 @@ class Records(Protocol):
         ...
 
 
-@runtime_checkable
-class Streaming(Protocol):
-    """Records that can be decoded in sequence, without a whole unit in memory."""
-
-    def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
-        """The records from unit `number` on, `rows` at a time and fewer where a unit ends, each table in memory of its
-        own. None where the format cannot. Raises DataError."""
-        ...
-
-
-@runtime_checkable
-class Fetching(Protocol):
-    """Records of a store, where many ranges are fetched together as fast as one."""
-
-    def fetch(self, ranges: Iterable[Range]) -> None:
-        """Caches ranges that will be loaded next. Raises DataError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FileUnit:
     """A unit of a file: its records, and the bytes (or numbers) between which its format finds them."""
@@ -93,6 +75,22 @@ class FileUnit:
 class FileListing:
     schema: pa.Schema
     parts: Sequence[FileUnit]
+
+
+def split_evenly(count: int, unit_records: int) -> list[FileUnit]:
+    """Units of `unit_records` each, the last of the rest; `at` is the number of the first record."""
+    return [FileUnit(min(unit_records, count - at), at) for at in range(0, count, unit_records)]
+
+
+def split_runs(starts: npt.NDArray[np.int64], max_records: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cuts records that begin at the bytes `starts`, the last of which is the end, into runs [first, stop) of at most
+    `max_records` and `max_bytes`; a larger record is a run of its own."""
+    first, count = 0, len(starts) - 1
+    while first < count:
+        fitting = int(np.searchsorted(starts, starts[first] + max_bytes, side="right")) - 1
+        stop = min(max(fitting, first + 1), first + max_records, count)
+        yield first, stop
+        first = stop
 
 
 class Format(Protocol):
@@ -154,14 +152,12 @@ class FileRecords:
     forks = True
 
     def __init__(self, format: Format, files: Sequence[File], *, on_bad: OnBad = "stop") -> None:
-        self.format = format
+        self.format, self.ranged = format, format.ranged
+        self.local = all(file.path is not None for file in files)
         self.quarantined: list[Quarantined] = []
         self._parts: list[tuple[File, int, FileUnit]] = []
-        self._units: list[Unit] = []
-        self._schema: pa.Schema | None = None
+        self._first: tuple[File, pa.Schema] | None = None
         self._empty: pa.Schema | None = None
-        self._first: File | None = None
-        self.local = all(file.path is not None for file in files)
         for file, listing in zip(files, self._listings(files), strict=True):
             try:
                 self._add(file, listing)
@@ -171,23 +167,12 @@ class FileRecords:
                 self._set_aside(file.uri, "file", 0, error)
         if on_bad == "quarantine":
             self._try_all()
-        offset = 0
-        for file, index, part in self._parts:
-            self._units.append(Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count))
-            offset += part.count
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self._units
-
-    @property
-    def schema(self) -> pa.Schema:
-        schema = self._schema if self._schema is not None else self._empty
-        return schema if schema is not None else pa.schema([])
-
-    @property
-    def ranged(self) -> bool:
-        return self.format.ranged
+        self.schema: pa.Schema = self._first[1] if self._first else self._empty or pa.schema([])
+        offsets = accumulate((part.count for _, _, part in self._parts), initial=0)
+        self.units: Sequence[Unit] = [
+            Unit(uri=f"{file.uri}#{index}", offset=offset, count=part.count)
+            for (file, index, part), offset in zip(self._parts, offsets, strict=False)
+        ]
 
     def load(self, number: int, start: int, stop: int) -> pa.Table:
         file, index, part = self._parts[number]
@@ -200,7 +185,8 @@ class FileRecords:
         return table
 
     def fetch(self, ranges: Iterable[Range]) -> None:
-        """Fetches blocks of objects into this machine's cache in parallel, as far as it has room."""
+        """Fetches blocks of objects, which will be loaded next, into this machine's cache in parallel, as far as it has
+        room. Raises DataError."""
         if self.local or not isinstance(self.format, PlacedFormat):
             return
         ranges, span = list(ranges), partial(self._span, self.format)
@@ -217,6 +203,8 @@ class FileRecords:
         return f"{self.format.unit} {index} (at {part.at})"
 
     def stream(self, number: int, rows: int) -> Iterator[pa.Table] | None:
+        """The records from unit `number` on, `rows` at a time and fewer where a unit ends, each table in memory of its
+        own and without a whole unit in memory. None where the format cannot. Raises DataError."""
         format = self.format
         return self._stream(format, number, rows) if isinstance(format, StreamedFormat) else None
 
@@ -233,7 +221,7 @@ class FileRecords:
     def _stream_unit(
         self, file: File, index: int, part: FileUnit, units: Iterator[Iterator[pa.Table]]
     ) -> Iterator[pa.Table]:
-        """The next of `units`, which is `part`. The file is checked before each table is yielded."""
+        """The next of `units`, which is `part`."""
         where, count = self._where(index, part), 0
         with translate_damage(file, self.format.name, where):
             tables = next(units)
@@ -289,12 +277,10 @@ class FileRecords:
         if not any(part.count for part in listed.parts):
             self._empty = self._empty or listed.schema.remove_metadata()
             return  # its columns matter only where no file has records
-        if self._schema is None:
-            self._schema = listed.schema.remove_metadata()
-            self._first = file
-        elif self._first is not None and not listed.schema.equals(self._schema):
-            difference = f"{describe_columns(listed.schema)}, expected {describe_columns(self._schema)}"
-            raise DataError(f"{file.uri} has other columns than {self._first.uri}: {difference}")
+        first, schema = self._first = self._first or (file, listed.schema.remove_metadata())
+        if not listed.schema.equals(schema):
+            difference = f"{describe_columns(listed.schema)}, expected {describe_columns(schema)}"
+            raise DataError(f"{file.uri} has other columns than {first.uri}: {difference}")
         self._parts += [(file, index, part) for index, part in enumerate(listed.parts) if part.count]
 
     def _decode(self, file: File, index: int, part: FileUnit, start: int, stop: int) -> pa.Table:
@@ -311,14 +297,13 @@ class FileRecords:
         return DataError(f"{file.uri} is torn in {where}: {count} records where {expected} were announced")
 
     def _try_all(self) -> None:
-        readable = []
-        for file, index, part in self._parts:
+        parts, self._parts = self._parts, []
+        for file, index, part in parts:
             try:
                 self._decode(file, index, part, 0, part.count)
-                readable.append((file, index, part))
+                self._parts.append((file, index, part))
             except DataError as error:
                 self._set_aside(file.uri, f"{self.format.unit} {index}", part.count, error)
-        self._parts = readable
 
     def _set_aside(self, file: str, unit: str, records: int, error: DataError) -> None:
         self.quarantined.append(Quarantined(file, unit, records, error.message))

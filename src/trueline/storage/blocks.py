@@ -21,9 +21,17 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from trueline.errors import DataError
-from trueline.storage.concurrent import map_concurrently, start_all
-from trueline.storage.file import File, Stamp
-from trueline.storage.object_store import REFUSED, ListedPrefix, ObjectStore, find_objects, get_info, stamp_of
+from trueline.storage.location import File, Stamp
+from trueline.storage.object_store import (
+    REFUSED,
+    ListedPrefix,
+    ObjectStore,
+    find_objects,
+    get_info,
+    map_concurrently,
+    stamp_of,
+    start_all,
+)
 
 _TAIL_BYTES, _GROWTH = 64 << 10, 4
 _MIN_GROUP, _MAX_GROUPS = 1000, 8

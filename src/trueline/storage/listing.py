@@ -17,21 +17,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trueline.errors import DataError, join_names
-from trueline.storage.block_cache import BlockCache
 from trueline.storage.blocks import StoredFile
-from trueline.storage.concurrent import map_concurrently
-from trueline.storage.file import File, LocalFile
-from trueline.storage.location import Uri, is_remote, local_path
+from trueline.storage.cache import BlockCache, cache_folder
+from trueline.storage.location import File, LocalFile, Uri, is_remote, local_path
 from trueline.storage.object_store import (
     ListedPrefix,
     ObjectStore,
     RetryPolicy,
     find_objects,
+    map_concurrently,
     open_store,
     redact_uri,
     stamp_of,
 )
-from trueline.storage.offset_index import cache_folder
 
 COMMIT, PLAN = "_commit.json", "_plan.json"
 CACHE_BYTES = "TRUELINE_CACHE_BYTES"

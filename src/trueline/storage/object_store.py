@@ -11,7 +11,9 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
@@ -20,11 +22,14 @@ from urllib.parse import urlsplit
 
 from trueline import events
 from trueline.errors import DataError
-from trueline.storage.block_cache import BlockCache
-from trueline.storage.file import Stamp
+from trueline.storage.cache import BlockCache
+from trueline.storage.location import Stamp
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+AT_ONCE = 64
+"""Requests to a store: each takes some hundredths of a second, however many are under way."""
 BLOCK_BYTES = 4 << 20
 REFUSED = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
@@ -72,6 +77,33 @@ class RetryPolicy:
                 events.emit("store.retried", what=what, why=why, wait_s=wait_s)
                 self.sleep(wait_s)
         raise AssertionError("attempts is at least 1")
+
+
+def start_all(
+    call: Callable[[Item], Result], items: Iterable[Item], *, at_once: int = AT_ONCE
+) -> Iterator[Callable[[], Result]]:
+    """For each of `items`, in order, a function that returns `call(item)` or raises its error.
+
+    At most `4 * at_once` items are taken ahead. The threads end with the call, so a process may fork between two calls.
+    """
+    threads = ThreadPoolExecutor(at_once, thread_name_prefix="store")
+    try:
+        waiting: deque[Future[Result]] = deque()
+        for item in items:
+            waiting.append(threads.submit(call, item))
+            if len(waiting) == 4 * at_once:
+                yield waiting.popleft().result
+        while waiting:
+            yield waiting.popleft().result
+    except BaseException:  # the caller stops early
+        threads.shutdown(cancel_futures=True)
+        raise
+    threads.shutdown()
+
+
+def map_concurrently(call: Callable[[Item], Result], items: Iterable[Item], *, at_once: int = AT_ONCE) -> list[Result]:
+    """`call` of each of `items`, in order. Raises the first item's error that failed."""
+    return [result() for result in start_all(call, items, at_once=at_once)]
 
 
 class ObjectStore:

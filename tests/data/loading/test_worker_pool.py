@@ -23,11 +23,11 @@ from trueline.data.loading.seeding import SeededReader, generator_state, preserv
 from trueline.data.loading.worker_pool import ReaderLost, ReaderPool, make_reader
 from trueline.data.open import as_source
 from trueline.data.source import Batch
-from trueline.data.sources.maxcompute import MaxComputeRecords
+from trueline.data.sources.databases import MaxComputeRecords
 from trueline.data.sources.table_source import TableSource
 from trueline.errors import DataError
 from trueline.storage import listing
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 from trueline.train.elastic import Elastic
 from trueline.train.step.blame import find_failing
 from trueline.train.step.options import Options

@@ -20,8 +20,9 @@ from trueline.data.order.record_orders import (
     PermutedOrder,
     RecordOrder,
     WeightedOrder,
+    WindowOrder,
+    blocks_of,
 )
-from trueline.data.order.windowed import WindowOrder, blocks_of
 from trueline.data.source import Unit
 from trueline.errors import DataError
 

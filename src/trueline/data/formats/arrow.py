@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from trueline.data.records import FileListing, FileUnit
 from trueline.errors import DataError, join_names
-from trueline.storage.file import File, LocalFile, Stamp
+from trueline.storage.location import File, LocalFile, Stamp
 
 _MAGIC = b"ARROW1"
 _CONTINUATION = b"\xff\xff\xff\xff"

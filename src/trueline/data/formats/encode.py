@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from trueline.data.formats.recordio import CHUNK_BYTES, encode_chunk, encode_dmlc_record
+from trueline.data.formats import recordio
 from trueline.data.records import describe_columns
 from trueline.errors import DataError
 
@@ -65,24 +65,22 @@ def _recordio(table: pa.Table) -> bytes:
     """Snappy chunks of at most 1 MiB of records; a larger record is a chunk of its own."""
     out, records, num_bytes = [], list[bytes](), 0
     for record in _values(table):
-        if records and num_bytes + len(record) > CHUNK_BYTES:
-            out.append(encode_chunk(records))
+        if records and num_bytes + len(record) > recordio.CHUNK_BYTES:
+            out.append(recordio.encode_chunk(records))
             records, num_bytes = [], 0
         records.append(record)
         num_bytes += len(record)
-    return b"".join([*out, encode_chunk(records)] if records else out)
+    return b"".join([*out, recordio.encode_chunk(records)] if records else out)
 
 
 def _mxnet(table: pa.Table) -> bytes:
-    return b"".join(map(encode_dmlc_record, _values(table)))
+    return b"".join(map(recordio.encode_dmlc_record, _values(table)))
 
 
 def _array_record(table: pa.Table) -> bytes:
-    from trueline.data.formats.arrayrecord import GROUP_RECORDS, library
-
     with tempfile.TemporaryDirectory() as folder:  # the package writes to paths only
         path = Path(folder) / "part.array_record"
-        writer = library().ArrayRecordWriter(str(path), f"group_size:{GROUP_RECORDS}")
+        writer = recordio.array_record_package().ArrayRecordWriter(str(path), f"group_size:{recordio.GROUP_RECORDS}")
         for record in _values(table):
             writer.write(record)
         writer.close()

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from trueline.data.source import split_units
 from trueline.errors import DataError
-from trueline.storage.file import LocalFile
 from trueline.storage.listing import is_visible
+from trueline.storage.location import LocalFile
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 UNIT_RECORDS = 256

@@ -1,10 +1,9 @@
 """Records from Parquet files.
 
-A unit is a row group. In windowed order (`data/order/windowed.py`) a group is decoded once an epoch; in a full
-permutation over more data than the cache holds, for nearly every record, so write row groups of a few thousand rows.
-Sequential reads decode a few megabytes at a time, whatever the size of a group. Page checksums, where present, are
-verified when a group is first read. Files are not mapped, so one that is truncated meanwhile is an error and does not
-end the process.
+A unit is a row group. Windowed order decodes a group once an epoch; a full permutation over more data than the cache
+holds does so for nearly every record, so write row groups of a few thousand rows. Sequential reads decode a few
+megabytes at a time. Page checksums, where present, are verified when a group is first read. Files are not mapped, so
+truncating one is an error and does not end the process.
 """
 
 from __future__ import annotations
@@ -13,17 +12,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trueline.data.records import FileListing, FileUnit, first_line
 from trueline.errors import DataError
-from trueline.storage.file import File, Stamp
-
-if TYPE_CHECKING:
-    pass
+from trueline.storage.location import File, Stamp, read_range
 
 _MAGIC = b"PAR1"
 _END = struct.Struct("<I4s")
@@ -50,8 +46,7 @@ class ParquetFormat:
 
     def list(self, file: File) -> FileListing:
         if file.path is not None:  # in a store this would take one more request for each file
-            with file.open() as opened:
-                start = opened.read(len(_MAGIC))
+            start = read_range(file, 0, len(_MAGIC))
             if start != _MAGIC:
                 raise DataError(f"{file.uri} is not a Parquet file: it begins with {start!r}, expected {_MAGIC!r}")
         return self.parse_footer(file, self.footer(file))
@@ -63,19 +58,26 @@ class ParquetFormat:
             opened.seek(max(size - _END.size, 0))
             length, magic = _END.unpack(opened.read(_END.size).rjust(_END.size))
             if magic != _MAGIC or length + _END.size + len(_MAGIC) > size:
-                raise DataError(f"{file.uri} {_complaint(file)}")
+                torn = read_range(file, 0, len(_MAGIC)) == _MAGIC
+                why = "is torn: its footer is missing or damaged" if torn else "is not a Parquet file"
+                raise DataError(f"{file.uri} {why}")
             opened.seek(size - _END.size - length)
             return opened.read(length + _END.size)
 
     def parse_footer(self, file: File, footer: bytes) -> FileListing:
         try:
-            with pq.ParquetFile(pa.BufferReader(_MAGIC + footer)) as found:  # a whole file without row groups
-                metadata, schema = found.metadata, found.schema_arrow
+            with pq.ParquetFile(pa.BufferReader(_MAGIC + footer)) as opened:  # a whole file without row groups
+                metadata, schema = opened.metadata, opened.schema_arrow
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{file.uri} is torn: its footer is damaged: {first_line(error)}") from error
-        self._hold(file, metadata)
-        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        return FileListing(schema, [FileUnit(group.num_rows, index) for index, group in enumerate(groups)])
+        with self._lock:
+            before = self._footers.pop((file.uri, file.stamp), None)
+            self._footer_bytes += metadata.serialized_size - (before.serialized_size if before is not None else 0)
+            self._footers[file.uri, file.stamp] = metadata
+            while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
+                self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        return FileListing(schema, [FileUnit(count, index) for index, count in enumerate(counts)])
 
     def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         """The columns of a row group are contiguous."""
@@ -86,28 +88,26 @@ class ParquetFormat:
         return min(begins, default=0), max(ends, default=0)
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
-        with self._open(file, [part]) as found:
-            table = found.read_row_group(part.at, use_threads=False)
+        with self._open(file, [part]) as opened:
+            table = opened.read_row_group(part.at, use_threads=False)
             if (file.uri, file.stamp, part.at) not in self._verified:
                 _validate(table)
         self._remember(file, part)
-        if len(table) != part.count:
-            return table  # an error for the caller
-        return table.slice(start, stop - start)
+        return table.slice(start, stop - start) if len(table) == part.count else table  # an error for the caller
 
     def stream(self, file: File, parts: Sequence[FileUnit], rows: int) -> Iterator[Iterator[pa.Table]]:
-        with self._open(file, parts) as found:
+        with self._open(file, parts) as opened:
             for part in parts:
-                yield self._pieces(found, file, part, rows)
+                yield self._pieces(opened, file, part, rows)
 
-    def _pieces(self, found: pq.ParquetFile, file: File, part: FileUnit, rows: int) -> Iterator[pa.Table]:
+    def _pieces(self, opened: pq.ParquetFile, file: File, part: FileUnit, rows: int) -> Iterator[pa.Table]:
         """A call of the decoder costs as much as some hundred small records, so it decodes multiples of `rows`."""
-        num_bytes = found.metadata.row_group(part.at).total_byte_size
+        num_bytes = opened.metadata.row_group(part.at).total_byte_size
         if num_bytes <= _PIECE_BYTES:
-            tables = iter([found.read_row_group(part.at, use_threads=False)])
+            tables = iter([opened.read_row_group(part.at, use_threads=False)])
         else:
             many = rows * max(1, _PIECE_BYTES // (rows * max(num_bytes // part.count, 1)))
-            batches = found.iter_batches(many, row_groups=[part.at], use_threads=False)
+            batches = opened.iter_batches(many, row_groups=[part.at], use_threads=False)
             tables = (pa.Table.from_batches([batch]) for batch in batches)
         if (file.uri, file.stamp, part.at) in self._verified:
             yield from tables
@@ -124,26 +124,18 @@ class ParquetFormat:
         options = {"metadata": self._footer(file), "page_checksum_verification": verify}
         if file.path is not None:
             # pre_buffer would have other threads read all of a row group first.
-            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as found:
-                yield found
+            with pq.ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, **options) as opened:
+                yield opened
         else:
-            with file.open() as opened, pq.ParquetFile(opened, buffer_size=_STORE_BYTES, **options) as found:
-                yield found
+            with file.open() as stored, pq.ParquetFile(stored, buffer_size=_STORE_BYTES, **options) as opened:
+                yield opened
 
     def _footer(self, file: File) -> Any:
-        found = self._footers.get((file.uri, file.stamp))
-        if found is None:
+        footer = self._footers.get((file.uri, file.stamp))
+        if footer is None:
             self.parse_footer(file, self.footer(file))
-            found = self._footers[file.uri, file.stamp]
-        return found
-
-    def _hold(self, file: File, footer: Any) -> None:
-        with self._lock:
-            before = self._footers.pop((file.uri, file.stamp), None)
-            self._footer_bytes += footer.serialized_size - (before.serialized_size if before is not None else 0)
-            self._footers[file.uri, file.stamp] = footer
-            while self._footer_bytes > _FOOTER_BYTES and len(self._footers) > 1:
-                self._footer_bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
+            footer = self._footers[file.uri, file.stamp]
+        return footer
 
     def _remember(self, file: File, part: FileUnit) -> None:
         if len(self._verified) >= _VERIFIED:
@@ -156,9 +148,3 @@ def _validate(table: pa.Table) -> None:
     for column in table.columns:
         if not pa.types.is_primitive(column.type) and column.type not in _BYTES:
             column.validate(full=True)
-
-
-def _complaint(file: File) -> str:
-    with file.open() as opened:
-        start = opened.read(len(_MAGIC))
-    return "is torn: its footer is missing or damaged" if start == _MAGIC else "is not a Parquet file"

@@ -1,9 +1,11 @@
-"""Records from RecordIO files: ElasticDL's chunks (wangkuiyi/recordio) and MXNet's parts (dmlc-core).
+"""Records that are bytes: RecordIO of ElasticDL (wangkuiyi/recordio) and of MXNet (dmlc-core), and ArrayRecord.
 
-Both have one column, `record` (binary); the first four bytes of a file tell them apart. In ElasticDL's format a unit is
+All have one column, `record` (binary). The first four bytes of a RecordIO file tell its kind. In ElasticDL's a unit is
 a chunk, whose CRC-32 is verified at every read; write chunks of at most 1 MiB, since a chunk is decoded as a whole. In
-MXNet's a unit is a run of 4096 records, without checksums: only the framing is verified. A torn file is an error when
-it is listed. Source: recordio's header.go, chunk.go; dmlc-core's recordio.h, recordio.cc.
+MXNet's and ArrayRecord a unit is a run of 4096 records; MXNet's have no checksums, so only the framing is verified. A
+torn file is an error when it is listed.
+
+Sources: recordio's header.go, chunk.go; google/snappy's framing_format.txt; dmlc-core's recordio.h, recordio.cc.
 """
 
 from __future__ import annotations
@@ -11,29 +13,32 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
+from itertools import accumulate, repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.formats import snappy
-from trueline.data.records import FileListing, FileUnit
+from trueline.data.records import FileListing, FileUnit, split_evenly, split_runs
 from trueline.errors import DataError
-from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import load_index
+from trueline.storage.cache import load_index
+from trueline.storage.location import File, Stamp, read_range
 
 SCHEMA = pa.schema([pa.field("record", pa.binary())])
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES, UNIT_RECORDS, UNIT_BYTES = 1 << 20, 4096, 4 << 20
+GROUP_RECORDS = 64
+"""Of ArrayRecord."""
 MAGIC = 0x01020304
 DMLC_MAGIC, DMLC_EARLY = 0xCED7230A, 0x3ED7230A
 HEADER = struct.Struct("<5I")
 COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
-_UNIT_RECORDS = 4096
-_UNIT_BYTES = 4 << 20
-_WHOLE, _FIRST, _LAST = 0, 1, 3
+_WHOLE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
+_SNAPPY_IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
+_SNAPPY_COMPRESSED, _SNAPPY_PLAIN, _SNAPPY_BYTES = 0x00, 0x01, 65536
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 
@@ -54,15 +59,15 @@ class RecordIoFormat:
     def list(self, file: File) -> FileListing:
         if file.stamp.size == 0:
             return FileListing(SCHEMA, [])
-        with file.open() as opened:
-            start = opened.read(4)
+        start = read_range(file, 0, 4)
         magic = int.from_bytes(start, "little")
         if magic == MAGIC:
             return FileListing(SCHEMA, list(_chunks(file)))
         if magic in (DMLC_MAGIC, DMLC_EARLY):
             starts = load_index(file, "dmlc", lambda: {"starts": find_dmlc_starts(file)})["starts"].astype(np.int64)
             self._starts[file.uri, file.stamp] = starts
-            return FileListing(SCHEMA, list(_runs(starts)))
+            runs = split_runs(starts, UNIT_RECORDS, UNIT_BYTES)
+            return FileListing(SCHEMA, [FileUnit(stop - first, int(starts[first]), first) for first, stop in runs])
         raise DataError(
             f"{file.uri} is not RecordIO: it begins with {start!r}, "
             f"expected {MAGIC.to_bytes(4, 'little')!r} or {DMLC_MAGIC.to_bytes(4, 'little')!r}"
@@ -76,14 +81,62 @@ class RecordIoFormat:
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
         starts = self._starts.get((file.uri, file.stamp))
-        with file.open() as opened:
-            if starts is None:
-                opened.seek(part.at)
-                return _chunk_records(opened.read(part.end - part.at), part, file).slice(start, stop - start)
-            at, end = int(starts[part.end + start]), int(starts[part.end + stop])
-            opened.seek(at)
-            data = opened.read(end - at)
-        return pa.table([pa.array(list(split_dmlc_records(data, at)), pa.binary())], schema=SCHEMA)
+        if starts is None:
+            return _chunk_records(read_range(file, part.at, part.end), part, file).slice(start, stop - start)
+        at, end = self.span(file, part, start, stop)
+        return pa.table([pa.array(list(split_dmlc_records(read_range(file, at, end), at)), pa.binary())], schema=SCHEMA)
+
+
+class ArrayRecordFormat:
+    """Local files, through Google's `array_record` package (the extra `arrayrecord`). Write groups of about 64 records:
+    a group is decompressed as a whole."""
+
+    name = "ArrayRecord"
+    unit = "run of records"
+    ranged = True
+
+    def list(self, file: File) -> FileListing:
+        reader = _open_array_record(file)
+        try:
+            count = int(reader.num_records())
+        finally:
+            reader.close()
+        return FileListing(SCHEMA, split_evenly(count, UNIT_RECORDS))
+
+    def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
+        if start == stop:
+            return SCHEMA.empty_table()
+        reader = _open_array_record(file)
+        try:
+            records = reader.read(part.at + start, part.at + stop)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        finally:
+            reader.close()
+        return pa.table([pa.array(records, pa.binary())], schema=SCHEMA)
+
+
+def array_record_package() -> Any:
+    """The package's reader and writer. Raises DataError when it is not installed."""
+    try:
+        return import_module("array_record.python.array_record_module")
+    except ImportError as error:
+        raise DataError(
+            f"ArrayRecord files need the package array_record: {error}", hint="pip install array_record"
+        ) from error
+
+
+def _open_array_record(file: File) -> Any:
+    module = array_record_package()
+    if file.path is None:
+        raise DataError(f"{file.uri}: ArrayRecord is read from local disks only", hint="copy it, or convert it")
+    try:
+        reader = module.ArrayRecordReader(str(file.path), "readahead_buffer_size:0")
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if not reader.ok():
+        raise ValueError("the reader does not accept it")
+    return reader
 
 
 def _chunks(file: File) -> Iterator[FileUnit]:
@@ -116,12 +169,9 @@ def _chunk_records(data: bytes, part: FileUnit, file: File) -> pa.Table:
     stored = memoryview(data)[HEADER.size :]
     if len(stored) != length or zlib.crc32(stored) != checksum:
         raise DataError(f"{file.uri} is torn at byte {part.at}: the chunk does not match its CRC-32")
-    if compressor == COMPRESSORS["snappy"]:
-        payload: bytes | memoryview = snappy.decompress(stored)
-    elif compressor == COMPRESSORS["gzip"]:
-        payload = gzip.decompress(stored)
-    else:
-        payload = stored
+    payload: bytes | memoryview = stored
+    if compressor:
+        payload = (decompress_snappy if compressor == COMPRESSORS["snappy"] else gzip.decompress)(stored)
     return pa.table([_unpack(payload, part, file)], schema=SCHEMA)
 
 
@@ -160,23 +210,18 @@ def _binary(offsets: Ints, values: pa.Buffer) -> pa.Array:
     return pa.BinaryArray.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
-def _runs(starts: Ints) -> Iterator[FileUnit]:
-    """Units of at most 4096 records and 4 MiB; a larger record is a unit of its own."""
-    first, count = 0, len(starts) - 1
-    while first < count:
-        fitting = int(np.searchsorted(starts, starts[first] + _UNIT_BYTES, side="right")) - 1
-        stop = min(max(fitting, first + 1), first + _UNIT_RECORDS, count)
-        yield FileUnit(stop - first, int(starts[first]), first)
-        first = stop
-
-
 def find_dmlc_starts(file: File) -> Ints:
     """The bytes at which MXNet's records begin, and the end of the file. Reads the heads of parts."""
     starts, at, size, inside = [], 0, file.stamp.size, False
     with file.open() as opened:
         while at < size:
             opened.seek(at)
-            flag, length = _part_head(opened, at, file.uri)
+            head = opened.read(8)
+            magic, word = struct.unpack("<2I", head) if len(head) == 8 else (0, 0)
+            if magic not in (DMLC_MAGIC, DMLC_EARLY):
+                raise DataError(f"{file.uri} is torn at byte {at}: {head!r} begins no part of a record")
+            bits = 29 if magic == DMLC_MAGIC else 30
+            flag, length = word >> bits, word & (1 << bits) - 1
             if inside == (flag in (_WHOLE, _FIRST)):
                 raise DataError(f"{file.uri} is torn at byte {at}: a part of kind {flag} is out of place")
             if not inside:
@@ -186,17 +231,6 @@ def find_dmlc_starts(file: File) -> Ints:
     if inside or at != size:
         raise DataError(f"{file.uri} is torn: its last record ends at byte {at} of {size}")
     return np.array([*starts, size], np.int64)
-
-
-def _part_head(opened: BinaryIO, at: int, uri: str) -> tuple[int, int]:
-    head = opened.read(8)
-    if len(head) == 8:
-        magic, word = struct.unpack("<2I", head)
-        if magic == DMLC_MAGIC:
-            return word >> 29, word & (1 << 29) - 1
-        if magic == DMLC_EARLY:
-            return word >> 30, word & (1 << 30) - 1
-    raise DataError(f"{uri} is torn at byte {at}: {head!r} begins no part of a record")
 
 
 def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
@@ -224,12 +258,9 @@ def split_dmlc_records(data: bytes, start: int) -> Iterator[bytes]:
 def encode_chunk(records: list[bytes], *, compressor: str = "snappy") -> bytes:
     """`records` as a chunk of ElasticDL's format."""
     payload = b"".join(len(record).to_bytes(4, "little") + record for record in records)
-    compress: dict[str, Callable[[bytes], bytes]] = {
-        "none": bytes,
-        "snappy": snappy.compress,
-        "gzip": partial(gzip.compress, compresslevel=6, mtime=0),
-    }
-    stored = compress[compressor](payload)
+    stored = payload
+    if compressor != "none":
+        stored = compress_snappy(payload) if compressor == "snappy" else gzip.compress(payload, 6, mtime=0)
     return HEADER.pack(MAGIC, zlib.crc32(stored), COMPRESSORS[compressor], len(stored), len(records)) + stored
 
 
@@ -240,12 +271,79 @@ def encode_dmlc_record(record: bytes) -> bytes:
     while at >= 0:
         if at % 4 == 0:
             cuts.append(at)
-            at = record.find(magic, at + 4)
-        else:
-            at = record.find(magic, at + 1)
+        at = record.find(magic, at + 1)  # no two of them overlap
     begins, ends = [0, *(cut + 4 for cut in cuts)], [*cuts, len(record)]
     out = bytearray()
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        flag = _WHOLE if not cuts else _FIRST if number == 0 else _LAST if number == len(cuts) else 2
+        flag = _WHOLE if not cuts else _FIRST if number == 0 else _LAST if number == len(cuts) else _MIDDLE
         out += magic + (flag << 29 | end - begin).to_bytes(4, "little") + record[begin:end] + bytes((begin - end) % 4)
     return bytes(out)
+
+
+def compress_snappy(data: bytes) -> bytes:
+    """`data` in Snappy's framing: chunks of type (1 byte), length (3 bytes, little endian), masked CRC-32C, content."""
+    codec, out = pa.Codec("snappy"), bytearray(_SNAPPY_IDENTIFIER)
+    for at in range(0, len(data), _SNAPPY_BYTES):
+        block = data[at : at + _SNAPPY_BYTES]
+        packed: bytes = codec.compress(block, asbytes=True)
+        kind, content = (_SNAPPY_COMPRESSED, packed) if len(packed) < len(block) else (_SNAPPY_PLAIN, block)
+        out += bytes([kind]) + (len(content) + 4).to_bytes(3, "little")
+        out += masked_crc32c(block).to_bytes(4, "little") + content
+    return bytes(out)
+
+
+def decompress_snappy(data: bytes | memoryview) -> bytes:
+    """The content of a framed stream, whose CRC-32Cs are not compared: the chunk's CRC-32 covers it.
+
+    Raises ValueError that names the byte at which the stream is damaged.
+    """
+    view = memoryview(data)
+    if bytes(view[: len(_SNAPPY_IDENTIFIER)]) != _SNAPPY_IDENTIFIER:
+        raise ValueError(f"snappy stream begins with {bytes(view[:10])!r}, expected its identifier")
+    codec, pieces, at = pa.Codec("snappy"), [], 0
+    while at < len(view):
+        kind, end = view[at], at + 4 + int.from_bytes(view[at + 1 : at + 4], "little")
+        if at + 4 > len(view) or end > len(view):
+            raise ValueError(f"snappy stream ends inside the chunk at byte {at}")
+        content = view[at + 8 : end]
+        if kind == _SNAPPY_PLAIN:
+            pieces.append(bytes(content))
+        elif kind == _SNAPPY_COMPRESSED:
+            # A raw block begins with its length: seven bits a byte, the lowest first, up to a byte below 0x80.
+            length = 0
+            for place, byte in enumerate(content[:5]):
+                length |= (byte & 0x7F) << 7 * place
+                if byte < 0x80:
+                    break
+            if length > _SNAPPY_BYTES:
+                raise ValueError(
+                    f"snappy chunk at byte {at} claims {length} bytes, at most {_SNAPPY_BYTES} are allowed"
+                )
+            pieces.append(codec.decompress(content, decompressed_size=length, asbytes=True))
+        elif kind <= 0x7F:
+            raise ValueError(f"snappy chunk at byte {at} has the unknown type {kind:#04x}")
+        at = end
+    return b"".join(pieces)
+
+
+def masked_crc32c(data: bytes) -> int:
+    crc = crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli) of at most 64 KiB. It is linear over GF(2): a bit of it is the parity of those bits of the
+    input that set it by themselves."""
+    padded = np.frombuffer(data.rjust(_SNAPPY_BYTES, b"\0") + bytes(4), "u1").copy()
+    padded[_SNAPPY_BYTES - len(data) :][:4] ^= 0xFF
+    ones = np.bitwise_count(np.bitwise_xor.reduce(_bit_crcs() & padded.view("<u4"), axis=1))
+    return int(np.packbits(ones & 1, bitorder="little").view("<u4")[0]) ^ 0xFFFFFFFF
+
+
+@lru_cache(maxsize=1)
+def _bit_crcs() -> npt.NDArray[np.uint32]:
+    """[32, words]: for each bit of a CRC, which bits of the longest input set it."""
+    steps = repeat(None, 8 * (_SNAPPY_BYTES + 4) - 1)
+    crcs = accumulate(steps, lambda crc, _: crc >> 1 ^ (0x82F63B78 if crc & 1 else 0), initial=1 << 31)
+    bits = np.unpackbits(np.fromiter(crcs, "<u4")[::-1, None].copy().view("u1"), axis=1, bitorder="little")
+    return np.ascontiguousarray(np.packbits(bits.T, axis=1, bitorder="little")).view("<u4")

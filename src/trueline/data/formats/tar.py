@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.data.records import FileListing, FileUnit
+from trueline.data.records import FileListing, FileUnit, split_runs
 from trueline.errors import DataError
-from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import Arrays, load_index
+from trueline.storage.cache import Arrays, load_index
+from trueline.storage.location import File, Stamp
 
 KEY = "__key__"
 _UNIT_BYTES = 4 << 20
@@ -71,7 +71,9 @@ class TarFormat:
         if not index.keys:
             return FileListing(pa.schema([]), [])
         columns = [(name, pa.binary()) for name in sorted(index.extensions)]
-        return FileListing(pa.schema([(KEY, pa.string()), *columns]), list(_split_units(index)))
+        starts = np.cumsum([0, *np.maximum(index.size, 0).sum(axis=1)])
+        units = [FileUnit(stop - first, first) for first, stop in split_runs(starts, _UNIT_RECORDS, _UNIT_BYTES)]
+        return FileListing(pa.schema([(KEY, pa.string()), *columns]), units)
 
     def span(self, file: File, part: FileUnit, start: int, stop: int) -> tuple[int, int]:
         index, samples = self._known[file.uri, file.stamp], slice(part.at + start, part.at + stop)
@@ -98,18 +100,6 @@ def _read(opened: BinaryIO, at: int, size: int) -> bytes | None:
     if len(data) != size:
         raise ValueError(f"{len(data)} bytes are left at byte {at}, expected {size}")
     return data
-
-
-def _split_units(index: _Index) -> Iterator[FileUnit]:
-    """Units of at most 4 MiB and 1024 samples; a larger sample is a unit of its own."""
-    sizes = np.maximum(index.size, 0).sum(axis=1)
-    first = num_bytes = 0
-    for sample, size in enumerate(sizes.tolist()):
-        if sample > first and (num_bytes + size > _UNIT_BYTES or sample - first == _UNIT_RECORDS):
-            yield FileUnit(sample - first, first)
-            first, num_bytes = sample, 0
-        num_bytes += size
-    yield FileUnit(len(sizes) - first, first)
 
 
 def _build_index(file: File) -> _Index:

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
-from trueline.data.records import FileListing, FileUnit, first_line
+from trueline.data.records import FileListing, FileUnit, first_line, split_evenly
 from trueline.errors import DataError
-from trueline.storage.file import File, Stamp
-from trueline.storage.offset_index import load_index
+from trueline.storage.cache import load_index
+from trueline.storage.location import File, Stamp, read_range
 
 UNIT_RECORDS = 4096
 _PIECE = 16 << 20
@@ -41,10 +41,10 @@ class _Lines:
         self._known: dict[tuple[str, Stamp], tuple[Ints, pa.Schema]] = {}
 
     def load(self, file: File, part: FileUnit, start: int, stop: int) -> pa.Table:
-        marks, schema = self._known[file.uri, file.stamp]
+        _, schema = self._known[file.uri, file.stamp]
         if start == stop:
             return schema.empty_table()
-        data = self._bytes(file, marks, part.at + start, part.at + stop)
+        data = read_range(file, *self.span(file, part, start, stop))
         try:
             return self._parse(file, data, schema)
         except pa.ArrowException as error:
@@ -62,19 +62,13 @@ class _Lines:
         index = load_index(file, kind, lambda: {"marks": find_marks(file, quoted=self.quoted)})
         return index["marks"].astype(np.int64)
 
-    def _bytes(self, file: File, marks: Ints, start: int, stop: int) -> bytes:
-        at, end = int(marks[start]), int(marks[stop])
-        with file.open() as opened:
-            opened.seek(at)
-            return opened.read(end - at)
-
     def _locate_error(self, file: File, start: int, stop: int, error: Exception) -> DataError:
         """Names the first record that does not parse by itself."""
         marks, schema = self._known[file.uri, file.stamp]
         where = f"records {start} to {stop}"
         for record in range(start, stop):
             try:
-                self._parse(file, self._bytes(file, marks, record, record + 1), schema)
+                self._parse(file, read_range(file, int(marks[record]), int(marks[record + 1])), schema)
             except pa.ArrowException as alone:
                 error, where = alone, f"record {record} (byte {int(marks[record])})"
                 break
@@ -85,10 +79,7 @@ class _Lines:
 
     def _list_units(self, file: File, marks: Ints, schema: pa.Schema) -> FileListing:
         self._known[file.uri, file.stamp] = marks, schema
-        count = len(marks) - 1
-        return FileListing(
-            schema, [FileUnit(min(UNIT_RECORDS, count - at), at) for at in range(0, count, UNIT_RECORDS)]
-        )
+        return FileListing(schema, split_evenly(len(marks) - 1, UNIT_RECORDS))
 
 
 class CsvFormat(_Lines):
@@ -101,10 +92,9 @@ class CsvFormat(_Lines):
         marks = self._marks(file)
         if len(marks) < 2:
             raise DataError(f"{file.uri} is empty: a CSV file begins with the names of its columns")
-        sample = self._bytes(file, marks, 0, _count_sample(marks))
+        inferred = self._parse(file, _read_sample(file, marks), None).schema
         fields = [
-            pa.field(field.name, pa.string() if pa.types.is_null(field.type) else field.type)
-            for field in self._parse(file, sample, None).schema
+            pa.field(field.name, pa.string() if pa.types.is_null(field.type) else field.type) for field in inferred
         ]
         return self._list_units(file, marks[1:], pa.schema(fields))
 
@@ -131,7 +121,7 @@ class JsonLinesFormat(_Lines):
         marks = self._marks(file)
         if len(marks) < 2:
             return FileListing(pa.schema([]), [])
-        inferred = self._parse(file, self._bytes(file, marks, 0, _count_sample(marks)), None).schema
+        inferred = self._parse(file, _read_sample(file, marks), None).schema
         schema = pa.schema([pa.field(field.name, _json_type(field.type)) for field in inferred])
         return self._list_units(file, marks, schema)
 
@@ -147,9 +137,10 @@ class JsonLinesFormat(_Lines):
         return table if schema is None else table.select(schema.names)
 
 
-def _count_sample(marks: Ints) -> int:
-    """The number of records in the first mebibyte; at least one."""
-    return min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
+def _read_sample(file: File, marks: Ints) -> bytes:
+    """The records in the first mebibyte; at least one."""
+    count = min(max(int(np.searchsorted(marks, int(marks[0]) + _SAMPLE)), 1), len(marks) - 1)
+    return read_range(file, int(marks[0]), int(marks[count]))
 
 
 def _json_type(kind: Any) -> Any:

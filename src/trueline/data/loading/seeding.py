@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from trueline.data.source import Batch, Ordered, Prefetching, Source
 from trueline.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from trueline.data.source import Indices
@@ -82,7 +83,7 @@ def preserve_generators() -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_generators(seed: int) -> Iterator[None]:
     """Seeds the generators for the block, and restores them after it."""
     with preserve_generators():
         seed_all(seed)
@@ -124,13 +125,12 @@ class SeededReader:
         with preserve_generators():
             records = [self._read_one(int(index), epoch) for index in indices]
         try:
-            batch = Batch(_concat([one.inputs for one in records]), _concat([one.labels for one in records]))
-        except RuntimeError as error:
+            return self._place(join_batches(records))
+        except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"records {indices[:8].tolist()} were read one by one and do not make a batch: {error}",
                 hint="reading draws random numbers, so each record is read alone; give all records equal shapes",
             ) from error
-        return self._place(batch)
 
     def prefetch(self, indices: Indices, *, epoch: int) -> None:
         """Starts reading for a later `read` of exactly these, if the source can."""
@@ -154,17 +154,34 @@ class SeededReader:
         return self._source.read(self._records(np.array([index], dtype=np.int64), epoch))
 
 
-def _concat(parts: list[Any]) -> Any:
-    """One batch of several, nested alike: tensors along their first dimension."""
+def join_batches(batches: Sequence[Batch], places: npt.NDArray[np.int64] | None = None) -> Batch:
+    """One batch of several, nested alike. With `places` its record i is the `places[i]`-th of them all.
+
+    Raises KeyError, IndexError, TypeError or RuntimeError for batches of other names, lengths, dtypes or shapes.
+    """
+    inputs, labels = [batch.inputs for batch in batches], [batch.labels for batch in batches]
+    return Batch(_join(inputs, places), _join(labels, places))
+
+
+def _join(values: list[Any], places: npt.NDArray[np.int64] | None) -> Any:
     import torch
 
-    first = parts[0]
+    first = values[0]
     if first is None:
         return None
     if isinstance(first, dict):
-        return {key: _concat([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple | list) and first and isinstance(first[0], str | bytes):  # texts
-        return type(first)(text for part in parts for text in part)
+        if any(value.keys() != first.keys() for value in values):
+            raise KeyError(f"names {sorted({key for value in values for key in value})}")
+        return {key: _join([value[key] for value in values], places) for key in first}
+    if isinstance(first, tuple | list) and first and isinstance(first[0], str | bytes):
+        texts = [text for value in values for text in value]
+        return type(first)(texts if places is None else [texts[place] for place in places])
     if isinstance(first, tuple | list):
-        return type(first)(_concat([part[i] for part in parts]) for i in range(len(first)))
-    return torch.cat(parts)
+        if any(len(value) != len(first) for value in values):
+            raise IndexError(f"{sorted({len(value) for value in values})} tensors")
+        return type(first)(_join([value[i] for value in values], places) for i in range(len(first)))
+    if places is None:
+        return torch.cat(values)
+    if any(value.dtype != first.dtype for value in values):
+        raise TypeError(f"dtypes {sorted({str(value.dtype) for value in values})}")
+    return torch.cat(values)[torch.from_numpy(places)]

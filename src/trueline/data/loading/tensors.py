@@ -1,4 +1,4 @@
-"""Columns of records as tensors, for a `feed`.
+"""Columns of records as tensors, for a `feed`, and the feed of recipes that have none (`DefaultFeed`).
 
     from trueline.data.loading.tensors import tensor
 
@@ -11,8 +11,9 @@ is copied. torch is imported at the first call.
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trueline.errors import DataError
+from trueline.errors import DataError, join_names
 
 if TYPE_CHECKING:
     import torch
+
+    from trueline.data.source import Mode
 
 Array = npt.NDArray[Any]
 
@@ -38,6 +41,11 @@ _DTYPES = {
 }  # fmt: skip
 _CHUNKED = pa.ChunkedArray
 _BYTE, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
+LABELS = ("label", "labels", "target", "targets", "y")
+UNKNOWN = "<unk>"
+"""The word of a vocabulary that replaces all words that are not in it."""
+_KEYS = ("__key__", "path")
+"""Columns with a record's origin."""
 FEED = "write feed(records, mode) -> (inputs, labels), where records is a pyarrow.Table"
 
 
@@ -149,3 +157,169 @@ def _view(buffer: Any, dtype: np.dtype[Any], at: int, shape: tuple[int, ...]) ->
         return np.empty(shape, dtype)
     array: Array = np.ndarray(shape, dtype, buffer, at)
     return array if array.flags.writeable else array.copy()
+
+
+class DefaultFeed:
+    """Makes tensors of records by their schema.
+
+        column                                    tensor
+        whole numbers, booleans                   int64, bool          [n]
+        floating point                            float32              [n]
+        lists of numbers of one length            as their items       [n, length, ...]
+        binary that is images                     float32 in [0, 1]    [n, channels, height, width]   needs Pillow
+        text with a vocabulary                    int64 ids            [n]
+        text with a tokenizer                     what it returns
+
+    The column `label` (`labels`, `target`, `targets`, `y`) holds the labels; the others are inputs. A single input is
+    passed as it is; several that are plain numbers become the columns of one float32 tensor; any other several are
+    passed by name. A column that would need a guess is refused, and needs a `feed`. `vocabulary` has the words of text
+    columns by name; `tokenizer` takes the texts of other columns.
+    """
+
+    def __init__(
+        self, vocabulary: Mapping[str, Sequence[str]] | None = None, tokenizer: Callable[[list[str]], Any] | None = None
+    ) -> None:
+        self._words = {name: {word: i for i, word in enumerate(words)} for name, words in (vocabulary or {}).items()}
+        self._tokenizer = tokenizer
+
+    def check(self, schema: pa.Schema, mode: Mode) -> None:
+        """Raises DataError for columns that make no tensors, before any record is read."""
+        label, inputs = split_columns(schema, mode)
+        for name in (*([label] if label else []), *inputs):
+            self._kind(schema.field(name))
+        unused = [name for name in self._words if name not in schema.names]
+        if unused:
+            raise DataError(
+                f"the vocabulary is of {join_names(unused)}, and the records have {join_names(schema.names)}"
+            )
+
+    def __call__(self, records: pa.Table, mode: Mode) -> tuple[Any, Any]:
+        label, names = split_columns(records.schema, mode)
+        labels = None if label is None else self._tensor(records, label)
+        if len(names) == 1:
+            return self._tensor(records, names[0]), labels
+        kinds = {self._kind(records.schema.field(name)) for name in names}
+        if kinds <= {"number"}:
+            import torch
+
+            inputs = torch.empty((len(records), len(names)), dtype=torch.float32)
+            for number, name in enumerate(names):
+                inputs[:, number] = tensor(records.column(name), name)
+            return inputs, labels
+        return {name: self._tensor(records, name) for name in names}, labels
+
+    def _kind(self, field: pa.Field) -> str:
+        kind = field.type
+        if is_number(kind):
+            return "number"
+        if is_list(kind):
+            inner = kind.value_type
+            while is_list(inner):
+                inner = inner.value_type
+            if is_number(inner):
+                return "list"
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            return "image"
+        if _is_text(kind):
+            if field.name in self._words or self._tokenizer is not None:
+                return "text"
+            raise DataError(
+                f"column '{field.name}' is text, and has no vocabulary or tokenizer",
+                hint=f"define vocabulary() -> {{'{field.name}': [word, ...]}} or tokenizer() -> function of texts, or "
+                + FEED,
+            )
+        raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=FEED)
+
+    def _tensor(self, records: pa.Table, name: str) -> Any:
+        field, column = records.schema.field(name), records.column(name)
+        if column.null_count:
+            raise DataError(f"column '{name}' has {column.null_count} records without a value", hint=FEED)
+        kind = self._kind(field)
+        if kind in ("number", "list"):
+            return _narrow(tensor(column, name), name)
+        if kind == "image":
+            return _from_numpy()(decode_images(column, name))
+        texts = column.cast(pa.string()).to_pylist()
+        if name not in self._words:
+            assert self._tokenizer is not None
+            return self._tokenizer(texts)
+        return _from_numpy()(self._ids(texts, name))
+
+    def _ids(self, texts: list[str], name: str) -> Array:
+        words = self._words[name]
+        other = words.get(UNKNOWN)
+        ids = [words.get(text, other) for text in texts]
+        if None in ids:
+            missing = texts[ids.index(None)]
+            raise DataError(
+                f"'{missing[:64]}' in column '{name}' is none of the {len(words)} words of its vocabulary",
+                hint=f"add it, or '{UNKNOWN}' for all that are missing",
+            )
+        return np.array(ids, np.int64)
+
+
+def split_columns(schema: pa.Schema, mode: Mode) -> tuple[str | None, list[str]]:
+    """The column of the labels (None where a prediction has none) and those of the inputs. Raises DataError.
+
+    >>> split_columns(pa.schema([("x", pa.float32()), ("label", pa.int64())]), "training")
+    ('label', ['x'])
+    """
+    labels = [name for name in schema.names if name.lower() in LABELS]
+    if len(labels) > 1:
+        raise DataError(f"{join_names(labels)} could each be the labels", hint=FEED)
+    if not labels and mode != "prediction":
+        raise DataError(
+            f"no column is the labels: the records have {join_names(schema.names)}",
+            hint=f"name one of them {join_names(LABELS)}, or " + FEED,
+        )
+    label = labels[0] if labels else None
+    inputs = [name for name in schema.names if name != label]
+    if not inputs:
+        raise DataError(f"the records have the labels '{label}' and nothing to learn from", hint=FEED)
+    return label, [name for name in inputs if name not in _KEYS] or inputs
+
+
+def decode_images(column: pa.ChunkedArray, name: str) -> Array:
+    """Encoded images of one size as float32 [n, channels, height, width] in [0, 1]. Raises DataError."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise DataError(
+            f"column '{name}' is binary, which is read as images, and Pillow is not installed",
+            hint="pip install pillow, or " + FEED,
+        ) from error
+    arrays = []
+    for number, content in enumerate(column):
+        try:
+            with Image.open(io.BytesIO(content.as_py())) as image:
+                plain = image if image.mode in ("L", "RGB") else image.convert("RGB")
+                arrays.append(np.asarray(plain, np.float32) / 255)
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            raise DataError(f"record {number} of the batch is no image in column '{name}': {error}") from error
+    shapes = sorted({array.shape for array in arrays})
+    if len(shapes) > 1:
+        raise DataError(
+            f"column '{name}' has images of {len(shapes)} sizes, e.g. {shapes[0]} and {shapes[-1]}",
+            hint="store them in one size, or resize them: " + FEED,
+        )
+    stacked = np.stack(arrays)
+    return stacked[:, None] if stacked.ndim == 3 else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+
+
+def _narrow(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Converts to the dtypes of models."""
+    import torch
+
+    if values.dtype.is_floating_point:
+        return values.to(torch.float32)
+    if values.dtype == torch.bool:
+        return values
+    narrow = values.to(torch.int64)
+    if values.dtype == torch.uint64 and len(narrow) and int(narrow.min()) < 0:
+        raise DataError(f"column '{name}' has whole numbers above 2**63 - 1, which int64 cannot hold", hint=FEED)
+    return narrow
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trueline.data.loading.seeding import seeded
+from trueline.data.loading.seeding import seed_generators
 from trueline.data.source import Batch, Unit, check_indices
 from trueline.errors import DataError
 
@@ -73,7 +73,7 @@ class DatasetSource:
         for index in sorted({round(at) for at in np.linspace(0, self._num_records - 1, _SAMPLES)}):
             items = []
             for _ in range(2):
-                with seeded(0):
+                with seed_generators(0):
                     items.append(self._item(index))
             first, second = (b"".join(_bytes_of(item)) for item in items)
             digest.update(first if first == second else b"".join(_bytes_of(items[0], content=False)))

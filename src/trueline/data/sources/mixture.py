@@ -1,12 +1,12 @@
 """Sources with an order of their own: records by weight, several sources in a ratio, batches of similar length.
 
-    from trueline.data.sources.mixture import mixed
+    from trueline.data.sources.mixture import mix
 
     shuffle = "none"                                     # the order is the source's own
 
     def dataset(mode):
         if mode == "training":
-            return mixed(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
+            return mix(["web/*.parquet", "books/*.parquet"], [3, 1], seed=1)
         return "held-out.parquet"
 
 A job counts the positions of the order as records: each is trained exactly once an epoch. The record at a position is
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trueline.data.loading.seeding import join_batches
 from trueline.data.order.permutation import key_of
 from trueline.data.order.record_orders import BucketedOrder, MixedOrder, PermutedOrder, RecordOrder, WeightedOrder
 from trueline.data.source import Batch, Forkable, Prefetching, Source, Unit, check_indices
@@ -162,10 +163,7 @@ class ConcatSource:
             return batches[0]
         places = np.argsort(np.concatenate([at for _, at, _ in shares]))
         try:
-            return Batch(
-                _interleave([batch.inputs for batch in batches], places),
-                _interleave([batch.labels for batch in batches], places),
-            )
+            return join_batches(batches, places)
         except (RuntimeError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"records of {len(batches)} of the {len(self.parts)} parts do not make a batch: {error}",
@@ -191,26 +189,6 @@ class ConcatSource:
         owners = np.searchsorted(self._starts, indices, side="right") - 1
         places = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
         return [(number, at, indices[at] - self._starts[number]) for number, at in places]
-
-
-def _interleave(values: Sequence[Any], places: npt.NDArray[np.int64]) -> Any:
-    """One batch of several, whose record i is the `places[i]`-th of them all."""
-    import torch
-
-    first = values[0]
-    if first is None:
-        return None
-    if isinstance(first, dict):
-        if any(value.keys() != first.keys() for value in values):
-            raise KeyError(f"names {sorted({key for value in values for key in value})}")
-        return {key: _interleave([value[key] for value in values], places) for key in first}
-    if isinstance(first, tuple | list):
-        if any(len(value) != len(first) for value in values):
-            raise IndexError(f"{sorted({len(value) for value in values})} tensors")
-        return type(first)(_interleave([value[i] for value in values], places) for i in range(len(first)))
-    if any(value.dtype != first.dtype for value in values):
-        raise TypeError(f"dtypes {sorted({str(value.dtype) for value in values})}")
-    return torch.cat(list(values))[torch.from_numpy(places)]
 
 
 def _check_length(values: npt.NDArray[Any], num_records: int, what: str) -> None:

@@ -15,7 +15,7 @@ from trueline.data.formats.recordio import RecordIoFormat
 from trueline.data.loading.decoded_cache import TableCache
 from trueline.data.open import describe_uris, open_records
 from trueline.data.records import FileRecords, Quarantined, Records
-from trueline.data.sources.sql import is_sql
+from trueline.data.sources.databases import is_sql
 from trueline.data.tools.writer import RANGE_RECORDS, RangeWriter, WritePlan, open_folder, read_commit
 from trueline.errors import DataError
 from trueline.storage.listing import COMMIT, PLAN, is_visible

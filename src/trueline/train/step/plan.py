@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueline.data.order import permutation
-from trueline.data.order.record_orders import InFileOrder, PermutedOrder, RecordOrder
-from trueline.data.order.windowed import WINDOW_RECORDS, WindowOrder
+from trueline.data.order.record_orders import WINDOW_RECORDS, InFileOrder, PermutedOrder, RecordOrder, WindowOrder
 from trueline.train.step import ledger
 
 Ints = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from trueline.data.open import open_records, open_source
-from trueline.data.sources.sql import SqlRecords
+from trueline.data.sources.databases import SqlRecords
 from trueline.errors import DataError
 from worlds.records import columns, rows_of
 

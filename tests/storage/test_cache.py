@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trueline import files
-from trueline.storage.block_cache import BlockCache
+from trueline.storage.cache import BlockCache
 
 CONTENT = bytes(range(200))
 

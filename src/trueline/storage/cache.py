@@ -1,12 +1,12 @@
-"""Blocks of remote files on a local disk: shared by all processes of a machine, bounded, and whole or absent.
+"""Caches on a local disk, shared by all processes of a machine: blocks of remote files, and indexes of records.
 
     <folder>/<two letters>/<key>-<block>      content, then its CRC-32 and length (12 bytes)
     <folder>/locks/<000..3ff>                 held while a block is fetched; SIGKILL releases it too
 
 A block is written under a temporary name and renamed. Leftovers of killed writers are swept after an hour. Each process
-verifies a block when it first maps it and fetches a damaged one again, which is cheaper than an fsync for each. The key
-holds the object's stamp, so new content has new blocks. A full or read-only disk costs speed, not the job: the last
-blocks are then kept in memory.
+verifies a block when it first maps it and fetches a damaged one again, which is cheaper than an fsync for each. A full
+or read-only disk costs speed, not the job: the last blocks are then kept in memory. Keys hold the file's stamp, so new
+content has new blocks and a new index.
 """
 
 from __future__ import annotations
@@ -14,19 +14,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import mmap
 import os
 import struct
 import tempfile
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from trueline import events, files
+import numpy as np
+import numpy.typing as npt
 
+from trueline import events, files
+from trueline.errors import StorageError
+from trueline.storage.location import File
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+CACHE = "TRUELINE_CACHE"
 _TRAILER = struct.Struct("<IQ")
 _LOCKS = 1024
 _MAX_MAPPED, _MAX_IN_MEMORY = 64, 16
@@ -34,6 +44,9 @@ _MAX_MAPPED, _MAX_IN_MEMORY = 64, 16
 _ABANDONED_S = 3600.0
 _SWEPT_TO = 0.9
 """Of the bound: above it, the least recently used blocks are removed down to this."""
+_INDEX_VERSION = 1
+_MIN_FILE_BYTES = 1 << 20
+"""The index of a smaller file is not stored."""
 
 
 class BlockCache:
@@ -171,3 +184,45 @@ def _remember(blocks: dict[Path, memoryview], path: Path, view: memoryview, max_
     blocks[path] = view
     while len(blocks) > max_blocks:
         blocks.pop(next(iter(blocks)))
+
+
+def cache_folder() -> Path:
+    """The folder of this user's caches, which all processes of a machine share."""
+    folder = os.environ.get(CACHE)
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trueline"
+
+
+def load_index(file: File, kind: str, build: Callable[[], Arrays]) -> Arrays:
+    """`build()`, from the cache when it was stored there for this file and `kind` of index."""
+    if file.stamp.size < _MIN_FILE_BYTES:
+        return build()
+    location = os.path.realpath(file.path) if file.path else file.uri
+    key = hashlib.sha256(f"{_INDEX_VERSION}|{kind}|{location}|{file.stamp}".encode()).hexdigest()[:40]
+    path = cache_folder() / "index" / f"{key}.npz"
+    arrays = _read_index(path)
+    if arrays is None:
+        arrays = build()
+        _write_index(path, arrays)
+    return arrays
+
+
+def _read_index(path: Path) -> Arrays | None:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        events.emit("index.unreadable", path=str(path), why=str(error))
+        return None
+
+
+def _write_index(path: Path, arrays: Arrays) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its stub takes names of arrays for its own option
+    try:
+        files.write_atomic(path, buffer.getvalue())
+    except StorageError as error:
+        events.emit("index.not_kept", path=str(path), why=error.message)

@@ -1,25 +1,30 @@
-"""Records from a table of an SQL database, by ranges of a key, through SQLAlchemy.
+"""Records from tables of databases: SQL through SQLAlchemy, by ranges of a key; MaxCompute (ODPS) through pyodps.
 
     sqlite:///clicks.db?table=clicks&key=id            postgresql://user@host/shop?table=orders&key=number
+    odps://PROJECT/TABLE?partition=day=20260131        with pyodps's environment variables for the account
 
-The key is a column without nulls or repeats; records are numbered in its order. A unit is a range of keys with
-`unit_records` rows when the table was listed. A range that has another number of rows later is an error, so use a
-snapshot or a table that is not written while a job trains on it. Passwords are in no message. PostgreSQL is read
-through psycopg 3 (extra `postgres`), unless the URL names another driver.
+The key of an SQL table is a column without nulls or repeats; records are numbered in its order. A unit is a range of
+keys with `unit_records` rows when the table was listed. A range that has another number of rows later is an error, so
+use a snapshot or a table that is not written while a job trains on it. Passwords are in no message. PostgreSQL is read
+through psycopg 3 (extra `postgres`), unless the URL names another driver. MaxCompute is tested against a fake of
+pyodps's `open_reader` only, which has a count and any slice of rows, not against the service.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 from uuid import UUID
 
 import pyarrow as pa
 
-from trueline.data.source import Unit
+from trueline.data.source import Unit, split_units
 from trueline.errors import DataError, closest, join_names
 
 if TYPE_CHECKING:
@@ -29,6 +34,11 @@ SCHEMES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
 UNIT_RECORDS = 4096
 _DRIVERS = {"postgresql": "postgresql+psycopg"}
 """Where SQLAlchemy's default driver is no longer developed."""
+_ODPS_TYPES = {
+    "tinyint": "int8", "smallint": "int16", "int": "int32", "bigint": "int64", "float": "float32", "double": "float64",
+    "boolean": "bool", "string": "string", "varchar": "string", "char": "string", "binary": "binary",
+    "datetime": "timestamp[ms]", "timestamp": "timestamp[ns]", "date": "date32",
+}  # fmt: skip
 
 
 def is_sql(uri: str) -> bool:
@@ -74,8 +84,8 @@ class SqlRecords:
         if number + 1 < len(self._bounds):
             query = query.where(self._key < self._bounds[number + 1])
         unit = self.units[number]
-        whole = (start, stop) == (0, unit.count)
-        query = query if whole else query.offset(start).limit(stop - start)
+        if (start, stop) != (0, unit.count):
+            query = query.offset(start).limit(stop - start)
         with self._connect() as connection:
             rows = connection.execute(query).all()
         if len(rows) != stop - start:
@@ -83,7 +93,13 @@ class SqlRecords:
                 f"{unit.uri} has {len(rows)} rows where {stop - start} were listed: the table was written meanwhile",
                 hint="train on a copy or a snapshot that nobody writes",
             )
-        return self._as_table(rows, unit)
+        columns = []
+        for place, field in enumerate(self.schema):
+            try:
+                columns.append(pa.array([_plain(row[place], field.type) for row in rows], field.type))
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
+        return pa.table(columns, schema=self.schema)
 
     def fingerprint(self) -> str:
         counts = [unit.count for unit in self.units]
@@ -134,15 +150,6 @@ class SqlRecords:
             for bound, at in zip(self._bounds, range(0, total, unit_records), strict=True)
         ]
 
-    def _as_table(self, rows: Sequence[Any], unit: Unit) -> pa.Table:
-        columns = []
-        for place, field in enumerate(self.schema):
-            try:
-                columns.append(pa.array([_plain(row[place], field.type) for row in rows], field.type))
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
-        return pa.table(columns, schema=self.schema)
-
     @contextmanager
     def _connect(self) -> Iterator[Connection]:
         from sqlalchemy.exc import SQLAlchemyError
@@ -176,17 +183,95 @@ def _arrow_type(column_type: Any) -> Any:
     if isinstance(column_type, types.Numeric) and not isinstance(column_type, types.Float):
         return pa.decimal128(column_type.precision, column_type.scale or 0) if column_type.precision else pa.float64()
     for kind, arrow in (
-        (types.Boolean, pa.bool_()),
-        (types.Integer, pa.int64()),
-        (types.Float, pa.float64()),
-        (types.DateTime, pa.timestamp("us")),
-        (types.Date, pa.date32()),
-        (types.Time, pa.time64("us")),
-        (types.LargeBinary, pa.binary()),
-        (types.String, pa.string()),
-        (types.Uuid, pa.string()),
-        (types.JSON, pa.string()),
-    ):
+        (types.Boolean, pa.bool_()), (types.Integer, pa.int64()), (types.Float, pa.float64()),
+        (types.DateTime, pa.timestamp("us")), (types.Date, pa.date32()), (types.Time, pa.time64("us")),
+        (types.LargeBinary, pa.binary()), ((types.String, types.Uuid, types.JSON), pa.string()),
+    ):  # fmt: skip
         if isinstance(column_type, kind):
             return arrow
     raise DataError(f"a column of type {column_type} has no counterpart in Arrow", hint="cast it in a view")
+
+
+class MaxComputeRecords:
+    """`table` is pyodps's. `reopen` opens it for a fork of this process; without it a fork cannot read."""
+
+    ranged = True
+
+    def __init__(
+        self,
+        table: Any,
+        *,
+        partition: str | None = None,
+        unit_records: int = UNIT_RECORDS,
+        reopen: Callable[[], Any] | None = None,
+    ) -> None:
+        self._opened, self._reopen, self._partition = (os.getpid(), table), reopen, partition
+        self.where = f"odps table {table.name}" + (f" partition {partition}" if partition else "")
+        self.schema = pa.schema([(column.name, self._type(column)) for column in table.table_schema.simple_columns])
+        try:
+            with table.open_reader(partition=partition) as reader:
+                self._count = int(reader.count)
+        except Exception as error:
+            raise DataError(f"cannot read {self.where}: {type(error).__name__}: {error}") from error
+        self.units = split_units(self.where, self._count, unit_records)
+
+    @property
+    def forks(self) -> bool:
+        return self._reopen is not None
+
+    @property
+    def _table(self) -> Any:
+        pid, table = self._opened
+        if pid != os.getpid() and self._reopen is not None:
+            self._opened = os.getpid(), (table := self._reopen())
+        return table
+
+    def load(self, number: int, start: int, stop: int) -> pa.Table:
+        unit = self.units[number]
+        try:
+            with self._table.open_reader(partition=self._partition) as reader:
+                if reader.count != self._count:
+                    raise DataError(
+                        f"{self.where} has {reader.count} rows, {self._count} when it was listed",
+                        hint="train on a partition that nobody writes",
+                    )
+                rows = [row.values for row in reader[unit.offset + start : unit.offset + stop]]
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"cannot read {unit.uri}: {type(error).__name__}: {error}") from error
+        if len(rows) != stop - start:
+            raise DataError(f"{unit.uri} gave {len(rows)} rows, expected {stop - start}")
+        try:
+            columns = [pa.array([row[at] for row in rows], field.type) for at, field in enumerate(self.schema)]
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(f"{unit.uri}: a value does not fit its column: {error}") from error
+        return pa.table(columns, schema=self.schema)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.where}|{self.schema}|{self._count}".encode()).hexdigest()
+
+    def _type(self, column: Any) -> Any:
+        kind = str(column.type).lower().partition("(")[0]
+        if kind not in _ODPS_TYPES:
+            known = ", ".join(_ODPS_TYPES)
+            raise DataError(f"{self.where}: column '{column.name}' is a {column.type}, expected one of {known}")
+        return pa.type_for_alias(_ODPS_TYPES[kind])
+
+
+def open_odps_table(uri: str) -> MaxComputeRecords:
+    """`odps://PROJECT/TABLE?partition=...` with the account of the environment. Raises DataError."""
+    parts = urlsplit(uri)
+    name = parts.path.strip("/").removeprefix("tables/")
+    if not parts.netloc or not name:
+        raise DataError(f"'{uri}' names no table", hint="odps://PROJECT/TABLE?partition=day=20260131")
+    try:
+        odps = import_module("odps").ODPS
+    except ImportError as error:
+        raise DataError(f"MaxCompute tables need the package pyodps: {error}", hint="pip install pyodps") from error
+
+    def open_table() -> Any:
+        return odps.from_environments().get_table(name, project=parts.netloc)
+
+    partition = parse_qs(parts.query).get("partition", [""])[0]
+    return MaxComputeRecords(open_table(), partition=partition or None, reopen=open_table)
